@@ -1,0 +1,227 @@
+"""Every field a user can set, and the one path by which it is set.
+
+    dataclass defaults <- YAML file <- key=value on the command line
+
+The text under a field says what it means; a name carries its unit (`_tokens`, `_steps`, ...).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Union
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"
+    """The run folder is `<dir>/<name>`; a second start with the same folder resumes from its `latest`."""
+    dir: str = "runs"
+    """Folder that holds all runs."""
+    seed: int = 1234
+    """Seed of the initial weights and of the random number generators (the data order has its own)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 256
+    """Width d of the residual stream."""
+    num_heads: int = 4
+    """Query heads n_h."""
+    num_kv_heads: int = 2
+    """Key-value heads n_kv; each is shared by num_heads / num_kv_heads query heads."""
+    head_dim: int = 64
+    """Size d_k of one head."""
+    ffn_hidden_size: int = 704
+    """Inner width of the SwiGLU feed-forward layer."""
+    vocab_size: int = 4096
+    """Rows of the embedding; at least the tokenizer's size."""
+    rope_base: float = 10000.0
+    """Base of the rotary embedding on Q and K."""
+    qk_norm: bool = False
+    """RMSNorm on each head's Q and K before the rotary embedding."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; output projections use init_std / sqrt(2 num_layers)."""
+    tie_embeddings: bool = False
+    """Share the input embedding with the output layer."""
+
+
+@dataclass(frozen=True)
+class GSAConfig:
+    attention: Literal["dense", "sparse"] = "sparse"
+    """`dense` builds no indexer (the baselines standard and gated-only); `sparse` builds one."""
+    value_gate: bool = True
+    """G2: V * sigmoid(h W + b) (eq. 9)."""
+    output_gate: bool = True
+    """G1: O * sigmoid(h W + b), elementwise and head-specific (eq. 10)."""
+    gate_bias_init: float = 0.0
+    """Initial bias of both gates; 0 opens them to 0.5 (section 3.5 of the paper)."""
+    indexer_heads: int = 4
+    """Heads H_I of the lightning indexer."""
+    indexer_dim: int = 64
+    """Head size d_I of the indexer."""
+    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    """`sigmoid` = GSA (eq. 7); `relu` with unbounded weights = DSA."""
+    indexer_rope: bool = False
+    """Rotary embedding on the indexer's queries and key, as DeepSeek's indexer has."""
+    indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
+    """beta in softmax(beta * I) of the indexer loss: a number, or `learned` (starts at 1)."""
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
+    """Budget rule (eq. 8): `inverse` k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""
+    k_base: int = 2048
+    """Keys per query before adaptation."""
+    k_min: int = 256
+    """Smallest budget k_t."""
+    k_max: int = 4096
+    """Largest budget k_t."""
+    variance_ema_decay: float = 0.99
+    """Decay per optimizer step of the moving average of the score variance."""
+    local_window: int = 0
+    """The last `local_window` keys are always selected, beside the budget; 0 = the paper."""
+    selection_block: int = 1
+    """Aligned blocks of this many queries share the selection of their first query; 1 = the paper."""
+    selection_reuse: int = 1
+    """Layers in groups of this many share the selection of the group's first layer; 1 = the paper."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor: int = 1
+    """Tensor-parallel ranks."""
+    sequence: bool = True
+    """Sequence parallelism over the tensor-parallel ranks (no effect with tensor=1)."""
+    pipeline: int = 1
+    """Pipeline stages (1F1B). What is left of the world after tensor x pipeline is data parallel."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients during the backward pass (phases that train the base)."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the forward pass; needs distributed_optimizer and overlap_grad_reduce."""
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    name: str = "sparse"
+    """Name in logs, metrics and checkpoints; unique."""
+    steps: int = 1000
+    """Optimizer steps of this phase."""
+    attention: Literal["dense", "sparse"] = "sparse"
+    """Attend to all visible keys, or to the selected ones."""
+    train: Literal["all", "base", "indexer"] = "all"
+    """`indexer` freezes the rest (warm-up); `base` leaves the indexer as it is; `all` trains both."""
+    lr: float = 3e-4
+    """Peak learning rate of the base (of the indexer when train is `indexer`)."""
+    min_lr: float = 3e-5
+    """Learning rate at the end of the phase."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay: Literal["cosine", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    indexer_lr_mult: float = 10.0
+    """Learning rate of the indexer over that of the base, when both are trained (table 3)."""
+    gate_lr_mult: float = 1.0
+    """Learning rate of the gates over that of the base (table 3)."""
+    kl_coeff: float = 1.0
+    """Weight lambda of the indexer loss (eq. 15)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    seq_len_tokens: int = 256
+    """Tokens per sequence."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass and data-parallel rank."""
+    global_batch_size: int = 8
+    """Sequences per optimizer step over all ranks."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """`auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32 weights."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, the attention core, or whole layers."""
+    recompute_num_layers: int = 1
+    """Layers per recomputed unit with recompute=full."""
+    weight_decay: float = 0.1
+    """AdamW weight decay; norms and biases have none."""
+    adam_beta1: float = 0.9
+    """AdamW beta 1."""
+    adam_beta2: float = 0.95
+    """AdamW beta 2."""
+    adam_epsilon: float = 1e-8
+    """AdamW epsilon."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_dir: str = "data/sample/train"
+    """Folder (or fsspec address) of the training shards `**/*.jsonl.zst`."""
+    validation_dir: str = "data/sample/validation"
+    """The same for validation."""
+    tokenizer: str = "data/sample/tokenizer.model"
+    """Sentencepiece model file."""
+    seed: int = 0
+    """Seed of the order of shards and documents."""
+    num_lanes: int = 8
+    """Interleaved streams that fix the global order; a multiple of data-parallel ranks x workers. Fixed for a run."""
+    shuffle_documents: bool = True
+    """Shuffle the documents of each shard."""
+    attend_across_documents: bool = False
+    """False: attention, selection and variance stop at the document's start, and an EOS predicts nothing."""
+    num_workers: int = 0
+    """Reader processes per data-parallel rank; 0 reads in the training process."""
+    prefetch_blocks: int = 64
+    """Blocks read ahead per worker."""
+    on_bad_shard: Literal["fail", "skip"] = "fail"
+    """What a missing, truncated or corrupt shard does."""
+    max_bad_line_fraction: float = 0.01
+    """A shard with more unreadable lines than this stops the run."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every_steps: int = 0
+    """Steps between validations; 0 = only at the end of the run."""
+    max_blocks: int = 64
+    """Validation sequences used."""
+    ngram_baselines: bool = False
+    """At the end, score unigram and bigram models of the same training tokens (reads them again: small runs)."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 500
+    """Steps between checkpoints; the end of the run always writes one."""
+    keep_last: int = 3
+    """Checkpoints kept; older ones are deleted once a newer one is durable."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    every_steps: int = 10
+    """Steps between logged steps."""
+    tensorboard: bool = True
+    """Write TensorBoard events to the run folder."""
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """`auto`: online when an API key is configured, else offline."""
+    wandb_project: str = "gsa_train"
+    """Weights & Biases project."""
+    plots: bool = True
+    """Write plots/*.png at the end of the run."""
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gsa: GSAConfig = field(default_factory=GSAConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    phases: list[PhaseConfig] = field(default_factory=list)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
