@@ -7,8 +7,15 @@ The text under a field says what it means; a name carries its unit (`_tokens`, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal, Union
+
+import yaml
+
+from gsa_train.config_checks import check_config, check_data
+from gsa_train.config_load import ConfigError, Problems, apply_override, build, read_yaml
 
 
 @dataclass(frozen=True)
@@ -225,3 +232,36 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, need_data: bool = True
+) -> Config:
+    """The config of a run: defaults <- the YAML file <- `key=value` overrides.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.field=value`, or `phases.0.field=value` for an item of a list; the last one wins.
+        world_size: ranks of the run; with it the fields are also checked against each other. None only reads
+            and types the file, as for the saved config of a finished run.
+        need_data: with a world size, also check that the local data files exist.
+
+    Raises:
+        ConfigError: lists everything that is wrong, a line each.
+    """
+    tree = read_yaml(path)
+    problems = Problems(Config)
+    for override in overrides:
+        apply_override(tree, override, problems)
+    config = build(Config, tree, problems)
+    if world_size is not None:
+        found = check_config(config, world_size) + (check_data(config.data) if need_data else [])
+        problems.lines += [line for line in found if not problems.explain(line)]
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    return config
+
+
+def config_to_yaml(config: Config) -> str:
+    """Every field as YAML; `load_config` reads it back equal, floats bit for bit."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

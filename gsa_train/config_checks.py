@@ -1,0 +1,352 @@
+"""What must hold between the fields of a config. Each check returns lines `field = value: wrong; remedy`.
+
+Plain Python: this runs before torch.distributed starts, and on machines without accelerators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gsa_train.config_load import problem_line
+
+if TYPE_CHECKING:
+    from gsa_train.config import Config, DataConfig, PhaseConfig
+
+# Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
+AT_LEAST_ZERO = frozenset(
+    """
+    run.seed data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
+    phases.warmup_steps phases.min_lr phases.kl_coeff
+    """.split()  # noqa: SIM905 - a list literal would be a page long
+)
+ABOVE_ZERO = frozenset(
+    """
+    model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
+    phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    """.split()  # noqa: SIM905
+)
+FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
+NOT_EMPTY = ("run.dir", "data.train_dir", "data.validation_dir", "data.tokenizer", "logging.wandb_project")
+
+
+def check_config(config: Config, world_size: int) -> list[str]:
+    """Everything that is wrong with the values of a config on `world_size` ranks; empty when it can run.
+
+    Files are left to `check_data`.
+    """
+    return [
+        *_check_ranges(config),
+        *_check_run_name(config),
+        *_check_model(config),
+        *_check_gsa(config),
+        *_check_layout(config, world_size),
+        *_check_batch(config, world_size),
+        *_check_recompute(config),
+        *_check_phases(config),
+    ]
+
+
+def check_data(data: DataConfig) -> list[str]:
+    """Local files that a run needs and that are missing; addresses with `://` are left to the reader."""
+    lines = []
+    for field, folder in (("data.train_dir", data.train_dir), ("data.validation_dir", data.validation_dir)):
+        if not folder or "://" in folder:
+            continue
+        if not Path(folder).is_dir():
+            lines.append(problem_line(field, folder, "no such folder", f"create it, or set {field}"))
+        elif next(Path(folder).rglob("*.jsonl.zst"), None) is None:
+            lines.append(
+                problem_line(field, folder, "holds no *.jsonl.zst", f"put shards there, or set {field}")
+            )
+    if data.tokenizer and "://" not in data.tokenizer and not Path(data.tokenizer).is_file():
+        lines.append(
+            problem_line("data.tokenizer", data.tokenizer, "no such file", "set it to a sentencepiece model")
+        )
+    return lines
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Data-parallel ranks of a world that the model-parallel sizes divide; 0 if they do not."""
+    unit = config.parallel.tensor * config.parallel.pipeline
+    if min(config.parallel.tensor, config.parallel.pipeline, world_size) < 1 or world_size % unit != 0:
+        return 0
+    return world_size // unit
+
+
+def _check_ranges(config: Config) -> list[str]:
+    lines = []
+    for field, value in _numbers(config):
+        rule = re.sub(r"\.\d+\.", ".", field)  # phases.0.lr is ruled by phases.lr
+        if not math.isfinite(value):
+            lines.append(problem_line(field, value, "not a finite number", "give a finite number"))
+        elif rule in AT_LEAST_ZERO:
+            if value < 0:
+                lines.append(problem_line(field, value, "negative", "give 0 or more"))
+        elif rule in FROM_ZERO_BELOW_ONE:
+            if not 0 <= value < 1:
+                lines.append(problem_line(field, value, "outside [0, 1)", "give a number from 0 to below 1"))
+        elif rule in ABOVE_ZERO:
+            if value <= 0:
+                lines.append(problem_line(field, value, "not positive", "give a number above 0"))
+        elif isinstance(value, int) and value < 1:
+            lines.append(problem_line(field, value, "below 1", "give 1 or more"))
+    for field in NOT_EMPTY:
+        if not _get(config, field).strip():
+            lines.append(problem_line(field, _get(config, field), "empty", "give a value"))
+    fraction = config.data.max_bad_line_fraction
+    if not 0 <= fraction <= 1:
+        lines.append(
+            problem_line(
+                "data.max_bad_line_fraction", fraction, "outside [0, 1]", "give a number from 0 to 1"
+            )
+        )
+    return lines
+
+
+def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
+    """Every number of the config with its dotted name; phases are `phases.0.lr`, ..."""
+    numbers: list[tuple[str, float]] = []
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            numbers += _numbers(value, f"{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                numbers += _numbers(item, f"{name}.{index}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers.append((name, value))
+    return numbers
+
+
+def _get(config: Config, field: str) -> Any:
+    section, name = field.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_multiple(config: Config, field: str, of: str) -> list[str]:
+    """`field` must be a multiple of the field `of`; silent where a size is not positive (reported elsewhere)."""
+    value, unit = _get(config, field), _get(config, of)
+    if value < 1 or unit < 1 or value % unit == 0:
+        return []
+    return [
+        problem_line(
+            field,
+            value,
+            f"not a multiple of {of} = {unit}",
+            f"set {field} to {_nearest(value, unit)}, or change {of}",
+        )
+    ]
+
+
+def _nearest(value: int, unit: int) -> str:
+    """The multiples of `unit` next to `value`, in words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(below + unit)
+
+
+def _check_run_name(config: Config) -> list[str]:
+    name = config.run.name
+    is_plain = name.isprintable() and name == name.strip() and name not in ("", ".", "..")
+    if is_plain and not any(separator in name for separator in "/\\"):
+        return []
+    return [
+        problem_line(
+            "run.name",
+            name,
+            "not a plain folder name",
+            "give a name without slashes; the folder goes to run.dir",
+        )
+    ]
+
+
+def _check_model(config: Config) -> list[str]:
+    lines = [
+        *_check_multiple(config, "model.num_heads", "model.num_kv_heads"),
+        *_check_multiple(config, "model.num_heads", "parallel.tensor"),
+        *_check_multiple(config, "model.num_kv_heads", "parallel.tensor"),
+        *_check_multiple(config, "model.ffn_hidden_size", "parallel.tensor"),
+        *_check_multiple(config, "model.vocab_size", "parallel.tensor"),
+        *_check_multiple(config, "model.num_layers", "parallel.pipeline"),
+    ]
+    for field in ("model.head_dim", "gsa.indexer_dim"):
+        if _get(config, field) % 2 != 0:
+            lines.append(
+                problem_line(field, _get(config, field), "odd", "give an even size: RoPE turns pairs")
+            )
+    if config.parallel.sequence:
+        lines += _check_multiple(config, "train.seq_len_tokens", "parallel.tensor")
+    return lines
+
+
+def _check_gsa(config: Config) -> list[str]:
+    gsa, lines = config.gsa, []
+    if gsa.k_min > gsa.k_base:
+        lines.append(
+            problem_line(
+                "gsa.k_min", gsa.k_min, f"above gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
+            )
+        )
+    if gsa.k_max < gsa.k_base:
+        lines.append(
+            problem_line(
+                "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
+            )
+        )
+    if gsa.selection_block > 1 and gsa.local_window < gsa.selection_block:
+        lines.append(
+            problem_line(
+                "gsa.local_window",
+                gsa.local_window,
+                f"below gsa.selection_block = {gsa.selection_block}, so queries would miss the keys of their own block",
+                f"set gsa.local_window to {gsa.selection_block} or more",
+            )
+        )
+    beta = gsa.indexer_temperature
+    if beta != "learned" and (isinstance(beta, str) or beta <= 0):
+        lines.append(
+            problem_line(
+                "gsa.indexer_temperature", beta, "no temperature", "give a number above 0, or learned"
+            )
+        )
+    stage_layers = _layers_per_stage(config)
+    if stage_layers and gsa.selection_reuse > 0 and stage_layers % gsa.selection_reuse != 0:
+        lines.append(
+            problem_line(
+                "gsa.selection_reuse",
+                gsa.selection_reuse,
+                f"does not divide the {stage_layers} layers of a stage "
+                "(model.num_layers / parallel.pipeline), and a group may not cross stages",
+                f"choose a divisor of {stage_layers}",
+            )
+        )
+    return lines
+
+
+def _layers_per_stage(config: Config) -> int:
+    """Layers of one pipeline stage; 0 if the sizes do not divide (reported elsewhere)."""
+    layers, stages = config.model.num_layers, config.parallel.pipeline
+    return layers // stages if layers > 0 and stages > 0 and layers % stages == 0 else 0
+
+
+def _check_layout(config: Config, world_size: int) -> list[str]:
+    parallel, lines = config.parallel, []
+    unit = parallel.tensor * parallel.pipeline
+    if world_size < 1:
+        lines.append(problem_line("world size", world_size, "below 1", "start 1 rank or more"))
+    elif unit > 0 and world_size % unit != 0:
+        lines.append(
+            problem_line(
+                "world size",
+                world_size,
+                f"not a multiple of parallel.tensor = {parallel.tensor} x parallel.pipeline = {parallel.pipeline}",
+                f"start {_nearest(world_size, unit)} ranks, or change the sizes",
+            )
+        )
+    if parallel.overlap_param_gather and not (
+        parallel.distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        lines.append(
+            problem_line(
+                "parallel.overlap_param_gather",
+                True,
+                f"needs parallel.distributed_optimizer = {str(parallel.distributed_optimizer).lower()} and "
+                f"parallel.overlap_grad_reduce = {str(parallel.overlap_grad_reduce).lower()} to be true",
+                "set both to true, or overlap_param_gather to false",
+            )
+        )
+    return lines
+
+
+def _check_batch(config: Config, world_size: int) -> list[str]:
+    train, data, lines = config.train, config.data, []
+    replicas = data_parallel_size(config, world_size)
+    unit = train.micro_batch_size * replicas
+    if train.global_batch_size > 0 and unit > 0 and train.global_batch_size % unit != 0:
+        lines.append(
+            problem_line(
+                "train.global_batch_size",
+                train.global_batch_size,
+                f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks",
+                f"set it to {_nearest(train.global_batch_size, unit)}",
+            )
+        )
+    readers = replicas * max(1, data.num_workers)
+    if data.num_lanes > 0 and readers > 0 and data.num_lanes % readers != 0:
+        lines.append(
+            problem_line(
+                "data.num_lanes",
+                data.num_lanes,
+                f"not a multiple of {replicas} data-parallel ranks x {max(1, data.num_workers)} readers each "
+                f"(data.num_workers = {data.num_workers})",
+                f"set it to {_nearest(data.num_lanes, readers)}",
+            )
+        )
+    return lines
+
+
+def _check_recompute(config: Config) -> list[str]:
+    train, lines = config.train, []
+    if train.recompute != "full" or train.recompute_num_layers < 1:
+        return []
+    stage_layers = _layers_per_stage(config)
+    if stage_layers and stage_layers % train.recompute_num_layers != 0:
+        lines.append(
+            problem_line(
+                "train.recompute_num_layers",
+                train.recompute_num_layers,
+                f"does not divide the {stage_layers} layers of a stage (model.num_layers / parallel.pipeline)",
+                f"choose a divisor of {stage_layers}",
+            )
+        )
+    reuse = config.gsa.selection_reuse
+    if reuse > 1 and train.recompute_num_layers % reuse != 0:
+        lines.append(
+            problem_line(
+                "train.recompute_num_layers",
+                train.recompute_num_layers,
+                f"not a multiple of gsa.selection_reuse = {reuse}, so a unit would lack its selection",
+                f"set it to {_nearest(train.recompute_num_layers, reuse)}",
+            )
+        )
+    return lines
+
+
+def _check_phases(config: Config) -> list[str]:
+    if not config.phases:
+        return [problem_line("phases", [], "no phase", "list at least one, with name and steps")]
+    lines = []
+    for name, count in Counter(phase.name for phase in config.phases).items():
+        if count > 1:
+            lines.append(problem_line("phases", name, f"{count} phases have this name", "give each its own"))
+    for index, phase in enumerate(config.phases):
+        lines += _check_phase(phase, f"phases.{index}", config.gsa.attention == "sparse")
+    return lines
+
+
+def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
+    lines = []
+    if not phase.name.strip():
+        lines.append(problem_line(f"{name}.name", phase.name, "empty", "give a name"))
+    if phase.min_lr > phase.lr:
+        wrong = f"above {name}.lr = {phase.lr}"
+        lines.append(problem_line(f"{name}.min_lr", phase.min_lr, wrong, "give lr or less"))
+    if phase.warmup_steps >= phase.steps > 0:
+        wrong = f"not below {name}.steps = {phase.steps}"
+        remedy = "shorten the warm-up or lengthen the phase"
+        lines.append(problem_line(f"{name}.warmup_steps", phase.warmup_steps, wrong, remedy))
+    if phase.train == "indexer" and phase.attention != "dense":
+        wrong = f"learns from all visible keys (eq. 14), but {name}.attention = {phase.attention}"
+        lines.append(problem_line(f"{name}.train", phase.train, wrong, f"set {name}.attention to dense"))
+    if not has_indexer:
+        wrong = "needs an indexer, and gsa.attention = dense builds none"
+        remedy = "set gsa.attention to sparse, or the phase to attention: dense and train: all"
+        if phase.attention == "sparse":
+            lines.append(problem_line(f"{name}.attention", phase.attention, wrong, remedy))
+        if phase.train == "indexer":
+            lines.append(problem_line(f"{name}.train", phase.train, wrong, remedy))
+    return lines

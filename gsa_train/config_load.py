@@ -1,0 +1,266 @@
+"""From a YAML file and `key=value` arguments to a dataclass, with every mistake collected.
+
+A scalar in the file or on the command line is text. The type of the field alone decides what the text means:
+`off` is false for a bool field, and the word off for a field that offers it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import re
+import typing
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
+
+Built = TypeVar("Built")
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with one config, a line each in `problems`."""
+
+    def __init__(self, path: str | Path, problems: list[str]) -> None:
+        self.problems = problems
+        noun = "problem" if len(problems) == 1 else "problems"
+        super().__init__("\n  ".join([f"{path}: {len(problems)} {noun}", *problems]))
+
+
+class Problems:
+    """The mistakes found so far in a config of class `root`, and the fields left without a value by them."""
+
+    def __init__(self, root: type) -> None:
+        self.root = root
+        self.lines: list[str] = []
+        self._unusable: set[str] = set()
+
+    def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: str | None = None) -> None:
+        """Note a mistake; `meant` is the field that a misspelled one stands for."""
+        self.lines.append(problem_line(field, value, wrong, remedy))
+        self._unusable.update({field, meant or field})
+
+    def explain(self, line: str) -> bool:
+        """True if `line` speaks of a field without a usable value, so that an earlier mistake explains it."""
+        return any(re.search(rf"(?<![\w.]){re.escape(field)}(?!\w)", line) for field in self._unusable)
+
+
+def problem_line(field: str, value: object, wrong: str, remedy: str) -> str:
+    """`field = value: what is wrong; remedy`"""
+    return f"{field} = {_as_written(value)}: {wrong}; {remedy}"
+
+
+def _as_written(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str) and value and value == value.strip() and value.isprintable():
+        return value
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- text -> tree of mappings, lists, text and None
+
+_NULL_RESOLVER = [("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"))]
+
+
+class _TextLoader(yaml.SafeLoader):
+    """YAML whose plain scalars are text, null excepted, and whose duplicate keys are errors."""
+
+    yaml_implicit_resolvers = dict.fromkeys(("~", "n", "N", ""), _NULL_RESOLVER)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                problem="aliases (*name) are not part of these configs",
+                problem_mark=self.peek_event().start_mark,
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key} is already set in line {seen[key]}",
+                    problem_mark=key_node.start_mark,
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> dict[Any, Any]:
+    """The tree of a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a YAML mapping.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            path, [f"cannot be read: {error.strerror}; give the path of a YAML file"]
+        ) from error
+    try:
+        tree = yaml.load(content, _TextLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(path, [f"{_yaml_reason(error)}; correct the YAML there"]) from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        found = "a list" if isinstance(tree, list) else "text"
+        raise ConfigError(path, [f"holds {found}, not sections; write `section:` and its fields below it"])
+    return tree
+
+
+def _yaml_reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> None:
+    """Write one `section.field=value` or `phases.0.field=value` into the tree; `phases[0].field` is the same."""
+    path, equals, text = override.partition("=")
+    path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
+    if not equals or not path:
+        problems.lines.append(
+            f"{override}: not of the form key=value; write for example train.micro_batch_size=2"
+        )
+        return
+    if not text.strip():
+        problems.add(path, "", "no value after the =", f"write {path}=VALUE")
+        return
+    try:
+        value = yaml.load(text, _TextLoader)
+    except yaml.YAMLError as error:
+        problems.add(path, text, f"not readable as YAML ({_yaml_reason(error)})", "put the value in quotes")
+        return
+    if isinstance(value, dict):
+        problems.add(path, text, "sets several fields at once", "write one key=value for each field")
+        return
+
+    keys = path.split(".")
+    node: Any = tree
+    for depth, key in enumerate(keys):
+        where = ".".join(keys[:depth])
+        is_last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                known = ", ".join(str(index) for index in range(len(node))) or "it is empty"
+                problems.add(path, text, f"{where} has no item {key}", f"choose one of its items: {known}")
+                return
+            index: int | str = int(key)
+        elif isinstance(node, dict):
+            index = key
+            if not is_last and node.get(key) is None:
+                node[key] = [] if keys[depth + 1].isdigit() else {}
+        else:
+            problems.add(path, text, f"{where} is not a section", f"correct {where} first")
+            return
+        if is_last:
+            node[index] = value
+        node = node[index]
+
+
+# ---- tree -> dataclass
+
+
+def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -> Built:
+    """The dataclass `cls` from a tree; a field with a mistake keeps its default."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        problems.add(where, tree, "not a section", f"set its fields: {', '.join(typing.get_type_hints(cls))}")
+        return cls()
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        field = f"{where}.{key}" if where else str(key)
+        hint = hints.get(key)
+        if hint is None:
+            _add_unknown(cls, str(key), value, where, problems)
+        elif _is_section(hint):
+            values[key] = build(hint, value, problems, field)
+        elif typing.get_origin(hint) is list:
+            values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
+        else:
+            try:
+                values[key] = _typed(cls, key, value)
+            except ValidationError:
+                wrong, remedy = _expected(hint, value)
+                problems.add(field, value, wrong, remedy)
+    return cls(**values)
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
+
+
+def _build_list(item_cls: type[Built], value: object, problems: Problems, field: str) -> list[Built]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        problems.add(field, value, "not a list", f"write one `- name: ...` below `{field}:` for each item")
+        return []
+    return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
+
+
+def _typed(cls: type, key: str, value: object) -> Any:
+    """The value of one field, converted by OmegaConf to the field's type."""
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        raise ValidationError("OmegaConf's interpolation is not part of these configs")
+    if value is not None and not isinstance(value, str | int | float | bool):
+        raise ValidationError("not a scalar")
+    if isinstance(value, str) and float in typing.get_args(typing.get_type_hints(cls)[key]):
+        with contextlib.suppress(ValueError):  # not a number: the text alternative of Union[float, str]
+            value = float(value)
+    section = OmegaConf.structured(cls)
+    section[key] = value
+    return section[key]
+
+
+def _expected(hint: Any, value: object) -> tuple[str, str]:
+    """What is wrong with a value of the wrong type, and what to write."""
+    if value is None:
+        return "no value", f"give {_type_in_words(hint)}, or delete the line"
+    return f"not {_type_in_words(hint)}", f"give {_type_in_words(hint)}"
+
+
+def _type_in_words(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    if typing.get_origin(hint) is Union:
+        return " or ".join(_type_in_words(option) for option in typing.get_args(hint))
+    return {int: "an integer", float: "a number", bool: "true or false", str: "plain text"}[hint]
+
+
+def _add_unknown(cls: type, key: str, value: object, where: str, problems: Problems) -> None:
+    prefix = f"{where}." if where else ""
+    known = list(typing.get_type_hints(cls))
+    close = difflib.get_close_matches(key, known, n=1)
+    elsewhere = [name for name in _field_names(problems.root) if name.split(".")[-1] == key]
+    meant = f"{prefix}{close[0]}" if close else elsewhere[0] if elsewhere else None
+    problems.add(
+        f"{prefix}{key}",
+        "{...}" if isinstance(value, dict | list) else value,
+        "unknown key",
+        (f"did you mean {meant}? " if meant else "remove it. ")
+        + f"{f'Keys of {where}' if where else 'Sections'}: {', '.join(known)}",
+        meant=meant,
+    )
+
+
+def _field_names(cls: type, prefix: str = "") -> list[str]:
+    """`section.field` of every field of a dataclass of dataclasses; lists are left out."""
+    names = []
+    for key, hint in typing.get_type_hints(cls).items():
+        names += _field_names(hint, f"{prefix}{key}.") if _is_section(hint) else [f"{prefix}{key}"]
+    return names

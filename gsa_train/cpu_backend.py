@@ -1,0 +1,73 @@
+"""What lets megatron-core train on CPUs over gloo. A run on GPUs never imports this file.
+
+megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. Each
+replacement below was found by leaving it out and seeing what broke:
+
+    torch.cuda.current_device()          used as `device=` everywhere
+    device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
+    Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
+    pin_memory=True                      checkpoints
+    torch.cuda.synchronize()             pipeline sends, checkpoints
+    the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Sends what megatron-core puts on "cuda" to the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, bool) or device is None:
+        return False
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+def install() -> None:
+    """Patch torch and megatron-core for this process; call once, before any megatron object is made.
+
+    Raises:
+        RuntimeError: the process has a CUDA device, where nothing may be patched.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("gsa_train.cpu_backend is for processes without a CUDA device")
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, *args, **kwargs: self
+    tracker: Any = megatron_random
+    tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # CPU and "CUDA" are one generator here, so megatron's warning that the CPU state moved says nothing.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    _CudaToCpu().__enter__()  # for the life of the process

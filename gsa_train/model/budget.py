@@ -1,0 +1,68 @@
+"""The moving average V̄ of the score variance that scales each query's budget (eq. 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from gsa_train.model.gsa_attention import GSASelfAttention
+
+
+class VarianceTracker(torch.nn.Module):
+    """V̄ of one layer, and the variances of the step under way.
+
+    The average is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the
+    optimizer step: all micro-batches of a step, and its recomputation, see the value from before it, and no
+    future token can reach an earlier one through it.
+    """
+
+    ema: torch.Tensor
+    step_sum: torch.Tensor
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros((), dtype=torch.float32, device=device))
+        # [sum of variances, number of queries] of this step on this rank
+        self.register_buffer("step_sum", torch.zeros(2, dtype=torch.float64, device=device), persistent=False)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Follow moves between devices but keep the precision: megatron-core casts a bf16 model's buffers."""
+        dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, dtype in dtypes.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != dtype:
+                self._buffers[name] = before[name].to(moved.device)
+        return self
+
+    def record(self, variance: torch.Tensor) -> None:
+        """Count the variances [B, R] of one micro-batch."""
+        self.step_sum[0] += variance.sum(dtype=torch.float64)
+        self.step_sum[1] += variance.numel()
+
+
+@torch.no_grad()
+def update_variance_emas(
+    attentions: Sequence[GSASelfAttention], decay: float, data_parallel_group: dist.ProcessGroup
+) -> None:
+    """V̄ <- decay * V̄ + (1 - decay) * mean variance of the step over all micro-batches and data-parallel ranks.
+
+    The first step's mean starts the average. Layers that recorded nothing keep theirs. Nothing is read back to
+    the host.
+    """
+    trackers = [a.variance for a in attentions if a.variance is not None]
+    if not trackers:
+        return
+    sums = torch.stack([tracker.step_sum for tracker in trackers])
+    dist.all_reduce(sums, group=data_parallel_group)
+    for tracker, (total, count) in zip(trackers, sums, strict=True):
+        mean = (total / count.clamp(min=1)).float()
+        moved = torch.where(tracker.ema == 0, mean, decay * tracker.ema + (1 - decay) * mean)
+        tracker.ema.copy_(torch.where(count > 0, moved, tracker.ema))
+        tracker.step_sum.zero_()

@@ -1,0 +1,76 @@
+"""From config to the part of the model that this rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from gsa_train.config import Config
+from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
+from gsa_train.model.init import initialize_weights
+from gsa_train.model.mcore_config import GSATransformerConfig, to_mcore_config
+from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.model.spec import decoder_spec
+from gsa_train.model.stats import LayerStats
+from gsa_train.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's pipeline stage."""
+
+    gpt: GPTModel
+    module: torch.nn.Module
+    """What is trained and called: `gpt`, inside megatron-core's Float16Module in bf16."""
+    mcore_config: GSATransformerConfig
+    attentions: list[GSASelfAttention]
+    runtime: AttentionRuntime
+    num_indexers: int
+    """Layers of the whole model that have an indexer."""
+
+
+def build_model(config: Config, parallel: Parallel) -> Model:
+    """Build the stage, draw its weights, and hang the measuring hooks."""
+    mcore_config = to_mcore_config(config, parallel)
+    runtime = AttentionRuntime(stats=LayerStats(config.model.num_layers, parallel.device))
+    context = AttentionContext(runtime, recompute_core=config.train.recompute == "selective")
+    first = parallel.pipeline_rank == 0
+    gpt = GPTModel(
+        config=mcore_config,
+        transformer_layer_spec=decoder_spec(mcore_config, context),
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=config.train.seq_len_tokens,
+        pre_process=first,
+        post_process=parallel.is_last_stage,
+        position_embedding_type="rope",
+        rotary_base=int(config.model.rope_base),
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        pg_collection=parallel.groups,
+    )
+    gpt.to(parallel.device)
+    initialize_weights(gpt, config, parallel)
+    for layer in gpt.decoder.layers:
+        layer.register_forward_hook(_measure_activations(runtime, layer.layer_number - 1))
+    has_indexer = config.gsa.attention == "sparse"
+    return Model(
+        gpt=gpt,
+        module=Float16Module(mcore_config, gpt) if mcore_config.bf16 else gpt,
+        mcore_config=mcore_config,
+        attentions=[layer.self_attention for layer in gpt.decoder.layers],
+        runtime=runtime,
+        num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
+    )
+
+
+def _measure_activations(runtime: AttentionRuntime, layer: int) -> Any:
+    """Forward hook: the largest absolute value of the residual stream behind a layer."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if runtime.measuring and runtime.counts_this_pass():
+            runtime.stats.maximum("max_activation", layer, output[0].abs().max())
+
+    return hook

@@ -1,0 +1,199 @@
+"""Parameters and floating-point operations of a model, counted from its shapes.
+
+d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size,
+L sequence length. A multiply-add counts as 2 operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of the whole model, by part."""
+
+    embedding: int
+    attention: int
+    """W_Q, W_K, W_V and W_O."""
+    gates: int
+    indexer: int
+    mlp: int
+    norms: int
+    output: int
+    """0 when the output layer shares the embedding."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    @property
+    def overhead(self) -> int:
+        """What GSA adds to the plain layers."""
+        return self.gates + self.indexer
+
+    @property
+    def overhead_percent(self) -> float:
+        """GSA's addition over the same model without it."""
+        return 100.0 * self.overhead / (self.total - self.overhead)
+
+
+def count_parameters(model: ModelConfig, gsa: GSAConfig) -> ParameterCount:
+    d, layers = model.hidden_size, model.num_layers
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    vocabulary = model.vocab_size * d
+    gates = gsa.value_gate * (d + 1) * key_value + gsa.output_gate * (d + 1) * query
+    return ParameterCount(
+        embedding=vocabulary,
+        attention=layers * (d * (query + 2 * key_value) + query * d),
+        gates=layers * gates,
+        indexer=indexer_layers(model, gsa) * parameters_per_indexer(model, gsa),
+        mlp=layers * 3 * d * model.ffn_hidden_size,
+        norms=layers * (2 * d + model.qk_norm * 2 * model.head_dim) + d,
+        output=0 if model.tie_embeddings else vocabulary,
+    )
+
+
+def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
+    """W_q, W_k and w without biases; b and c per head with sigmoid; beta when it is learned."""
+    heads, dim = gsa.indexer_heads, gsa.indexer_dim
+    matrices = model.hidden_size * (heads * dim + dim + heads)
+    biases = 2 * heads if gsa.indexer_activation == "sigmoid" else 0
+    return matrices + biases + (gsa.indexer_temperature == "learned")
+
+
+def indexer_layers(model: ModelConfig, gsa: GSAConfig) -> int:
+    """Layers that own an indexer: the first of each group that shares a selection."""
+    return model.num_layers // gsa.selection_reuse if gsa.attention == "sparse" else 0
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Operations of one training token, forward and backward, by part."""
+
+    projections: float
+    """Q, K, V and the attention's output projection."""
+    gates: float
+    mlp: float
+    output: float
+    """Logits."""
+    attention: float
+    """Q K^T and P V over the attended keys."""
+    indexer_projections: float
+    indexer_scores: float
+    kl_target: float
+    """Q K^T once more over the attended keys: the probabilities, averaged over heads, that the indexer learns."""
+    dense_equivalent: float
+    """Not part of the total: a token of the same model with dense attention and no indexer, all of it trained."""
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values()) - self.dense_equivalent
+
+
+def flops_per_token(
+    model: ModelConfig,
+    gsa: GSAConfig,
+    phase: PhaseConfig,
+    seq_len_tokens: int,
+    mean_selected: float | None = None,
+) -> FlopsPerToken:
+    """Operations per token in a phase, averaged over the positions of a sequence.
+
+    Only products of matrices count, and recomputation does not. A backward pass costs twice the forward pass of
+    what it trains; the indexer's scores get gradients only where its loss looks, on the attended keys. Visible
+    keys are causal, document boundaries ignored.
+
+    Args:
+        mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`).
+    """
+    d, layers, tokens = model.hidden_size, model.num_layers, seq_len_tokens
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    base_passes = 1 if phase.train == "indexer" else 3
+
+    visible = mean_visible_keys(tokens)
+    attended = visible
+    if phase.attention == "sparse":
+        attended = mean_selected_keys(gsa, tokens) if mean_selected is None else mean_selected
+
+    projections = layers * 2 * (d * (query + 2 * key_value) + query * d)
+    gates = layers * 2 * d * (gsa.value_gate * key_value + gsa.output_gate * query)
+    mlp = layers * 2 * 3 * d * model.ffn_hidden_size
+    output = 2 * d * model.vocab_size
+
+    # The indexer runs to select, and to learn; its queries are the first of each selection block.
+    learns = phase.train != "base"
+    indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
+    heads, dim = gsa.indexer_heads, gsa.indexer_dim
+    query_share = -(-tokens // gsa.selection_block) / tokens
+    indexer_projections = 2 * d * (query_share * (heads * dim + heads) + dim)
+    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted sum over heads
+    scored = mean_scored_keys(gsa, tokens)
+    learned = min(scored, query_share * attended) if learns else 0.0
+
+    return FlopsPerToken(
+        projections=base_passes * projections,
+        gates=base_passes * gates,
+        mlp=base_passes * mlp,
+        output=base_passes * output,
+        attention=base_passes * layers * 4 * query * attended,
+        indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
+        indexer_scores=indexers * per_score * (scored + 2 * learned),
+        kl_target=indexers * 2 * query * attended if learns else 0.0,
+        dense_equivalent=3 * (projections + gates + mlp + output + layers * 4 * query * visible),
+    )
+
+
+def mean_visible_keys(seq_len_tokens: int) -> float:
+    """Keys at or before a query, averaged over the queries: (L + 1) / 2."""
+    return (seq_len_tokens + 1) / 2
+
+
+def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int) -> float:
+    """Scores that the indexer computes per token: the keys up to each block's first query, over all tokens."""
+    return sum(range(1, seq_len_tokens + 1, gsa.selection_block)) / seq_len_tokens
+
+
+def mean_selected_keys(gsa: GSAConfig, seq_len_tokens: int) -> float:
+    """|S_t| averaged over the queries, when every query gets k_base keys.
+
+    A block selects from the keys up to its first query; each query adds its own local window. The two are taken
+    as disjoint as far as the visible keys allow, so with a window this is an upper estimate.
+    """
+    total = 0
+    for position in range(seq_len_tokens):
+        first = position - position % gsa.selection_block
+        total += min(min(gsa.k_base, first + 1) + gsa.local_window, position + 1)
+    return total / seq_len_tokens
+
+
+# Dense peak rates by the name that the driver reports: bf16 tensor cores (half of the datasheet's figure "with
+# sparsity"), fp32 without tensor cores. Exact names, because variants of one chip differ.
+_A100 = (312e12, 19.5e12)  # A100 datasheet: the same for all forms
+_H100_SXM = (989e12, 67e12)  # H100 datasheet, SXM; H200 datasheet: the same rates
+_PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": (756e12, 51e12),  # H100 datasheet, PCIe
+    "NVIDIA H200": _H100_SXM,
+    "NVIDIA B200": (2250e12, None),  # HGX B200 datasheet: 36 PFLOP/s with sparsity for eight
+    "NVIDIA L40S": (362e12, 91.6e12),  # L40S datasheet
+}
+
+
+def peak_flops_per_second(device_name: str, precision: str) -> float | None:
+    """Peak rate of one device, or None if it is not known: then there is no MFU, and none is guessed.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` gives it.
+        precision: `bf16` or `fp32`.
+    """
+    if device_name not in _PEAK_FLOPS_PER_SECOND:
+        return None
+    bf16, fp32 = _PEAK_FLOPS_PER_SECOND[device_name]
+    return {"bf16": bf16, "fp32": fp32}[precision]

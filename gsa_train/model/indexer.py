@@ -1,0 +1,97 @@
+"""The lightning indexer (eq. 7): small queries, one key and head weights that score every key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+
+from gsa_kernels import indexer_scores
+from gsa_train.model.mcore_config import GSATransformerConfig
+
+
+class IndexerProjections(NamedTuple):
+    """What the indexer makes of the hidden states, batch first."""
+
+    queries: torch.Tensor
+    """[B, L, H_I, d_I]"""
+    keys: torch.Tensor
+    """[B, L, d_I], one key for all indexer heads"""
+    weight_logits: torch.Tensor
+    """[B, L, H_I]"""
+
+
+class Indexer(MegatronModule):
+    """Replicated over the tensor-parallel ranks: each sees all tokens and holds equal weights.
+
+    Call it as a module: with `overlap_param_gather` parameters arrive in forward-pre-hooks.
+    """
+
+    def __init__(self, config: GSATransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        self.gsa = config.gsa
+        self.groups = groups
+        heads, dim = self.gsa.indexer_heads, self.gsa.indexer_dim
+        self.query_weight = self._parameter(heads * dim, config.hidden_size)
+        self.key_weight = self._parameter(dim, config.hidden_size)
+        self.head_weight = self._parameter(heads, config.hidden_size)
+        gated = self.gsa.indexer_activation == "sigmoid"
+        self.score_bias = self._parameter(heads) if gated else None  # b_j
+        self.weight_bias = self._parameter(heads) if gated else None  # c_j
+        learned = self.gsa.indexer_temperature == "learned"
+        self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
+        self.rotary = None
+        if self.gsa.indexer_rope:
+            self.rotary = RotaryEmbedding(
+                kv_channels=dim,
+                rotary_percent=1.0,
+                rotary_base=int(config.rotary_base),
+                use_cpu_initialization=config.use_cpu_initialization,
+                cp_group=groups.cp,
+            )
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        config = self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
+        parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optim.py)
+        # All ranks compute the same gradient; averaging keeps the copies equal to the last bit.
+        parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        return parameter
+
+    def forward(self, hidden: torch.Tensor) -> IndexerProjections:
+        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
+        queries = F.linear(hidden, self.query_weight).unflatten(
+            -1, (self.gsa.indexer_heads, self.gsa.indexer_dim)
+        )
+        keys = F.linear(hidden, self.key_weight)
+        if self.rotary is not None:
+            angles = self.rotary(hidden.shape[0])
+            queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
+            keys = apply_rotary_pos_emb(
+                keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
+            )[:, :, 0]
+        weight_logits = F.linear(hidden, self.head_weight)
+        return IndexerProjections(*(x.transpose(0, 1) for x in (queries, keys, weight_logits)))
+
+    def scores(self, projections: IndexerProjections, query_stride: int = 1) -> torch.Tensor:
+        """I[t, s] of every `query_stride`-th query against all keys: [B, ceil(L / query_stride), L], fp32."""
+        return indexer_scores(
+            projections.queries[:, ::query_stride],
+            projections.keys,
+            projections.weight_logits[:, ::query_stride],
+            score_bias=self.score_bias,
+            weight_bias=self.weight_bias,
+            activation=self.gsa.indexer_activation,
+        )
+
+    def inverse_temperature(self) -> float | torch.Tensor:
+        """beta of softmax(beta * I) in the indexer loss."""
+        if self.log_inverse_temperature is None:
+            return float(self.gsa.indexer_temperature)
+        return self.log_inverse_temperature.float().exp()[0]

@@ -1,0 +1,73 @@
+"""Initial weights that do not depend on the layout.
+
+Each parameter is drawn in full from a generator keyed by the seed and its global name, then cut to this rank's
+part. megatron-core's own initialization gives each pipeline stage the same random stream, so that another
+layout is another model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from gsa_train.config import Config
+from gsa_train.parallel import Parallel
+
+
+def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of this rank, each under its name in the whole model (layers counted from 0)."""
+    layer_numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(gpt.decoder.layers)}
+    for name, parameter in gpt.named_parameters():
+        yield (
+            re.sub(
+                r"^decoder\.layers\.(\d+)\.",
+                lambda found: f"decoder.layers.{layer_numbers[found[1]]}.",
+                name,
+            ),
+            parameter,
+        )
+
+
+@torch.no_grad()
+def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> None:
+    """Matrices: normal, output projections scaled by 1/sqrt(2 layers); norms 1; gate biases as configured;
+    everything else 0."""
+    for name, parameter in global_named_parameters(gpt):
+        if name.endswith("layernorm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith("linear_gate.bias"):
+            parameter.fill_(config.gsa.gate_bias_init)
+        elif parameter.dim() == 1:
+            parameter.zero_()
+        else:
+            parameter.copy_(_local_part(_full_matrix(name, parameter, config, parallel), parameter, parallel))
+
+
+def _full_matrix(
+    name: str, parameter: torch.nn.Parameter, config: Config, parallel: Parallel
+) -> torch.Tensor:
+    if name == "output_layer.weight" and config.model.tie_embeddings:
+        name = "embedding.word_embeddings.weight"  # the last stage's copy of the shared matrix
+    std = config.model.init_std
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        std /= math.sqrt(2 * config.model.num_layers)  # the residual stream sums 2 outputs per layer (GPT-2)
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= parallel.tensor_size
+    key = (config.run.seed << 32) ^ zlib.crc32(name.encode())
+    generator = torch.Generator(parallel.device).manual_seed(key)
+    return torch.randn(shape, generator=generator, device=parallel.device) * std
+
+
+def _local_part(full: torch.Tensor, parameter: torch.nn.Parameter, parallel: Parallel) -> torch.Tensor:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return full
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    # stride 2: the two halves of a gated feed-forward matrix are each split over the ranks
+    pieces = full.split(parameter.shape[dim] // stride, dim)
+    return torch.cat(pieces[parallel.tensor_rank :: parallel.tensor_size], dim)

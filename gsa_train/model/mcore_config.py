@@ -1,0 +1,71 @@
+"""Our config in megatron-core's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from gsa_train.config import Config, GSAConfig
+from gsa_train.parallel import Parallel
+
+
+@dataclass
+class GSATransformerConfig(TransformerConfig):
+    """megatron-core's transformer config with the section `gsa` beside it."""
+
+    gsa: GSAConfig = field(default_factory=GSAConfig)
+    rotary_base: float = 10000.0
+    """Read by GPTModel for Q and K, and by the indexer when `gsa.indexer_rope` is on."""
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Data type of weights and activations: `auto` is bf16 on GPUs and fp32 on CPUs."""
+    if config.train.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+
+
+def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
+    """Translate; whatever is not named here keeps megatron-core's default."""
+    model, train = config.model, config.train
+    dtype = compute_dtype(config, parallel.device)
+    recompute_layers = train.recompute == "full"
+    return GSATransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_norm,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        rotary_base=model.rope_base,
+        gsa=config.gsa,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # weights are drawn by name in model/init.py, whatever the layout
+        perform_initialization=False,
+        use_cpu_initialization=parallel.device.type == "cpu",
+        tensor_model_parallel_size=parallel.tensor_size,
+        pipeline_model_parallel_size=parallel.pipeline_size,
+        sequence_parallel=config.parallel.sequence and parallel.tensor_size > 1,
+        recompute_granularity="full" if recompute_layers else None,
+        recompute_method="uniform" if recompute_layers else None,
+        recompute_num_layers=train.recompute_num_layers if recompute_layers else None,
+        # fusions that need Apex, Transformer Engine or a compiler at run time
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )

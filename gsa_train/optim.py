@@ -1,0 +1,171 @@
+"""A phase's optimizer: megatron-core's data-parallel wrapper and AdamW over the parameters that the phase trains.
+
+Each phase builds its own and takes it down at the end, so that a frozen base costs no gradient buffer and no
+optimizer state, and the sparse phase starts with fresh moments.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize_model_grads
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.phases import enter_phase
+
+
+@dataclass
+class PhaseOptimizer:
+    """What trains one phase."""
+
+    ddp: DistributedDataParallel
+    """The model inside megatron-core's data-parallel wrapper."""
+    optimizer: MegatronOptimizer
+    phase: PhaseConfig
+
+
+def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOptimizer:
+    """Freeze for the phase, wrap the model, and make its optimizer."""
+    enter_phase(model, phase)
+    layout, train = config.parallel, config.train
+    # In the warm-up each layer runs its own backward pass; there is no single one to overlap with.
+    trains_base = phase.train != "indexer"
+    overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
+    ddp = DistributedDataParallel(
+        model.mcore_config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=layout.distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=layout.overlap_param_gather and trains_base,
+        ),
+        model.module,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=phase.lr,
+            min_lr=phase.min_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_eps=train.adam_epsilon,
+            clip_grad=train.grad_clip,
+            bf16=model.mcore_config.bf16,
+            params_dtype=model.mcore_config.params_dtype,
+            use_distributed_optimizer=layout.distributed_optimizer,
+            overlap_param_gather=layout.overlap_param_gather and trains_base,
+        ),
+        [ddp],
+        config_overrides=_group_overrides(phase),
+    )
+    repair_torch_adam(optimizer)
+    model.mcore_config.grad_scale_func = optimizer.scale_loss
+    model.mcore_config.finalize_model_grads_func = megatron_finalize_model_grads
+    model.mcore_config.no_sync_func = ddp.no_sync if overlap_grad_reduce else None
+    return PhaseOptimizer(ddp, optimizer, phase)
+
+
+def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
+    """Learning rate of each trained group over the phase's learning rate, under the names of the metrics."""
+    if phase.train == "indexer":
+        return {"indexer": 1.0}
+    multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}
+    if phase.train == "all":
+        multipliers["indexer"] = phase.indexer_lr_mult
+    return multipliers
+
+
+def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Parameter groups of megatron-core: no weight decay on vectors, multiplied learning rates.
+
+    `lr_mult` is also by what megatron-core tells groups apart in a checkpoint: without it, a resumed run
+    trained the base at the indexer's learning rate.
+    """
+    multipliers = lr_multipliers(phase)
+    overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
+    for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):
+        if multipliers.get(group, 1.0) != 1.0:
+            overrides[ParamKey(attr=attribute)] = ParamGroupOverride(lr_mult=multipliers[group])
+    return overrides
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Give each group its learning rate and weight decay for the next step; both follow from the config, so
+    nothing that a checkpoint brought along can change them."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
+    """Release gradient buffers, hooks and optimizer state before the next phase builds its own."""
+    ddp = phase_optimizer.ddp
+    if ddp.use_forward_hook:
+        ddp.disable_forward_pre_hook()  # also waits for parameters under way
+    # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
+    # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
+    ddp.grad_accs.clear()
+    for parameter in model.gpt.parameters():
+        parameter.grad = None
+        for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
+            if hasattr(parameter, attribute):
+                delattr(parameter, attribute)
+    config = model.mcore_config
+    config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+
+
+def _inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [o for o in inner if isinstance(o.optimizer, torch.optim.AdamW)]
+
+
+def repair_torch_adam(optimizer: MegatronOptimizer) -> None:
+    """Make megatron-core 0.16.1's checkpoints work with torch's AdamW (without Transformer Engine or Apex).
+
+    1. Saving or loading an optimizer that has not stepped fails on its missing step counts: create the state.
+    2. DistributedOptimizer then writes to a state named "step" that it never saved: leave the counts alone.
+    The third fault needs `unshare_step_counts` after loading.
+    """
+    for inner in _inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                inner.optimizer.state[parameter].update(
+                    step=torch.tensor(0.0),
+                    exp_avg=torch.zeros_like(parameter.data),
+                    exp_avg_sq=torch.zeros_like(parameter.data),
+                )
+        if isinstance(inner, DistributedOptimizer):
+            inner._set_main_param_and_optimizer_states = types.MethodType(_set_states, inner)
+
+
+def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    group_index, group_order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+    for name, value in tensors.items():
+        if name == "param":
+            main_param.data.copy_(value)
+        elif name in ("exp_avg", "exp_avg_sq"):
+            self.optimizer.state[main_param][name].copy_(value)
+
+
+def unshare_step_counts(optimizer: MegatronOptimizer) -> None:
+    """DistributedOptimizer.load_state_dict puts one step tensor into all states, where AdamW then adds 1 to it
+    once per parameter; give each its own."""
+    for inner in _inner_optimizers(optimizer):
+        for state in inner.optimizer.state.values():
+            state["step"] = state["step"].clone()

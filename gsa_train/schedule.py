@@ -1,0 +1,26 @@
+"""Learning rates as pure functions of the step: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+
+from gsa_train.config import PhaseConfig
+
+
+def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
+    """Learning rate of the base at one step of a phase.
+
+    Linear warm-up from 0 to `lr` over `warmup_steps`, then a half cosine to `min_lr` at the phase's last step
+    (or `lr` throughout with decay=constant).
+
+    Args:
+        phase: the phase.
+        phase_step: 0 for the first step of the phase.
+    """
+    if phase_step < phase.warmup_steps:
+        return phase.lr * (phase_step + 1) / phase.warmup_steps
+    if phase.decay == "constant":
+        return phase.lr
+    decay_steps = max(phase.steps - 1 - phase.warmup_steps, 1)
+    progress = min((phase_step - phase.warmup_steps) / decay_steps, 1.0)
+    return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,292 @@
+"""Where logged records go: metrics.jsonl, TensorBoard and Weights & Biases. Opened on rank 0 only.
+
+A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
+list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
+Validation results are records of their own, with `"event": "validation"`.
+
+`metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
+non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
+parser, and what `float()` and JavaScript's `Number()` accept. `read_records` turns them back into floats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import netrc
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from gsa_train.config import LoggingConfig
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+    from wandb import Run
+
+Record = dict[str, Any]
+
+
+def open_sinks(
+    logging_config: LoggingConfig,
+    run_dir: Path,
+    run_name: str,
+    resolved_config: dict[str, Any],
+    resume_step: int | None,
+    wandb_run_id: str | None,
+) -> Sinks:
+    """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
+    steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
+    to `previous/<time>/`, so that nothing is lost and nothing is mixed.
+
+    `wandb_run_id` is the `Sinks.wandb_run_id` of the checkpoint; the W&B run with this id is continued.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # W&B first: it is the one that can refuse, and then the folder is as it was.
+    wandb_run = _open_wandb(logging_config, run_dir, run_name, resolved_config, wandb_run_id)
+    metrics_path = run_dir / "metrics.jsonl"
+    if resume_step is None:
+        _move_aside(run_dir)
+    elif metrics_path.exists():
+        _drop_after(metrics_path, resume_step)
+    tensorboard = _open_tensorboard(run_dir, resume_step) if logging_config.tensorboard else None
+    return Sinks(run_dir, metrics_path.open("a", encoding="utf-8"), tensorboard, wandb_run)
+
+
+class Sinks:
+    """Use as a context manager, or end with `finish` (the run is complete) or `close` (it is not)."""
+
+    def __init__(
+        self, run_dir: Path, metrics: IO[str], tensorboard: SummaryWriter | None, wandb_run: Run | None
+    ):
+        self.run_dir = run_dir
+        self.wandb_run_id: str | None = wandb_run.id if wandb_run else None
+        """Belongs into every checkpoint, so that a restart continues the same W&B run."""
+        self._metrics = metrics
+        self._tensorboard = tensorboard
+        self._wandb_run = wandb_run
+
+    def log(self, record: Record) -> None:
+        """Every sink is flushed: a run killed right after this call has lost nothing."""
+        self._metrics.write(_to_json(record) + "\n")
+        self._metrics.flush()
+        scalars = to_scalars(record)
+        if self._tensorboard:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, record["step"])
+            self._tensorboard.flush()
+        if self._wandb_run:
+            self._wandb_run.log({**scalars, "step": record["step"], "phase": record["phase"]})
+
+    def finish(self, summary: Record) -> None:
+        """Write `summary.json` and close."""
+        write_atomically(self.run_dir / "summary.json", _to_json(summary, indent=2) + "\n")
+        if self._wandb_run:
+            self._wandb_run.summary.update(summary)
+        self.close()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
+        self._metrics.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb_run:
+            self._wandb_run.finish(exit_code=exit_code)
+            self._wandb_run = None
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+
+# Names in TensorBoard and W&B: train/loss, gsa/recall, gsa_layers/recall/layer_00, system/mfu, lr/gates.
+# Keys of a step that are in neither set below describe the attention.
+TRAIN_KEYS = frozenset({"loss", "grad_norm", "lr", "tokens", "max_activation"})
+SYSTEM_KEYS = frozenset(
+    {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
+    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
+)
+
+
+def to_scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record under the names shown by TensorBoard and W&B; None and text have none."""
+    scalars: dict[str, float | None] = {}
+    for key, value in record.items():
+        if key == "step" or isinstance(value, str):
+            continue
+        if isinstance(value, list):
+            name = key.removeprefix("layer_")
+            scalars.update({f"gsa_layers/{name}/layer_{i:02d}": v for i, v in enumerate(value)})
+        elif isinstance(value, dict):
+            folder = "lr" if key == "lrs" else key
+            scalars.update({f"{folder}/{name}": v for name, v in value.items()})
+        elif record.get("event") == "validation":
+            scalars[f"validation/{key.removeprefix('validation_')}"] = value
+        else:
+            group = "train" if key in TRAIN_KEYS else "system" if key in SYSTEM_KEYS else "gsa"
+            scalars[f"{group}/{key}"] = value
+    return {name: value for name, value in scalars.items() if value is not None}
+
+
+# --- metrics.jsonl -------------------------------------------------------------------------------------
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def read_records(path: Path) -> list[Record]:
+    """All complete records of a metrics.jsonl, in order; the run may still be writing it."""
+    return [_numbers_back(record) for _, record in _read_lines(path)]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """After a crash at any moment the file has its old content or the new one, never a part of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _read_lines(path: Path) -> list[tuple[str, Record]]:
+    """(line, its object). A last line that is cut off, as a kill or a full disk leaves it, is dropped."""
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
+    parsed: list[tuple[str, Record]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            parsed.append((line, json.loads(line)))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}: record {number} of {len(lines)} is not JSON ({error}). A killed run leaves "
+                    f"only its last record so; delete this line, or move the file away to go on without it."
+                ) from error
+    return parsed
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Lines are kept as they are, so that their floats stay bit-equal."""
+    write_atomically(
+        path, "".join(f"{line}\n" for line, record in _read_lines(path) if record["step"] <= step)
+    )
+
+
+def _move_aside(run_dir: Path) -> None:
+    found = [run_dir / name for name in ("metrics.jsonl", "summary.json", "tensorboard", "plots")]
+    found = [path for path in found if path.exists()]
+    if found:
+        previous = run_dir / "previous" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        previous.mkdir(parents=True)
+        for path in found:
+            path.rename(previous / path.name)
+
+
+def _to_json(record: Record, indent: int | None = None) -> str:
+    return json.dumps(_strict(record), allow_nan=False, indent=indent)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _numbers_back(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _numbers_back(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers_back(item) for item in value]
+    if isinstance(value, str) and key not in ("phase", "event"):
+        return _NON_FINITE.get(value, value)
+    return value
+
+
+# --- TensorBoard and W&B: imported here, so that readers of metrics.jsonl need not wait for them ---------
+
+
+def _open_tensorboard(run_dir: Path, resume_step: int | None) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard hides what earlier event files hold from purge_step on.
+    purge_step = None if resume_step is None else resume_step + 1
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+
+
+def _open_wandb(
+    config: LoggingConfig, run_dir: Path, run_name: str, resolved_config: dict[str, Any], run_id: str | None
+) -> Run | None:
+    mode = wandb_mode(config.wandb, os.environ)
+    if mode == "disabled":
+        return None
+    import wandb
+
+    try:
+        run = wandb.init(
+            project=config.wandb_project,
+            name=run_name,
+            id=run_id,
+            resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
+            dir=str(run_dir),
+            config=without_credentials(resolved_config),
+            mode="online" if mode == "online" else "offline",
+            settings=wandb.Settings(
+                silent=mode == "offline",
+                console="off",  # the job's own log has the console output
+                x_disable_meta=without_credentials(sys.argv) != sys.argv,  # W&B would upload the command line
+            ),
+        )
+    except (wandb.Error, OSError, ValueError) as error:
+        raise RuntimeError(
+            f"Weights & Biases did not start (logging.wandb={config.wandb}, mode {mode}): {error} "
+            f"To run without it, set logging.wandb=disabled; to keep its files for a later upload, "
+            f"logging.wandb=offline."
+        ) from error
+    # W&B's own counter only grows, but steps after a checkpoint run again: `step` is the x axis instead.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def wandb_mode(choice: str, environ: Mapping[str, str]) -> str:
+    """`auto` is what W&B's own variable WANDB_MODE says, else online when an API key is configured."""
+    if choice != "auto":
+        return choice
+    return environ.get("WANDB_MODE") or ("online" if _has_wandb_key(environ) else "offline")
+
+
+def _has_wandb_key(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY"):
+        return True
+    host = environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    path = Path(environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return host in netrc.netrc(path).hosts
+    except FileNotFoundError:
+        return False
+    except (netrc.NetrcParseError, OSError) as error:
+        warnings.warn(f"W&B stays offline: cannot read its API key from {path}: {error}", stacklevel=2)
+        return False
+
+
+def without_credentials(value: Any) -> Any:
+    """`user:password@` is cut out of addresses (data folders may be fsspec addresses)."""
+    if isinstance(value, dict):
+        return {key: without_credentials(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_credentials(item) for item in value]
+    return re.sub(r"://[^/\s@]+@", "://", value) if isinstance(value, str) else value

@@ -1,0 +1,141 @@
+"""One optimizer step, and one pass over validation text, through megatron-core's pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from gsa_train.batches import MicroBatch
+from gsa_train.config import Config
+from gsa_train.losses import indexer_kl_grad_scale
+from gsa_train.model.budget import update_variance_emas
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer, set_learning_rate
+from gsa_train.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Left on the device until a step is logged."""
+
+    loss_sum: torch.Tensor
+    """0-d: summed loss of this replica's scored tokens; 0 on ranks that do not hold the last stage."""
+    loss_tokens: torch.Tensor
+    """0-d: scored tokens of the whole global batch."""
+    grad_norm: float | None
+    """Global gradient norm before clipping."""
+    applied: bool
+    """Whether the optimizer changed the weights."""
+
+
+def train_step(
+    model: Model,
+    phase_optimizer: PhaseOptimizer,
+    micro_batches: Sequence[MicroBatch],
+    lr: float,
+    config: Config,
+    parallel: Parallel,
+) -> StepResult:
+    """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages."""
+    runtime, ddp, optimizer = model.runtime, phase_optimizer.ddp, phase_optimizer.optimizer
+    phase = phase_optimizer.phase
+    local = phase.train == "indexer"
+    runtime.evaluating, runtime.local_backward = False, local
+    if runtime.train_indexer:
+        blocks_per_sequence = -(-config.train.seq_len_tokens // config.gsa.selection_block)
+        runtime.kl_grad_scale = indexer_kl_grad_scale(
+            phase.kl_coeff,
+            model.num_indexers,
+            config.train.global_batch_size * blocks_per_sequence,
+            parallel.data_size,
+        )
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+
+    ddp.train()
+    # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
+    # only runs forward.
+    with torch.no_grad() if local else nullcontext():
+        losses = _run_schedule(ddp, micro_batches, loss_tokens, config, parallel, forward_only=local)
+    if local:
+        finalize_model_grads([ddp], None)
+
+    set_learning_rate(optimizer, lr, config.train.weight_decay)
+    applied, grad_norm, _ = optimizer.step()
+    update_variance_emas(model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp)
+    runtime.shared_selection = None
+    return StepResult(_sum_of(losses, parallel), loss_tokens, grad_norm, bool(applied))
+
+
+@torch.no_grad()
+def evaluation_step(
+    model: Model, micro_batches: Sequence[MicroBatch], config: Config, parallel: Parallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of this replica's scored tokens (0 off the last stage) and their number on this replica."""
+    runtime = model.runtime
+    runtime.evaluating, runtime.local_backward = True, False
+    model.module.eval()
+    loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    losses = _run_schedule(
+        model.module, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
+    )
+    model.module.train()
+    runtime.evaluating, runtime.shared_selection = False, None
+    return _sum_of(losses, parallel), loss_tokens
+
+
+def _run_schedule(
+    module: torch.nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    loss_tokens: torch.Tensor,
+    config: Config,
+    parallel: Parallel,
+    forward_only: bool,
+) -> list[dict[str, torch.Tensor]]:
+    # megatron-core divides a micro-batch's loss by their number, and averages gradients over replicas; undoing
+    # both gives the mean over the scored tokens of the global batch, however they are spread.
+    loss_scale = len(micro_batches) * parallel.data_size / loss_tokens
+    return get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, loss_scale=loss_scale),
+        data_iterator=iter(micro_batches),
+        model=module,
+        num_microbatches=len(micro_batches),
+        seq_length=config.train.seq_len_tokens,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(
+    micro_batches: Iterator[MicroBatch], module: torch.nn.Module, loss_scale: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    batch = next(micro_batches)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    # The slot of the attention mask carries document ids; our attention builds its masks from them.
+    output = module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
+    return output, partial(_masked_loss, batch.loss_mask, loss_scale)
+
+
+def _masked_loss(
+    loss_mask: torch.Tensor, loss_scale: torch.Tensor, token_losses: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss to differentiate and, apart from it, the sum to log: the schedule divides the first in place."""
+    loss_sum = (token_losses.float() * loss_mask).sum()
+    return loss_sum * loss_scale, {"loss_sum": loss_sum.detach().clone()}
+
+
+def _sum_of(losses: list[dict[str, torch.Tensor]], parallel: Parallel) -> torch.Tensor:
+    """Each replica's loss once: on the first tensor-parallel rank of its last stage."""
+    if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
+        return torch.stack([entry["loss_sum"] for entry in losses]).sum()
+    return torch.zeros((), device=parallel.device)

@@ -1,0 +1,98 @@
+"""Exact attention over a selected set of keys (GSA, equations 11 and 12)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gsa_kernels.checks import check_mask, check_shape, compute_dtype
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """The attended values and, where asked for, what was measured on the way (all detached)."""
+
+    out: torch.Tensor
+    """[B, Lq, H, Dv], in the dtype of v."""
+
+    head_sum_probs: torch.Tensor | None = None
+    """[B, Lq, Lk], fp32 (fp64 for fp64 inputs): probabilities summed over the heads given."""
+
+    recall: torch.Tensor | None = None
+    """[B, Lq, H]: share of the dense attention probability that falls on the mask."""
+
+    sink: torch.Tensor | None = None
+    """[B, Lq, H]: probability on key 0, the first token of the sequence."""
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    visible: torch.Tensor | None = None,
+    return_probs: bool = False,
+    return_recall: bool = False,
+    return_sink: bool = False,
+    softmax_scale: float | None = None,
+) -> AttentionOutput:
+    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], per head.
+
+    Query head h reads key-value head h // (H / Hkv). Dense attention is `mask=visible`. A row whose
+    mask is empty gives zeros.
+
+    Args:
+        q: [B, Lq, H, D]
+        k: [B, Lk, Hkv, D]
+        v: [B, Lk, Hkv, Dv]
+        mask: bool [B or 1, Lq, Lk], S_t
+        visible: bool [B or 1, Lq, Lk], the keys of the dense attention; needed for recall only
+        softmax_scale: 1 / sqrt(D) if None
+    """
+    check_shape("q", q, "[B, Lq, H, D]", (None, None, None, None))
+    batch, num_queries, heads, dim = q.shape
+    check_shape("k", k, "[B, Lk, Hkv, D]", (batch, None, None, dim))
+    num_keys, kv_heads = k.shape[1], k.shape[2]
+    check_shape("v", v, "[B, Lk, Hkv, Dv]", (batch, num_keys, kv_heads, None))
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
+    check_mask("mask", mask, batch, num_queries, num_keys)
+    if visible is not None:
+        check_mask("visible", visible, batch, num_queries, num_keys)
+    elif return_recall:
+        raise ValueError("visible is None with return_recall=True; pass the mask of the dense attention")
+
+    dtype = compute_dtype(q=q, k=k, v=v)
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    # g: key-value head, r: query head within its group
+    grouped = q.to(dtype).unflatten(2, (kv_heads, heads // kv_heads))
+    logits = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k.to(dtype)) * scale
+
+    mask = mask[:, None, None]
+    # An empty row is normalised over all keys and then zeroed: finite, also in the backward pass.
+    normalised_over = mask | ~mask.any(-1, keepdim=True)
+    probs = logits.masked_fill(~normalised_over, float("-inf")).softmax(-1)
+    probs = probs.masked_fill(~mask, 0.0)
+    out = torch.einsum("bgrqk,bkgd->bqgrd", probs, v.to(dtype)).flatten(2, 3).to(v.dtype)
+
+    return AttentionOutput(
+        out=out,
+        head_sum_probs=probs.detach().sum((1, 2)) if return_probs else None,
+        recall=_recall(logits.detach(), mask, visible[:, None, None])
+        if return_recall and visible is not None
+        else None,
+        sink=_heads_last(probs.detach()[..., 0]) if return_sink else None,
+    )
+
+
+def _recall(logits: torch.Tensor, mask: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """exp(lse over the mask - lse over the visible keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
+    log_mass_selected = logits.masked_fill(~(mask & visible), float("-inf")).logsumexp(-1)
+    log_mass_visible = logits.masked_fill(~visible, float("-inf")).logsumexp(-1)
+    recall = (log_mass_selected - log_mass_visible).exp()
+    return _heads_last(recall.masked_fill(~visible.any(-1), 0.0))
+
+
+def _heads_last(per_query: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, H / Hkv, Lq] -> [B, Lq, H]"""
+    return per_query.flatten(1, 2).transpose(1, 2)

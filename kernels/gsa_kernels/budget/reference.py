@@ -1,0 +1,85 @@
+"""How many keys each query gets, from the spread of its indexer scores (GSA, equation 8)."""
+
+from typing import Literal
+
+import torch
+
+from gsa_kernels.checks import check_at_least, check_mask, check_row_counts, check_shape, compute_dtype
+
+
+def score_moments(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and population variance of each row's scores over its visible keys.
+
+    Two passes, mean((x - mean(x))^2): E[x^2] - E[x]^2 cancels when all scores are nearly equal. The sums
+    are accumulated in fp64, so that equal scores have variance 0 and a row's statistics do not depend
+    on how many invisible keys follow it (prefill and decoding agree).
+
+    Args:
+        scores: [B, R, Lk]
+        visible: bool [B or 1, R, Lk]
+
+    Returns:
+        mean [B, R], variance [B, R], in fp32 (fp64 for fp64 scores); both 0 for a row that sees no key.
+    """
+    check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
+    batch, rows, num_keys = scores.shape
+    check_mask("visible", visible, batch, rows, num_keys)
+    dtype = compute_dtype(scores=scores)
+    scores = scores.to(dtype)
+    count = visible.sum(-1).clamp(min=1)
+    mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / count).to(dtype)
+    deviation = torch.where(visible, scores - mean[..., None], 0)
+    variance = (deviation.square().sum(-1, dtype=torch.float64) / count).to(dtype)
+    return mean, variance
+
+
+def adaptive_budget(
+    variance: torch.Tensor,
+    variance_ema: torch.Tensor,
+    num_visible: torch.Tensor,
+    *,
+    k_base: int,
+    k_min: int,
+    k_max: int,
+    mode: Literal["inverse", "direct", "off"],
+) -> torch.Tensor:
+    """k_t = min(clamp(floor(raw), k_min, k_max), visible keys).
+
+    inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
+    direct:   raw = k_base * var / ema   (equation 8 as printed)
+    off:      raw = k_base
+
+    While the EMA is 0 there are no statistics yet and raw = k_base. With ema > 0 and var = 0,
+    inverse gives k_max and direct k_min. A NaN variance (non-finite scores) gives k_base: such a step
+    is for the loss monitor to report, not for an index error.
+
+    Args:
+        variance: [B, R], per query
+        variance_ema: 0-d, the layer's moving average from before this step
+        num_visible: int [B or 1, R]
+
+    Returns:
+        int64 [B, R]
+    """
+    check_shape("variance", variance, "[B, R]", (None, None))
+    check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
+    check_row_counts("num_visible", num_visible, *variance.shape)
+    check_at_least("k_base", k_base, 1)
+    check_at_least("k_min", k_min, 1)
+    if k_max < k_min:
+        raise ValueError(f"k_max is {k_max}, below k_min {k_min}; pass k_max >= k_min")
+
+    # fp64: with fp32 statistics the floor is then that of the exact quotient on any device.
+    var, ema = variance.detach().double(), variance_ema.detach().double()
+    if mode == "inverse":
+        raw = k_base * ema / var
+    elif mode == "direct":
+        raw = k_base * var / ema
+    elif mode == "off":
+        raw = torch.full_like(var, k_base)
+    else:
+        raise ValueError(f"mode is {mode!r}; pass 'inverse', 'direct' or 'off'")
+    raw = torch.where((ema == 0) | raw.isnan(), float(k_base), raw)
+    # Clamped before the cast: an infinite float has no defined integer.
+    budget = raw.floor().clamp(k_min, k_max).to(torch.int64)
+    return torch.minimum(budget, num_visible.to(torch.int64))

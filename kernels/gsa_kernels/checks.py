@@ -1,0 +1,47 @@
+"""Argument checks shared by every operation. Each raises ValueError with argument, value and remedy."""
+
+import torch
+
+_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def compute_dtype(**tensors: torch.Tensor) -> torch.dtype:
+    """fp64 if any of the named tensors is fp64, else fp32: what the operation calculates in."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}; pass a floating-point tensor")
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+
+
+def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int | None, ...]) -> None:
+    """Compare a shape with `sizes`, where None accepts any size. `layout` is what the message shows."""
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(sizes) and all(
+        want in (None, got) for got, want in zip(shape, sizes, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise ValueError(f"{name} has shape {shape}; pass {layout} = [{wanted}]")
+
+
+def check_mask(name: str, mask: torch.Tensor, batch: int, rows: int, num_keys: int) -> None:
+    """A mask is bool [B or 1, rows, num_keys]."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} has dtype {mask.dtype}; pass a bool mask (True = the key takes part)")
+    shape = tuple(mask.shape)
+    if shape not in ((batch, rows, num_keys), (1, rows, num_keys)):
+        raise ValueError(f"{name} has shape {shape}; pass [{batch} or 1, {rows}, {num_keys}]")
+
+
+def check_row_counts(name: str, counts: torch.Tensor, batch: int, rows: int) -> None:
+    """One integer per row: [B or 1, rows]."""
+    if counts.dtype not in _INTEGER_DTYPES:
+        raise ValueError(f"{name} has dtype {counts.dtype}; pass an integer tensor, for example int64")
+    shape = tuple(counts.shape)
+    if shape not in ((batch, rows), (1, rows)):
+        raise ValueError(f"{name} has shape {shape}; pass [{batch} or 1, {rows}]")
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; pass a number of at least {minimum}")

@@ -1,0 +1,62 @@
+"""Indexer scores: how much each query wants each key (GSA, equation 7)."""
+
+from typing import Literal
+
+import torch
+
+from gsa_kernels.checks import check_shape, compute_dtype
+
+
+def indexer_scores(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    *,
+    score_bias: torch.Tensor | None = None,
+    weight_bias: torch.Tensor | None = None,
+    activation: Literal["sigmoid", "relu"] = "sigmoid",
+) -> torch.Tensor:
+    """Scores of every query against every key, visible or not.
+
+    sigmoid (GSA):  I[t,s] = sum_j sigmoid(w[t,j] + c_j) * sigmoid(q[t,j] . k[s] / sqrt(DI) + b_j),
+                    in (0, HI)
+    relu (DSA):     I[t,s] = sum_j w[t,j] * relu(q[t,j] . k[s] / sqrt(DI)), unbounded, without biases
+
+    Args:
+        q_idx: [B, Lq, HI, DI]
+        k_idx: [B, Lk, DI], one key for all indexer heads
+        weight_logits: w, [B, Lq, HI]
+        score_bias: b, [HI], zero if None
+        weight_bias: c, [HI], zero if None
+
+    Returns:
+        [B, Lq, Lk] in fp32 (fp64 if an input is fp64).
+    """
+    check_shape("q_idx", q_idx, "[B, Lq, HI, DI]", (None, None, None, None))
+    batch, num_queries, heads, dim = q_idx.shape
+    check_shape("k_idx", k_idx, "[B, Lk, DI]", (batch, None, dim))
+    check_shape("weight_logits", weight_logits, "[B, Lq, HI]", (batch, num_queries, heads))
+    for name, bias in (("score_bias", score_bias), ("weight_bias", weight_bias)):
+        if bias is not None and activation == "relu":
+            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
+        if bias is not None:
+            check_shape(name, bias, "[HI]", (heads,))
+
+    dtype = compute_dtype(q_idx=q_idx, k_idx=k_idx, weight_logits=weight_logits)
+    keys = k_idx.to(dtype)
+    weights = weight_logits.to(dtype)
+    if activation == "sigmoid":
+        weights = torch.sigmoid(weights if weight_bias is None else weights + weight_bias.to(dtype))
+    elif activation != "relu":
+        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
+
+    scores = torch.zeros(batch, num_queries, keys.shape[1], dtype=dtype, device=q_idx.device)
+    # Head by head, so that one [Lq, Lk] product is alive at a time.
+    for head in range(heads):
+        product = q_idx[:, :, head].to(dtype) @ keys.transpose(1, 2) * dim**-0.5
+        if activation == "relu":
+            activated = torch.relu(product)
+        else:
+            activated = torch.sigmoid(product if score_bias is None else product + score_bias[head].to(dtype))
+        scores = scores + weights[:, :, head, None] * activated
+    return scores

@@ -1,0 +1,76 @@
+"""The indexer's loss: KL from the attention's probabilities to the softmax of the scores (eqs. 14, 15)."""
+
+import torch
+
+from gsa_kernels.checks import check_at_least, check_mask, check_shape, compute_dtype
+
+
+def sum_over_blocks(probs: torch.Tensor, block: int) -> torch.Tensor:
+    """Sum the rows of each aligned block of queries: the target of a selection the block shares.
+
+    The sum is the average up to a factor, which `renormalise_target` removes.
+
+    Args:
+        probs: [B, Lq, Lk]
+
+    Returns:
+        [B, ceil(Lq / block), Lk]; the last block may be short
+    """
+    check_shape("probs", probs, "[B, Lq, Lk]", (None, None, None))
+    check_at_least("block", block, 1)
+    missing = -probs.shape[1] % block
+    padded = torch.nn.functional.pad(probs, (0, 0, 0, missing))
+    return padded.unflatten(1, (-1, block)).sum(2)
+
+
+def renormalise_target(probs: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+    """target[r, s] = probs[r, s] / sum_{s' in support_r} probs[r, s'] on the support, 0 elsewhere.
+
+    Args:
+        probs: [B, R, Lk], of any positive scale: a sum over heads or over a block serves as well
+        support: bool [B or 1, R, Lk]
+
+    Returns:
+        [B, R, Lk] in fp32 (fp64 for fp64 probs); all 0 for a row without probability on its support.
+    """
+    check_shape("probs", probs, "[B, R, Lk]", (None, None, None))
+    check_mask("support", support, *probs.shape)
+    on_support = torch.where(support, probs.to(compute_dtype(probs=probs)), 0)
+    total = on_support.sum(-1, keepdim=True)
+    return on_support / torch.where(total > 0, total, 1)
+
+
+def indexer_kl(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    support: torch.Tensor,
+    inverse_temperature: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """KL(p || softmax_{s in support}(beta * I)) = sum_s p log p - sum_s p log softmax(beta * I)_s.
+
+    Gradients go to `scores` and `inverse_temperature` only; entries off the support get exactly 0.
+
+    Args:
+        scores: I, [B, R, Lk]
+        target: p, [B, R, Lk], each row summing to 1 on its support (`renormalise_target`)
+        support: bool [B or 1, R, Lk]: all visible keys in the warm-up, S_t in sparse training
+        inverse_temperature: beta, a number or a 0-d tensor; 1 is the paper
+
+    Returns:
+        [B, R] in fp32 (fp64 if scores or target are fp64); 0 for a row whose target is all 0.
+    """
+    check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
+    check_shape("target", target, "[B, R, Lk]", tuple(scores.shape))
+    check_mask("support", support, *scores.shape)
+    if isinstance(inverse_temperature, torch.Tensor):
+        check_shape("inverse_temperature", inverse_temperature, "a 0-d tensor", ())
+    dtype = compute_dtype(scores=scores, target=target)
+
+    p = torch.where(support, target.detach().to(dtype), 0)
+    logits = torch.where(support, scores.to(dtype), 0) * inverse_temperature
+    # An empty row is normalised over all keys; its p is 0, so nothing of it reaches value or gradient.
+    normalised_over = support | ~support.any(-1, keepdim=True)
+    log_q = logits.masked_fill(~normalised_over, float("-inf")).log_softmax(-1)
+    # Off the support p is 0 and log q is -inf, and 0 * inf must not be formed.
+    cross_entropy = -(p * torch.where(support, log_q, 0)).sum(-1)
+    return torch.xlogy(p, p).sum(-1) + cross_entropy

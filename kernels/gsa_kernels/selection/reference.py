@@ -1,0 +1,90 @@
+"""Which keys each query attends to: the exact top-k, the local window, and shared block selections."""
+
+import torch
+
+from gsa_kernels.checks import (
+    check_at_least,
+    check_mask,
+    check_row_counts,
+    check_shape,
+    compute_dtype,
+)
+
+
+def select_top_k(scores: torch.Tensor, visible: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """S_t = the `budget` visible keys of highest score; ties go to the lower index.
+
+    Args:
+        scores: [B, R, Lk], finite where visible
+        visible: bool [B or 1, R, Lk]
+        budget: int [B or 1, R]; a row whose budget exceeds its visible keys selects all of them
+
+    Returns:
+        bool [B, R, Lk], False on every invisible key.
+    """
+    check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
+    batch, rows, num_keys = scores.shape
+    check_mask("visible", visible, batch, rows, num_keys)
+    check_row_counts("budget", budget, batch, rows)
+    compute_dtype(scores=scores)
+    # Adding 0 turns -0.0 into 0.0: the two are a tie, also for a sort that compares bits.
+    ranked = torch.where(visible, scores.detach() + 0.0, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    within_budget = torch.arange(num_keys, device=scores.device) < budget[..., None]
+    selected = torch.zeros_like(ranked, dtype=torch.bool)
+    selected.scatter_(-1, order, within_budget.expand(batch, rows, num_keys))
+    return selected & visible
+
+
+def local_window_mask(
+    num_keys: int,
+    window: int,
+    *,
+    query_positions: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """near[r, s] = (s <= t_r) and (t_r - s < window). Documents are left to the visible mask.
+
+    Args:
+        num_keys: Lk
+        window: keys per query, its own included; 0 gives an all-False mask
+        query_positions: int64 [R], the position t_r of each row; all positions if None
+        device: where the mask is made; the device of `query_positions` if None
+
+    Returns:
+        bool [R, Lk]
+    """
+    check_at_least("num_keys", num_keys, 1)
+    check_at_least("window", window, 0)
+    if device is None:
+        device = query_positions.device if query_positions is not None else "cpu"
+    key_positions = torch.arange(num_keys, device=device)
+    if query_positions is None:
+        query_positions = key_positions
+    check_shape("query_positions", query_positions, "[R]", (None,))
+    distance = query_positions.to(device)[:, None] - key_positions[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def expand_block_selection(selected: torch.Tensor, block: int, length: int) -> torch.Tensor:
+    """Give every query the selection of its block: out[:, t] = selected[:, t // block].
+
+    The result still needs each query's own window and visibility:
+    `(expand_block_selection(...) | window) & visible`.
+
+    Args:
+        selected: bool [B, nb, Lk], one row per aligned block of `block` queries
+        length: Lq, with nb = ceil(Lq / block); the last block may be short
+
+    Returns:
+        bool [B, Lq, Lk]
+    """
+    check_shape("selected", selected, "[B, nb, Lk]", (None, None, None))
+    check_at_least("block", block, 1)
+    check_at_least("length", length, 1)
+    num_blocks = -(-length // block)
+    if selected.shape[1] != num_blocks:
+        raise ValueError(
+            f"selected has {selected.shape[1]} block rows; pass {num_blocks} = ceil({length} / {block})"
+        )
+    return selected.repeat_interleave(block, dim=1)[:, :length]

@@ -1,0 +1,218 @@
+"""A Gated Sparse Attention layer in explicit loops: slow, fp64, and sharing no code with `gsa_kernels`.
+
+Written from the definition, one query, head and key at a time, so that a mistake in an operation or in how
+operations are composed does not repeat itself here. Gradients are autograd's, through the same loops.
+
+    h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    indexer_heads: int
+    indexer_dim: int
+    k_base: int
+    k_min: int
+    k_max: int
+    attention: Literal["dense", "sparse"] = "sparse"
+    """dense is phase 1: the KL runs over all visible keys. sparse is phase 2: it runs over S_t."""
+    value_gate: bool = True
+    output_gate: bool = True
+    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
+    variance_ema: float = 0.0
+    rope_base: float = 10_000.0
+    indexer_rope: bool = False
+    local_window: int = 0
+    selection_block: int = 1
+    inverse_temperature: float = 1.0
+
+
+def gsa_layer(
+    h: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    options: LayerOptions,
+    document_ids: Sequence[int] | None = None,
+) -> dict[str, torch.Tensor]:
+    """One sequence through one layer.
+
+    Args:
+        h: [L, d], fp64
+        weights: as `torch.nn.Linear` keeps them, [out, in]: w_q, w_k, w_v, w_o, w_iq [HI * DI, d],
+            w_ik [DI, d], w_iw [HI, d]; with the gates w_vg, b_vg, w_og, b_og; with the sigmoid
+            indexer b_j [HI] and c_j [HI]. Heads are contiguous in the outputs.
+        document_ids: one per token; one document if None
+
+    Returns:
+        out [L, d]; kl [R] and, as numbers without gradient, budget [R] and variance [R], one per query
+        that makes a selection (R = ceil(L / selection_block)); selected bool [L, L], S_t of every query.
+    """
+    length = h.shape[0]
+    o = options
+    documents = [0] * length if document_ids is None else list(document_ids)
+    group = o.num_heads // o.num_kv_heads
+
+    # Projections, the value gate, rotation: vectors indexed [position][head].
+    q, k, v = [], [], []
+    for t in range(length):
+        value = weights["w_v"] @ h[t]
+        if o.value_gate:
+            value = value * _sigmoid(weights["w_vg"] @ h[t] + weights["b_vg"])
+        v.append(_heads(value, o.num_kv_heads))
+        q.append([_rotate(x, t, o.rope_base) for x in _heads(weights["w_q"] @ h[t], o.num_heads)])
+        k.append([_rotate(x, t, o.rope_base) for x in _heads(weights["w_k"] @ h[t], o.num_kv_heads)])
+
+    def sees(t: int, s: int) -> bool:
+        return s <= t and documents[s] == documents[t]
+
+    # Selection, by the first query of every block.
+    leaders = list(range(0, length, o.selection_block))
+    scores: dict[int, dict[int, torch.Tensor]] = {}
+    top_k: dict[int, set[int]] = {}
+    budgets, variances = [], []
+    for t0 in leaders:
+        keys = [s for s in range(length) if sees(t0, s)]
+        scores[t0] = _indexer_row(h.detach(), weights, o, t0, keys)
+        values = {s: score.item() for s, score in scores[t0].items()}
+        mean = math.fsum(values.values()) / len(keys)
+        variance = math.fsum((x - mean) ** 2 for x in values.values()) / len(keys)
+        budget = min(_budget(o, variance), len(keys))
+        ranking = sorted(keys, key=lambda s: (-values[s], s))
+        top_k[t0] = set(ranking[:budget])
+        budgets.append(budget)
+        variances.append(variance)
+
+    def window_of(t: int) -> set[int]:
+        return {s for s in range(length) if sees(t, s) and t - s < o.local_window}
+
+    selected = []
+    for t in range(length):
+        t0 = t - t % o.selection_block
+        selected.append({s for s in top_k[t0] if sees(t, s)} | window_of(t))
+
+    # Attention, the output gate, W_O.
+    out_rows, probs = [], []
+    for t in range(length):
+        attended = (
+            sorted(selected[t]) if o.attention == "sparse" else [s for s in range(length) if sees(t, s)]
+        )
+        head_outputs, head_probs = [], []
+        for head in range(o.num_heads):
+            kv = head // group
+            logits = [_dot(q[t][head], k[s][kv]) / math.sqrt(o.head_dim) for s in attended]
+            p = _softmax(logits)
+            head_probs.append({s: x.item() for s, x in zip(attended, p, strict=True)})
+            output = torch.zeros_like(v[0][0])
+            for s, x in zip(attended, p, strict=True):
+                output = output + x * v[s][kv]
+            head_outputs.append(output)
+        concatenated = torch.cat(head_outputs)
+        if o.output_gate:
+            concatenated = concatenated * _sigmoid(weights["w_og"] @ h[t] + weights["b_og"])
+        out_rows.append(weights["w_o"] @ concatenated)
+        probs.append(head_probs)
+
+    # The indexer's loss, for every query that made a selection.
+    kl_rows = []
+    for t0 in leaders:
+        block = range(t0, min(t0 + o.selection_block, length))
+        support = sorted(top_k[t0] | window_of(t0)) if o.attention == "sparse" else sorted(scores[t0])
+        target = []
+        for s in support:
+            per_head = [probs[t][head].get(s, 0.0) for t in block for head in range(o.num_heads)]
+            target.append(sum(per_head) / len(per_head))
+        total = sum(target)
+        model = _softmax([o.inverse_temperature * scores[t0][s] for s in support])
+        kl = h.new_zeros(())
+        for p, model_p in zip(target, model, strict=True):
+            if p > 0:
+                kl = kl + p / total * (math.log(p / total) - model_p.log())
+        kl_rows.append(kl)
+
+    return {
+        "out": torch.stack(out_rows),
+        "kl": torch.stack(kl_rows),
+        "budget": torch.tensor(budgets),
+        "variance": torch.tensor(variances, dtype=torch.float64),
+        "selected": torch.tensor([[s in selected[t] for s in range(length)] for t in range(length)]),
+    }
+
+
+def _indexer_row(
+    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, t: int, keys: list[int]
+) -> dict[int, torch.Tensor]:
+    """I[t, s] for every s in `keys`."""
+    queries = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
+    if o.indexer_rope:
+        queries = [_rotate(x, t, o.rope_base) for x in queries]
+    head_weights = weights["w_iw"] @ h[t]
+    row = {}
+    for s in keys:
+        key = weights["w_ik"] @ h[s]
+        if o.indexer_rope:
+            key = _rotate(key, s, o.rope_base)
+        score = h.new_zeros(())
+        for j in range(o.indexer_heads):
+            product = _dot(queries[j], key) / math.sqrt(o.indexer_dim)
+            if o.indexer_activation == "sigmoid":
+                weight = _sigmoid(head_weights[j] + weights["c_j"][j])
+                score = score + weight * _sigmoid(product + weights["b_j"][j])
+            elif product.item() > 0:
+                score = score + head_weights[j] * product
+        row[s] = score
+    return row
+
+
+def _budget(o: LayerOptions, variance: float) -> int:
+    """k_t before the number of visible keys limits it."""
+    if o.adaptive_k == "off" or o.variance_ema == 0:
+        wanted = float(o.k_base)
+    elif o.adaptive_k == "inverse":
+        wanted = o.k_base * o.variance_ema / variance if variance > 0 else math.inf
+    else:
+        wanted = o.k_base * variance / o.variance_ema
+    if wanted >= o.k_max:
+        return o.k_max
+    return max(math.floor(wanted), o.k_min)
+
+
+def _rotate(x: torch.Tensor, position: int, base: float) -> torch.Tensor:
+    """Rotary embedding, rotate-half layout: element i is paired with element i + D / 2."""
+    half = len(x) // 2
+    first, second = [], []
+    for i in range(half):
+        angle = position * base ** (-2 * i / len(x))
+        cos, sin = math.cos(angle), math.sin(angle)
+        first.append(x[i] * cos - x[i + half] * sin)
+        second.append(x[i + half] * cos + x[i] * sin)
+    return torch.stack(first + second)
+
+
+def _heads(x: torch.Tensor, heads: int) -> list[torch.Tensor]:
+    size = len(x) // heads
+    return [x[i * size : (i + 1) * size] for i in range(heads)]
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b).sum()
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _softmax(logits: list[torch.Tensor]) -> list[torch.Tensor]:
+    largest = max(x.item() for x in logits)
+    exponentials = [torch.exp(x - largest) for x in logits]
+    total = torch.stack(exponentials).sum()
+    return [x / total for x in exponentials]

@@ -1,0 +1,40 @@
+"""`gsa_kernels` is of use alone: torch, triton and the standard library are all it may import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gsa_kernels
+
+PACKAGE = Path(gsa_kernels.__file__).parent
+ALLOWED = {"torch", "triton", "gsa_kernels"} | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""] if node.level == 0 else []
+        else:
+            continue
+        for module in modules:
+            assert module.split(".")[0] in ALLOWED, f"{path.name}:{node.lineno} imports {module}"
+
+
+def test_nothing_of_the_trainer_is_loaded() -> None:
+    code = (
+        "import sys, gsa_kernels;"
+        "print([m for m in ('megatron', 'gsa_train', 'gsa_data') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_exported_name_exists() -> None:
+    for name in gsa_kernels.__all__:
+        assert hasattr(gsa_kernels, name)

@@ -1,0 +1,264 @@
+"""Attention, gates and the indexer's KL: gradients, empty rows, recall, dtypes."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import gsa_kernels as ops
+
+
+def make_qkv(
+    length: int, heads: int = 4, kv_heads: int = 2, dim: int = 4, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    sizes = ((2, length, heads, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim))
+    q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
+    return q, k, v
+
+
+def random_selection(length: int, share: float = 0.4) -> torch.Tensor:
+    chosen = torch.rand(2, length, length, generator=torch.Generator().manual_seed(1)) < share
+    return (chosen | torch.eye(length, dtype=torch.bool)) & ops.visible_mask(length)
+
+
+# attention
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 33])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dense_attention_is_torchs(length: int, dtype: torch.dtype) -> None:
+    q, k, v = make_qkv(length, dtype=dtype)
+    out = ops.sparse_attention(q, k, v, ops.visible_mask(length)).out
+    assert out.dtype == dtype
+    heads_first = (x.double().transpose(1, 2) for x in (q, k, v))
+    expected = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_probabilities_are_those_on_the_mask() -> None:
+    q, k, v = make_qkv(17)
+    mask = random_selection(17)
+    result = ops.sparse_attention(q, k, v, mask, return_probs=True, return_sink=True)
+    assert result.head_sum_probs is not None
+    assert result.sink is not None
+    torch.testing.assert_close(result.head_sum_probs.sum(-1), torch.full((2, 17), 4.0, dtype=torch.float64))
+    assert not result.head_sum_probs[~mask].any()
+    torch.testing.assert_close(result.sink.sum(-1), result.head_sum_probs[..., 0])
+    plain = ops.sparse_attention(q, k, v, mask)
+    assert (plain.head_sum_probs, plain.recall, plain.sink) == (None, None, None)
+
+
+def test_measurements_carry_no_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(5))
+    visible = ops.visible_mask(5)
+    result = ops.sparse_attention(
+        q, k, v, visible, visible=visible, return_probs=True, return_recall=True, return_sink=True
+    )
+    assert result.out.requires_grad
+    for measured in (result.head_sum_probs, result.recall, result.sink):
+        assert measured is not None
+        assert not measured.requires_grad
+
+
+def test_attention_gradcheck() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(5))
+    mask = random_selection(5)
+    mask[0, 3] = False
+    assert torch.autograd.gradcheck(lambda *qkv: ops.sparse_attention(*qkv, mask).out, (q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(17))
+    mask = random_selection(17)
+    mask[:, [0, 5, 16]] = False
+    result = ops.sparse_attention(
+        q,
+        k,
+        v,
+        mask,
+        visible=ops.visible_mask(17),
+        return_probs=True,
+        return_recall=True,
+        return_sink=True,
+    )
+    for tensor in (result.out, result.head_sum_probs, result.recall, result.sink):
+        assert tensor is not None
+        assert tensor.isfinite().all()
+        assert not tensor[:, [0, 5, 16]].any()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        result.out.sum().backward()
+    assert q.grad is not None
+    assert not q.grad[:, [0, 5, 16]].any()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+
+
+def test_logits_far_apart_do_not_overflow() -> None:
+    q, k, v = make_qkv(9, dtype=torch.float32)
+    visible = ops.visible_mask(9)
+    result = ops.sparse_attention(1e4 * q, 1e4 * k, v, visible, visible=visible, return_recall=True)
+    assert result.out.isfinite().all()
+    assert result.recall is not None
+    torch.testing.assert_close(result.recall, torch.ones_like(result.recall))
+
+
+# recall
+
+
+def test_recall_is_the_dense_probability_on_the_mask() -> None:
+    q, k, v = make_qkv(17)
+    visible = ops.visible_mask(17, document_ids=torch.arange(17)[None] // 6)
+    mask = random_selection(17) & visible
+    recall = ops.sparse_attention(q, k, v, mask, visible=visible, return_recall=True).recall
+    dense = ops.sparse_attention(q, k, v, visible, visible=visible, return_probs=True, return_recall=True)
+    assert recall is not None
+    assert dense.recall is not None
+    assert dense.head_sum_probs is not None
+    torch.testing.assert_close(recall.sum(-1), (dense.head_sum_probs * mask).sum(-1))
+    assert torch.equal(dense.recall, torch.ones_like(dense.recall))
+
+
+def test_a_random_selection_recalls_k_over_n() -> None:
+    """Exactly so over all selections of k keys, and within the sampling error over random ones."""
+    n, k = 7, 3
+    query, keys, values = torch.randn(1, 1, 3, 4), torch.randn(1, n, 3, 4), torch.randn(1, n, 3, 4)
+
+    def recall_of(masks: torch.Tensor) -> torch.Tensor:
+        inputs = (x.double().expand(len(masks), -1, -1, -1) for x in (2 * query, keys, values))
+        visible = torch.ones(1, 1, n, dtype=torch.bool)
+        recall = ops.sparse_attention(*inputs, masks, visible=visible, return_recall=True).recall
+        assert recall is not None
+        return recall[:, 0]
+
+    every = torch.zeros(35, 1, n, dtype=torch.bool)
+    for i, subset in enumerate(itertools.combinations(range(n), k)):
+        every[i, 0, list(subset)] = True
+    torch.testing.assert_close(recall_of(every).mean(0), torch.full((3,), k / n, dtype=torch.float64))
+
+    samples = 4000
+    noise = torch.rand(samples, 1, n, generator=torch.Generator().manual_seed(0))
+    drawn = ops.select_top_k(noise, torch.ones(1, 1, n, dtype=torch.bool), torch.tensor([[k]]))
+    recall = recall_of(drawn)
+    standard_error = recall.std(0) / samples**0.5
+    assert ((recall.mean(0) - k / n).abs() < 4 * standard_error).all()
+
+
+# gates
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gate_is_calculated_in_fp32_and_keeps_the_dtype(dtype: torch.dtype) -> None:
+    x, logits = torch.randn(2, 5, 3, 4).to(dtype), torch.randn(2, 5, 3, 4).to(dtype)
+    gated = ops.sigmoid_gate(x, logits)
+    assert gated.dtype == dtype
+    torch.testing.assert_close(gated, (x.double() / (1 + (-logits.double()).exp())).to(dtype))
+    headwise = ops.sigmoid_gate(x, logits[..., :1])
+    torch.testing.assert_close(headwise, ops.sigmoid_gate(x, logits[..., :1].expand_as(x)))
+
+
+# KL
+
+
+def kl_inputs(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    support = random_selection(rows)
+    scores = 4 * torch.rand(2, rows, rows, generator=generator, dtype=torch.float64)
+    weights = torch.rand(2, rows, rows, generator=generator, dtype=torch.float64)
+    return scores, ops.renormalise_target(weights, support), support
+
+
+def test_kl_against_torch_and_its_zero() -> None:
+    scores, target, support = kl_inputs()
+    kl = ops.indexer_kl(scores, target, support, 1.7)
+    for b, row in itertools.product(range(2), range(6)):
+        keys = support[b, row]
+        log_q = (1.7 * scores[b, row, keys]).log_softmax(-1)
+        expected = torch.nn.functional.kl_div(log_q, target[b, row, keys], reduction="sum")
+        torch.testing.assert_close(kl[b, row], expected)
+    matched = ops.indexer_kl(target.clamp(min=1e-300).log(), target, support)
+    torch.testing.assert_close(matched, torch.zeros_like(matched), atol=1e-14, rtol=0)
+    assert ops.indexer_kl(scores.float(), target.float(), support).dtype == torch.float32
+
+
+def test_kl_gradcheck() -> None:
+    scores, target, support = kl_inputs()
+    target[0, 4] = 0
+    target[1, 5] = 0
+    target[1, 5, support[1, 5].nonzero()[0]] = 1
+    beta = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda s, b: ops.indexer_kl(s, target, support, b), (scores.requires_grad_(), beta)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_kl_trains_scores_and_beta_only_and_only_on_the_support() -> None:
+    scores, target, support = kl_inputs()
+    support[0, 2] = False
+    beta = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    # What lies off the support must not matter, whatever it is.
+    scores = scores.masked_fill(~support, float("nan")).requires_grad_()
+    target = target.masked_fill(~support, float("inf")).requires_grad_()
+    kl = ops.indexer_kl(scores, target, support, beta)
+    assert kl.isfinite().all()
+    assert kl[0, 2] == 0
+    with torch.autograd.detect_anomaly(check_nan=True):
+        kl.sum().backward()
+    assert target.grad is None
+    assert scores.grad is not None
+    assert beta.grad is not None
+    assert scores.grad.isfinite().all()
+    assert not scores.grad[~support].any()
+    assert beta.grad.isfinite()
+    probabilities = (1.7 * scores.detach()).masked_fill(~support, float("-inf")).softmax(-1)
+    row_filled = support.any(-1)
+    expected = 1.7 * (probabilities - target.detach())
+    torch.testing.assert_close(
+        scores.grad[support & row_filled[..., None]], expected[support & row_filled[..., None]]
+    )
+
+
+def test_kl_with_a_one_hot_target_has_the_floor_of_bounded_scores() -> None:
+    """Scores in (0, 4) can put at most e^4 / (e^4 + n - 1) on one key: 4.34 nats remain at n = 4096."""
+    n = 4096
+    scores = torch.zeros(1, 1, n)
+    scores[0, 0, 7] = 4.0
+    target = torch.zeros(1, 1, n)
+    target[0, 0, 7] = 1.0
+    support = torch.ones(1, 1, n, dtype=torch.bool)
+    assert ops.indexer_kl(scores, target, support).item() == pytest.approx(4.33, abs=0.01)
+    assert ops.indexer_kl(scores, target, support, 10.0).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_targets_renormalise_on_their_support() -> None:
+    _, _, support = kl_inputs()
+    support[1, 3] = False
+    probs = torch.rand(2, 6, 6)
+    target = ops.renormalise_target(probs, support)
+    torch.testing.assert_close(target.sum(-1), support.any(-1).float())
+    assert not target[~support].any()
+    summed = ops.sum_over_blocks(probs, 4)
+    torch.testing.assert_close(summed, torch.stack((probs[:, :4].sum(1), probs[:, 4:].sum(1)), 1))
+    tiny = ops.renormalise_target(probs * 1e-38, support)
+    torch.testing.assert_close(tiny.sum(-1), support.any(-1).float())
+
+
+def test_head_sums_of_two_halves_add_up() -> None:
+    """Tensor parallelism: each rank sums over its own heads."""
+    q, k, v = make_qkv(17)
+    mask = random_selection(17)
+    whole = ops.sparse_attention(q, k, v, mask, return_probs=True).head_sum_probs
+    halves = [
+        ops.sparse_attention(
+            q[:, :, 2 * i : 2 * i + 2], k[:, :, i : i + 1], v[:, :, i : i + 1], mask, return_probs=True
+        ).head_sum_probs
+        for i in range(2)
+    ]
+    assert halves[0] is not None
+    assert halves[1] is not None
+    torch.testing.assert_close(halves[0] + halves[1], whole)

@@ -1,0 +1,273 @@
+"""Visibility, score moments, budget and selection: ties, degenerate rows, limits."""
+
+import math
+
+import pytest
+import torch
+
+import gsa_kernels as ops
+
+INF = float("inf")
+LENGTHS = [1, 2, 17, 33]
+
+
+def ranked_by_python(scores: torch.Tensor, visible: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    selected = torch.zeros(scores.shape, dtype=torch.bool)
+    for b, row in ((b, r) for b in range(scores.shape[0]) for r in range(scores.shape[1])):
+        keys = [s for s in range(scores.shape[2]) if visible[b % visible.shape[0], row, s]]
+        keys.sort(key=lambda s: (-scores[b, row, s].item(), s))
+        selected[b, row, keys[: int(budget[b % budget.shape[0], row])]] = True
+    return selected
+
+
+# visibility
+
+
+def test_visible_mask_is_causal_and_within_the_document() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 8]])
+    mask = ops.visible_mask(5, document_ids=documents)
+    assert mask.dtype == torch.bool
+    for b in range(2):
+        for t in range(5):
+            for s in range(5):
+                assert mask[b, t, s] == (s <= t and documents[b, s] == documents[b, t])
+    rows = torch.tensor([4, 0, 2])
+    assert torch.equal(ops.visible_mask(5, query_positions=rows, document_ids=documents), mask[:, rows])
+    assert torch.equal(ops.visible_mask(5, query_positions=rows)[0], torch.ones(5, 5).tril().bool()[rows])
+
+
+def test_local_window_counts_the_query_itself() -> None:
+    mask = ops.local_window_mask(6, 3)
+    assert [row.nonzero().flatten().tolist() for row in mask] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+        [3, 4, 5],
+    ]
+    assert torch.equal(ops.local_window_mask(6, 3, query_positions=torch.tensor([5, 1])), mask[[5, 1]])
+    assert not ops.local_window_mask(6, 0).any()
+    assert torch.equal(ops.local_window_mask(6, 99), torch.ones(6, 6).tril().bool())
+
+
+# score moments
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_moments_are_those_of_the_visible_scores(length: int) -> None:
+    documents = torch.arange(length)[None] // 5
+    visible = ops.visible_mask(length, document_ids=documents)
+    scores = torch.randn(2, length, length, dtype=torch.float64)
+    mean, variance = ops.score_moments(scores, visible)
+    for b in range(2):
+        for t in range(length):
+            row = scores[b, t][visible[0, t]]
+            torch.testing.assert_close(mean[b, t], row.mean())
+            torch.testing.assert_close(variance[b, t], row.var(correction=0))
+
+
+def test_variance_does_not_cancel() -> None:
+    """In fp32, E[x^2] - E[x]^2 of these scores is off by more than the variance itself."""
+    spread = torch.linspace(-1e-3, 1e-3, 1000)
+    scores = (3.9 + spread)[None, None]
+    _, variance = ops.score_moments(scores, torch.ones(1, 1, 1000, dtype=torch.bool))
+    exact = scores.double().var(correction=0)
+    assert variance.dtype == torch.float32
+    assert abs(variance.item() / exact.item() - 1) < 1e-4
+    naive = scores.square().mean() - scores.mean().square()
+    assert abs(naive.item() / exact.item() - 1) > 0.1
+
+
+@pytest.mark.parametrize("value", [0.3, 3.9, 1e-4, -1.7])
+def test_equal_scores_have_no_variance(value: float) -> None:
+    visible = ops.visible_mask(33)
+    mean, variance = ops.score_moments(torch.full((1, 33, 33), value), visible)
+    assert torch.equal(mean, torch.full((1, 33), value))
+    assert not variance.any()
+
+
+def test_moments_do_not_depend_on_how_many_keys_follow() -> None:
+    scores = 4 * torch.rand(1, 700, 700, generator=torch.Generator().manual_seed(0))
+    whole = ops.score_moments(scores, ops.visible_mask(700))
+    for length in (1, 37, 500):
+        part = ops.score_moments(scores[:, :length, :length], ops.visible_mask(length))
+        for a, b in zip(whole, part, strict=True):
+            assert torch.equal(a[:, :length], b)
+
+
+def test_moments_of_bfloat16_scores_are_fp32_and_of_an_empty_row_zero() -> None:
+    scores = torch.full((1, 1, 4), 2.5, dtype=torch.bfloat16)
+    mean, variance = ops.score_moments(scores, torch.ones(1, 1, 4, dtype=torch.bool))
+    assert mean.dtype == variance.dtype == torch.float32
+    assert (mean.item(), variance.item()) == (2.5, 0.0)
+    mean, variance = ops.score_moments(scores, torch.zeros(1, 1, 4, dtype=torch.bool))
+    assert (mean.item(), variance.item()) == (0.0, 0.0)
+
+
+# budget
+
+
+def budget_of(variance: float, ema: float, mode: str, num_visible: int = 10**6, **limits: int) -> int:
+    limits = {"k_base": 100, "k_min": 8, "k_max": 400, **limits}
+    budget = ops.adaptive_budget(
+        torch.tensor([[variance]]), torch.tensor(ema), torch.tensor([[num_visible]]), mode=mode, **limits
+    )
+    assert budget.dtype == torch.int64
+    assert budget.shape == (1, 1)
+    return int(budget)
+
+
+@pytest.mark.parametrize(
+    ("mode", "variance", "ema", "expected"),
+    [
+        ("inverse", 0.5, 1.0, 200),
+        ("direct", 0.5, 1.0, 50),
+        ("off", 0.5, 1.0, 100),
+        ("inverse", 1.5, 1.0, 66),
+        ("direct", 0.375, 1.0, 37),
+        ("inverse", 1e-30, 1.0, 400),
+        ("inverse", 1e30, 1.0, 8),
+        ("direct", 1e-30, 1.0, 8),
+        ("direct", 1e30, 1e-30, 400),
+        ("inverse", 1e-45, 3e38, 400),
+        # No spread at all.
+        ("inverse", 0.0, 1.0, 400),
+        ("direct", 0.0, 1.0, 8),
+        # No statistics yet: the ratio is 1.
+        ("inverse", 0.7, 0.0, 100),
+        ("direct", 0.7, 0.0, 100),
+        ("inverse", 0.0, 0.0, 100),
+        ("direct", 0.0, 0.0, 100),
+        # Overflowed scores.
+        ("inverse", INF, 1.0, 8),
+        ("direct", INF, 1.0, 400),
+        ("inverse", INF, INF, 100),
+        ("inverse", math.nan, 1.0, 100),
+        ("direct", 1.0, math.nan, 100),
+    ],
+)
+def test_budget(mode: str, variance: float, ema: float, expected: int) -> None:
+    assert budget_of(variance, ema, mode) == expected
+
+
+def test_budget_limits() -> None:
+    assert budget_of(1.0, 1.0, "off", k_base=5) == 8
+    assert budget_of(1.0, 1.0, "off", k_base=500) == 400
+    assert budget_of(1.0, 1.0, "inverse", num_visible=3) == 3
+    assert budget_of(0.0, 1.0, "inverse", num_visible=100) == 100
+    assert budget_of(1.0, 1.0, "direct", num_visible=0) == 0
+    assert budget_of(1.0, 1.0, "off", k_min=1, k_max=1) == 1
+
+
+def test_budget_follows_variance_downwards_and_upwards() -> None:
+    variance = torch.rand(1, 500).sort().values
+    args = (variance, torch.tensor(0.3), torch.full((1, 500), 10**6))
+    limits = {"k_base": 100, "k_min": 8, "k_max": 400}
+    assert (ops.adaptive_budget(*args, mode="inverse", **limits).diff() <= 0).all()
+    assert (ops.adaptive_budget(*args, mode="direct", **limits).diff() >= 0).all()
+
+
+# top-k
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("levels", [1, 2, 3, 10**6])
+def test_top_k_with_ties(length: int, levels: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    scores = torch.randint(levels, (2, length, length), generator=generator).float()
+    visible = ops.visible_mask(length, document_ids=torch.arange(length)[None].expand(2, -1) // 11)
+    for budget in (
+        torch.full((1, length), 1),
+        torch.full((1, length), 4),
+        torch.arange(1, length + 1)[None],
+        torch.randint(0, length + 3, (2, length), generator=generator),
+    ):
+        selected = ops.select_top_k(scores, visible, budget)
+        assert torch.equal(selected, ranked_by_python(scores, visible, budget))
+        expected_count = torch.minimum(visible.sum(-1), budget.expand(2, -1))
+        assert torch.equal(selected.sum(-1), expected_count)
+
+
+def test_equal_scores_select_the_lowest_indices() -> None:
+    visible = ops.visible_mask(9)
+    selected = ops.select_top_k(torch.full((1, 9, 9), 0.3), visible, torch.full((1, 9), 4))
+    assert torch.equal(selected[0], visible[0] & (torch.arange(9) < 4))
+
+
+def test_zero_of_either_sign_is_a_tie() -> None:
+    """The ReLU indexer makes both: a negative weight times relu(...) = 0 is -0.0."""
+    scores = torch.tensor([[[-0.0, 0.0, -0.0, 0.0]]])
+    selected = ops.select_top_k(scores, torch.ones(1, 1, 4, dtype=torch.bool), torch.tensor([[2]]))
+    assert selected.tolist() == [[[True, True, False, False]]]
+
+
+def test_negative_scores_are_selected_before_invisible_keys() -> None:
+    scores = torch.tensor([[[5.0, -1e30, -2.0, 9.0]]])
+    visible = torch.tensor([[[False, True, True, False]]])
+    for budget, expected in ((1, [2]), (2, [1, 2]), (4, [1, 2])):
+        selected = ops.select_top_k(scores, visible, torch.tensor([[budget]]))
+        assert selected[0, 0].nonzero().flatten().tolist() == expected
+
+
+def test_saturated_indexer_scores_tie_exactly() -> None:
+    """Far out, every sigmoid is 1.0 to the bit, and the selection is the lowest indices."""
+    q_idx = torch.full((1, 6, 2, 4), 100.0)
+    k_idx = torch.full((1, 6, 4), 100.0) * torch.linspace(1, 2, 6)[None, :, None]
+    scores = ops.indexer_scores(q_idx, k_idx, torch.full((1, 6, 2), 100.0))
+    assert torch.equal(scores, torch.full((1, 6, 6), 2.0))
+    visible = ops.visible_mask(6)
+    _, variance = ops.score_moments(scores, visible)
+    assert not variance.any()
+    selected = ops.select_top_k(scores, visible, torch.full((1, 6), 2))
+    assert torch.equal(selected[0], visible[0] & (torch.arange(6) < 2))
+
+
+def test_expand_block_selection() -> None:
+    selected = torch.rand(2, 3, 10) > 0.5
+    expanded = ops.expand_block_selection(selected, 4, 10)
+    for t in range(10):
+        assert torch.equal(expanded[:, t], selected[:, t // 4])
+    assert torch.equal(ops.expand_block_selection(selected, 1, 3), selected)
+
+
+# indexer scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_calculated_in_fp32(dtype: torch.dtype) -> None:
+    q_idx, k_idx, w = (torch.randn(s).to(dtype) for s in ((2, 17, 4, 64), (2, 17, 64), (2, 17, 4)))
+    scores = ops.indexer_scores(q_idx, k_idx, w)
+    assert scores.dtype == torch.float32
+    exact = ops.indexer_scores(q_idx.double(), k_idx.double(), w.double())
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-5)
+    assert scores.min() > 0
+    assert scores.max() < 4
+
+
+# statistics
+
+
+def test_overlap_and_union_ratio() -> None:
+    same = torch.zeros(2, 70, 100, dtype=torch.bool)
+    same[:, :, :8] = True
+    assert ops.adjacent_overlap(same) == 1
+    assert ops.union_ratio(same) == 1
+
+    disjoint = torch.zeros(1, 64, 64, dtype=torch.bool)
+    disjoint[0].fill_diagonal_(True)
+    assert ops.adjacent_overlap(disjoint) == 0
+    assert ops.union_ratio(disjoint) == 32
+    assert ops.union_ratio(disjoint, group=4) == 4
+
+    rows = torch.tensor([[[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]], dtype=torch.bool)
+    torch.testing.assert_close(ops.adjacent_overlap(rows), torch.tensor((1 / 2 + 2 / 3) / 2))
+    torch.testing.assert_close(ops.union_ratio(rows), torch.tensor(4 / (7 / 3)))
+    torch.testing.assert_close(ops.union_ratio(rows, group=2), torch.tensor(3 / 2))
+
+
+def test_statistics_of_nothing_are_zero() -> None:
+    assert ops.adjacent_overlap(torch.ones(1, 1, 1, dtype=torch.bool)) == 0
+    assert ops.adjacent_overlap(torch.zeros(1, 5, 5, dtype=torch.bool)) == 0
+    assert ops.union_ratio(torch.zeros(1, 5, 5, dtype=torch.bool)) == 0
