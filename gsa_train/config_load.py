@@ -222,9 +222,7 @@ def _typed(cls: type, key: str, value: object) -> Any:
     if isinstance(value, str) and float in typing.get_args(typing.get_type_hints(cls)[key]):
         with contextlib.suppress(ValueError):  # not a number: the text alternative of Union[float, str]
             value = float(value)
-    section = OmegaConf.structured(cls)
-    section[key] = value
-    return section[key]
+    return OmegaConf.merge(OmegaConf.structured(cls), {key: value})[key]
 
 
 def _expected(hint: Any, value: object) -> tuple[str, str]:

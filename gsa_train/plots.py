@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
+from gsa_train.progress import compact
 from gsa_train.sinks import Record, read_records
 
 COLORS = ("#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#7a7a7a")
@@ -197,9 +198,10 @@ def _figure(title: str, rows: int) -> tuple[Figure, list[Axes]]:
 
 
 def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
-    if panel.scale == "log":
-        ax.set_yscale("log", nonpositive="mask")
     drawn = [(key, name) for key, name in panel.lines.items() if _has(records, key)]
+    values = [value for key, _ in drawn for value in series(records, key)[1]]
+    if panel.scale == "log" and any(0 < value < math.inf for value in values):
+        ax.set_yscale("log", nonpositive="mask")
     for color, (key, name) in zip(COLORS * len(drawn), drawn, strict=False):
         _plot(ax, *series(records, key), name, color)
     if panel.band and all(_has(records, key) for key in panel.band):
@@ -226,7 +228,7 @@ def _legend(ax: Axes) -> None:
 def _plot(
     ax: Axes, x: list[float] | list[int], y: list[float], name: str, color: str, style: str = "-"
 ) -> None:
-    marker = "o" if len(x) <= FEW_POINTS else ""
+    marker = "o" if sum(map(math.isfinite, y)) <= FEW_POINTS else ""
     ax.plot(x, y, style, color=color, label=name, linewidth=1.5, marker=marker, markersize=3)
 
 
@@ -275,10 +277,10 @@ def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path)
         ax.tick_params(labelbottom=ax is axes[-1])
     for step, phase in starts:
         transform = axes[0].get_xaxis_transform()
-        axes[0].text(step, 1.0, phase, transform=transform, rotation=20, fontsize=8, color="#555555")
-    tokens_per_step, tokens_text = _tokens_per_step(records), EngFormatter(sep="", places=1)
+        axes[0].text(step, 1.0, phase, transform=transform, rotation=35, fontsize=8, color="#555555")
+    tokens_per_step = _tokens_per_step(records)
     if tokens_per_step:
-        text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{tokens_text(step * tokens_per_step)}")
+        text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(step * tokens_per_step)}")
         axes[-1].xaxis.set_major_formatter(text)
     axes[-1].set_xlabel("step, and tokens seen" if tokens_per_step else "step")
     figure.savefig(path)

@@ -80,7 +80,7 @@ def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:
         f"recall {_number(record.get('recall'), '5.3f')}",
         f"gnorm {_number(record.get('grad_norm'), '8.3g')}",
         f"lr {_number(record.get('lr'), '7.1e')}",
-        f"{_compact(record.get('tokens_per_second')):>6} tok/s",
+        f"{compact(record.get('tokens_per_second')):>6} tok/s",
         f"mfu {_percent(record.get('mfu')):>5}",
         f"data {_percent(record.get('data_wait')):>5}",
         f"eta {_duration(eta)}",
@@ -94,7 +94,7 @@ def _bar_text(record: dict[str, Any], eta: float | None) -> str:
         f"loss {_number(record.get('loss'), '.4f')}",
         f"kl {_number(record.get('indexer_kl'), '.4f')}",
         f"recall {_number(record.get('recall'), '.3f')}",
-        f"{_compact(record.get('tokens_per_second'))} tok/s",
+        f"{compact(record.get('tokens_per_second'))} tok/s",
         f"eta {_duration(eta)}",
     ]
     return "  ".join(columns)
@@ -125,7 +125,7 @@ def _percent(fraction: float | None) -> str:
     return "--" if fraction is None else f"{fraction:.1%}"
 
 
-def _compact(value: float | None) -> str:
+def compact(value: float | None) -> str:
     """12345 -> 12.3k"""
     if value is None:
         return "--"

@@ -52,8 +52,12 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # weights are drawn by name in model/init.py, whatever the layout
-        perform_initialization=False,
+        # Weights are drawn by name in model/init.py, whatever the layout. megatron-core's own pass must still
+        # run: it is what marks the parameters that tensor parallelism splits.
+        perform_initialization=True,
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
         use_cpu_initialization=parallel.device.type == "cpu",
         tensor_model_parallel_size=parallel.tensor_size,
         pipeline_model_parallel_size=parallel.pipeline_size,
@@ -69,3 +73,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight

@@ -71,6 +71,12 @@ def indexer_kl(
     # An empty row is normalised over all keys; its p is 0, so nothing of it reaches value or gradient.
     normalised_over = support | ~support.any(-1, keepdim=True)
     log_q = logits.masked_fill(~normalised_over, float("-inf")).log_softmax(-1)
-    # Off the support p is 0 and log q is -inf, and 0 * inf must not be formed.
-    cross_entropy = -(p * torch.where(support, log_q, 0)).sum(-1)
-    return torch.xlogy(p, p).sum(-1) + cross_entropy
+    # Both p and q sum to 1, so q - p may be added to p log(p / q). Each term is then positive and of second
+    # order in r = log(q / p): no cancellation where the two are close, as they are at the start.
+    counted = support & (p.sum(-1, keepdim=True) > 0)
+    log_q = torch.where(counted, log_q, 0)
+    r = log_q - torch.where(p > 0, p, 1).log()
+    small = r.abs() < 1
+    near = p * (torch.expm1(torch.where(small, r, 0)) - r)
+    far = log_q.exp() - p - p * r
+    return torch.where(counted, torch.where(small & (p > 0), near, far), 0).sum(-1)

@@ -1,0 +1,241 @@
+"""What a run would be, told before it starts: layout, parameters, operations, memory and tokens.
+
+Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
+boundaries ignored, budget k_base; see model/flops.py). An estimate: the memory. It counts weights, gradients,
+optimizer state and the large activations of the reference attention, which keeps L x L tensors; it leaves out
+elementwise temporaries, communication buffers, the allocator's fragmentation and the CUDA context, so leave a
+margin of some 20%. `precision: auto` is counted as bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.config_checks import check_data, data_parallel_size
+from gsa_train.model.flops import count_parameters, flops_per_token, indexer_layers
+
+MAX_LAYOUT_LINES = 32
+GIB = 2**30
+
+
+def describe(config: Config, world_size: int) -> str:
+    """The report of a dry run, for a config without mistakes on this world size."""
+    sections = {
+        "Layout": _layout(config, world_size),
+        "Parameters": _parameters(config),
+        "Tokens": _tokens(config),
+        "Floating-point operations per token (training, in 1e9)": _flops(config),
+        "Memory per rank (estimate, in GiB)": _memory(config, world_size),
+        "Data": check_data(config.data) or ["all files are there"],
+    }
+    title = f"{config.run.name} on {world_size} {'rank' if world_size == 1 else 'ranks'}"
+    blocks = ["\n  ".join([name, *lines]) for name, lines in sections.items()]
+    return "\n\n".join([title, *blocks])
+
+
+# ---- layout, parameters, tokens, operations
+
+
+def _layout(config: Config, world_size: int) -> list[str]:
+    parallel, train = config.parallel, config.train
+    replicas = data_parallel_size(config, world_size)
+    layers = config.model.num_layers // parallel.pipeline
+    micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
+    sharded = "sharded over data-parallel ranks" if parallel.distributed_optimizer else "replicated"
+    lines = [
+        f"{world_size} = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {replicas}",
+        f"sequence parallel {'on' if _is_sequence_parallel(config) else 'off'}, optimizer state {sharded}",
+        f"{layers} layers per stage; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
+        "step and replica",
+    ]
+    ranks = []
+    for stage in range(parallel.pipeline):
+        span = f"stage {stage} (layers {stage * layers}-{(stage + 1) * layers - 1})"
+        for replica in range(replicas):
+            first = rank_of(config, world_size, tensor=0, pipeline=stage, data=replica)
+            ranks.append(f"{span}, data {replica}: {_rank_range(first, parallel.tensor)}")
+    if len(ranks) > MAX_LAYOUT_LINES:
+        ranks = [*ranks[:MAX_LAYOUT_LINES], f"... and {len(ranks) - MAX_LAYOUT_LINES} more in the same order"]
+    return lines + ranks
+
+
+def rank_of(config: Config, world_size: int, tensor: int, pipeline: int, data: int) -> int:
+    """Global rank of a place in the layout: tensor fastest, then data, then pipeline (megatron-core's order)."""
+    replicas = data_parallel_size(config, world_size)
+    return tensor + config.parallel.tensor * (data + replicas * pipeline)
+
+
+def _rank_range(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1} (tensor 0-{count - 1})"
+
+
+def _is_sequence_parallel(config: Config) -> bool:
+    return config.parallel.sequence and config.parallel.tensor > 1
+
+
+def _parameters(config: Config) -> list[str]:
+    count = count_parameters(config.model, config.gsa)
+    rows = [[part, f"{number:,}"] for part, number in asdict(count).items()]
+    rows += [["total", f"{count.total:,}"]]
+    overhead = f"gates and indexer add {count.overhead:,} ({count.overhead_percent:.2f}%) to the plain model"
+    return [*_table(rows), overhead]
+
+
+def _tokens(config: Config) -> list[str]:
+    per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    rows = [["phase", "steps", "tokens", "attention", "trains"]]
+    rows += [[p.name, f"{p.steps:,}", f"{p.steps * per_step:,}", p.attention, p.train] for p in config.phases]
+    steps = sum(phase.steps for phase in config.phases)
+    rows += [["total", f"{steps:,}", f"{steps * per_step:,}", "", ""]]
+    return [f"{per_step:,} tokens per step", *_table(rows)]
+
+
+def _flops(config: Config) -> list[str]:
+    counts = [
+        flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens)
+        for phase in config.phases
+    ]
+    rows = [["part", *(phase.name for phase in config.phases)]]
+    rows += [
+        [part, *(f"{asdict(count)[part] / 1e9:.3f}" for count in counts)]
+        for part in asdict(counts[0])
+        if part != "dense_equivalent"
+    ]
+    rows += [["total", *(f"{count.total / 1e9:.3f}" for count in counts)]]
+    rows += [["dense equivalent", *(f"{count.dense_equivalent / 1e9:.3f}" for count in counts)]]
+    return _table(rows)
+
+
+# ---- memory
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each rank of one pipeline stage, in one phase."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward, over all micro-batches in flight."""
+    working: float
+    """Of the layer (or recomputed unit) under way: what is recomputed, and L x L gradients."""
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
+    """Memory of a stage's ranks in a phase, by formula; the module's docstring says what is left out."""
+    model, gsa, parallel, train = config.model, config.gsa, config.parallel, config.train
+    replicas = data_parallel_size(config, world_size)
+    value_bytes = 4 if train.precision == "fp32" else 2
+
+    # Weights in the working precision, gradients in fp32, and Adam's two moments in fp32 with, under bf16, the fp32
+    # weights. Only what the phase trains has gradients and optimizer state.
+    base, indexer = _parameters_per_rank(config, stage)
+    trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
+    state_bytes = 8 if train.precision == "fp32" else 12
+    shards = replicas if parallel.distributed_optimizer else 1
+
+    # Activations. A warm-up keeps none: its base runs without a graph, and each layer's indexer learns on the spot.
+    layer, square = _layer_bytes(config, phase, value_bytes)
+    layers = model.num_layers // parallel.pipeline
+    sequence_shards = parallel.tensor if _is_sequence_parallel(config) else 1
+    tokens = train.micro_batch_size * train.seq_len_tokens
+    if phase.train == "indexer":
+        kept, working = 0.0, layer + square
+    elif train.recompute == "none":
+        kept, working = layers * (layer + square), square
+    elif train.recompute == "selective":
+        # The selections stay: choosing again in the backward pass could choose otherwise.
+        selecting = indexer_layers(model, gsa) // parallel.pipeline if phase.attention == "sparse" else 0
+        kept = layers * layer + selecting * tokens * train.seq_len_tokens
+        working = 2 * square
+    else:
+        unit = train.recompute_num_layers
+        kept = layers // unit * value_bytes * tokens * model.hidden_size / sequence_shards
+        working = unit * (layer + square) + square
+    micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
+    in_flight = min(parallel.pipeline - stage, micro_batches)  # 1F1B
+
+    # Logits in the working precision, their softmax in fp32, and its gradient in fp32 where there is one.
+    is_last = stage == parallel.pipeline - 1
+    logit_bytes = value_bytes + (4 if phase.train == "indexer" else 8)
+    return MemoryEstimate(
+        weights=value_bytes * (base + indexer),
+        gradients=4 * trained,
+        optimizer=state_bytes * trained / shards,
+        activations=in_flight * kept,
+        working=working,
+        logits=logit_bytes * tokens * model.vocab_size / parallel.tensor if is_last else 0.0,
+    )
+
+
+def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
+    """Parameters of the base and of the indexers on one rank of a stage; norms and indexers are replicated over
+    tensor-parallel ranks, and with tied embeddings the last stage holds a copy."""
+    parallel, count = config.parallel, count_parameters(config.model, config.gsa)
+    is_first, is_last = stage == 0, stage == parallel.pipeline - 1
+    final_norm = config.model.hidden_size
+    base = (count.attention + count.gates + count.mlp) / parallel.tensor / parallel.pipeline
+    base += (count.norms - final_norm) / parallel.pipeline
+    if is_first:
+        base += count.embedding / parallel.tensor
+    if is_last:
+        tied_copy = count.embedding if config.model.tie_embeddings and not is_first else 0
+        base += final_norm + (count.output + tied_copy) / parallel.tensor
+    return base, count.indexer / parallel.pipeline
+
+
+def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> tuple[float, float]:
+    """Bytes that one layer keeps for one micro-batch: those that grow with L, and those with L x L."""
+    model, gsa, train = config.model, config.gsa, config.train
+    tensor = config.parallel.tensor
+    sequence_shards = tensor if _is_sequence_parallel(config) else 1
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    uses_indexer = phase.attention == "sparse" or (phase.train != "base" and gsa.attention == "sparse")
+
+    # Per token, in the working precision: in- and output of both norms; Q, K, V as projected and Q, K with RoPE;
+    # attention output; SwiGLU's two halves, its SiLU and their product; logits and result of each gate.
+    gated = gsa.value_gate * key_value + gsa.output_gate * query
+    values = 4 * model.hidden_size / sequence_shards
+    values += (2 * query + 3 * key_value + query + 4 * model.ffn_hidden_size + 2 * gated) / tensor
+    # In fp32: the reference attention's Q, K and V, and each gate's input and sigmoid.
+    singles = (query + 2 * key_value + 2 * gated) / tensor
+    if uses_indexer:  # replicated over tensor-parallel ranks; its detached input is the norm's output
+        values += gsa.indexer_heads * gsa.indexer_dim + gsa.indexer_dim + gsa.indexer_heads
+    tokens = train.micro_batch_size * train.seq_len_tokens
+    linear = tokens * (value_bytes * values + 4 * singles)
+
+    # Per query and key, in fp32: each head's softmax and its masked copy. One byte each: visible and selected.
+    pairs = 4 * 2 * model.num_heads / tensor + 2
+    if uses_indexer:  # each indexer head's activation, then I, the target and log softmax(I)
+        pairs += 4 * (gsa.indexer_heads + 3) / gsa.selection_block
+    return linear, tokens * train.seq_len_tokens * pairs
+
+
+def _memory(config: Config, world_size: int) -> list[str]:
+    rows = [["phase", "stage", *MemoryEstimate.__dataclass_fields__, "total"]]
+    for phase in config.phases:
+        for stage in range(config.parallel.pipeline):
+            estimate = estimate_memory(config, phase, world_size, stage)
+            parts = [*asdict(estimate).values(), estimate.total]
+            rows.append([phase.name, str(stage), *(f"{part / GIB:.2f}" for part in parts)])
+    return [f"recompute: {config.train.recompute}", *_table(rows)]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
