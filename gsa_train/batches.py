@@ -146,6 +146,4 @@ def read_validation_blocks(config: Config, tokenizer: Tokenizer) -> np.ndarray:
 
 def replay_training_blocks(config: Config, tokenizer: Tokenizer, samples: int) -> Iterator[np.ndarray]:
     """The first `samples` sequences of the run again, in arrays int32 [n, L + 1]."""
-    return replay_blocks(
-        build_manifest(config.data.train_dir), tokenizer, stream_config(config), samples
-    )
+    return replay_blocks(build_manifest(config.data.train_dir), tokenizer, stream_config(config), samples)

@@ -209,9 +209,7 @@ def _check_gsa(config: Config) -> list[str]:
     beta = gsa.indexer_temperature
     if beta != "learned" and (isinstance(beta, str) or beta <= 0):
         lines.append(
-            problem_line(
-                "gsa.indexer_temperature", beta, "no temperature", "give a number above 0, or learned"
-            )
+            problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
         )
     stage_layers = _layers_per_stage(config)
     if stage_layers and gsa.selection_reuse > 0 and stage_layers % gsa.selection_reuse != 0:
@@ -271,7 +269,8 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
             problem_line(
                 "train.global_batch_size",
                 train.global_batch_size,
-                f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks",
+                f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
+                "(world size / parallel.tensor / parallel.pipeline)",
                 f"set it to {_nearest(train.global_batch_size, unit)}",
             )
         )
@@ -282,7 +281,7 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
                 "data.num_lanes",
                 data.num_lanes,
                 f"not a multiple of {replicas} data-parallel ranks x {max(1, data.num_workers)} readers each "
-                f"(data.num_workers = {data.num_workers})",
+                f"(data.num_workers = {data.num_workers}; world size / parallel.tensor / parallel.pipeline)",
                 f"set it to {_nearest(data.num_lanes, readers)}",
             )
         )

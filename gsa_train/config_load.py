@@ -11,11 +11,12 @@ import dataclasses
 import difflib
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 Built = TypeVar("Built")
@@ -38,14 +39,16 @@ class Problems:
         self.lines: list[str] = []
         self._unusable: set[str] = set()
 
-    def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: str | None = None) -> None:
-        """Note a mistake; `meant` is the field that a misspelled one stands for."""
+    def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
+        """Note a mistake; `meant` are the fields that a misspelled one may stand for."""
         self.lines.append(problem_line(field, value, wrong, remedy))
-        self._unusable.update({field, meant or field})
+        self._unusable.update({field, *meant})
 
     def explain(self, line: str) -> bool:
         """True if `line` speaks of a field without a usable value, so that an earlier mistake explains it."""
-        return any(re.search(rf"(?<![\w.]){re.escape(field)}(?!\w)", line) for field in self._unusable)
+        # A section is named as `model = ...` or inside `model.num_layers`; the bare word may be prose.
+        endings = {field: r"(?!\w)" if "." in field else r"(?:\.\w| = )" for field in self._unusable}
+        return any(re.search(rf"(?<![\w.]){re.escape(field)}{end}", line) for field, end in endings.items())
 
 
 def problem_line(field: str, value: object, wrong: str, remedy: str) -> str:
@@ -66,13 +69,16 @@ def _as_written(value: object) -> str:
 
 # ---- text -> tree of mappings, lists, text and None
 
-_NULL_RESOLVER = [("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"))]
+_TAG = "tag:yaml.org,2002:"
+_NULL_RESOLVER = [(f"{_TAG}null", re.compile(r"^(?:~|null|Null|NULL|)$"))]
+_KNOWN_TAGS = (f"{_TAG}null", f"{_TAG}str", f"{_TAG}seq", f"{_TAG}map", None)  # None: any other is an error
 
 
 class _TextLoader(yaml.SafeLoader):
-    """YAML whose plain scalars are text, null excepted, and whose duplicate keys are errors."""
+    """YAML whose plain scalars are text, null excepted; duplicate keys, aliases and other tags are errors."""
 
     yaml_implicit_resolvers = dict.fromkeys(("~", "n", "N", ""), _NULL_RESOLVER)
+    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _KNOWN_TAGS}  # noqa: RUF012
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -182,6 +188,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         return cls()
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
+    section = OmegaConf.structured(cls)
+    OmegaConf.set_readonly(section, False)  # as it is from a frozen dataclass
     for key, value in tree.items():
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
@@ -193,10 +201,11 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
             values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
         else:
             try:
-                values[key] = _typed(cls, key, value)
+                values[key] = _typed(section, key, hint, value)
             except ValidationError:
-                wrong, remedy = _expected(hint, value)
-                problems.add(field, value, wrong, remedy)
+                wrong = "no value" if value is None else f"not {_type_in_words(hint)}"
+                default = _as_written(getattr(cls(), key))
+                problems.add(field, value, wrong, f"write for example {field}={default}")
     return cls(**values)
 
 
@@ -213,23 +222,17 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
     return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
 
 
-def _typed(cls: type, key: str, value: object) -> Any:
+def _typed(section: DictConfig, key: str, hint: Any, value: object) -> Any:
     """The value of one field, converted by OmegaConf to the field's type."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ValidationError("OmegaConf's interpolation is not part of these configs")
     if value is not None and not isinstance(value, str | int | float | bool):
         raise ValidationError("not a scalar")
-    if isinstance(value, str) and float in typing.get_args(typing.get_type_hints(cls)[key]):
+    if isinstance(value, str) and float in typing.get_args(hint):
         with contextlib.suppress(ValueError):  # not a number: the text alternative of Union[float, str]
             value = float(value)
-    return OmegaConf.merge(OmegaConf.structured(cls), {key: value})[key]
-
-
-def _expected(hint: Any, value: object) -> tuple[str, str]:
-    """What is wrong with a value of the wrong type, and what to write."""
-    if value is None:
-        return "no value", f"give {_type_in_words(hint)}, or delete the line"
-    return f"not {_type_in_words(hint)}", f"give {_type_in_words(hint)}"
+    OmegaConf.update(section, key, value)
+    return section[key]
 
 
 def _type_in_words(hint: Any) -> str:
@@ -245,15 +248,11 @@ def _add_unknown(cls: type, key: str, value: object, where: str, problems: Probl
     known = list(typing.get_type_hints(cls))
     close = difflib.get_close_matches(key, known, n=1)
     elsewhere = [name for name in _field_names(problems.root) if name.split(".")[-1] == key]
-    meant = f"{prefix}{close[0]}" if close else elsewhere[0] if elsewhere else None
-    problems.add(
-        f"{prefix}{key}",
-        "{...}" if isinstance(value, dict | list) else value,
-        "unknown key",
-        (f"did you mean {meant}? " if meant else "remove it. ")
-        + f"{f'Keys of {where}' if where else 'Sections'}: {', '.join(known)}",
-        meant=meant,
-    )
+    meant = [f"{prefix}{close[0]}"] if close else elsewhere
+    remedy = f"did you mean {' or '.join(meant)}?" if meant else "remove it."
+    keys = f"{f'Keys of {where}' if where else 'Sections'}: {', '.join(known)}"
+    shown = "{...}" if isinstance(value, dict | list) else value
+    problems.add(f"{prefix}{key}", shown, "unknown key", f"{remedy} {keys}", meant=meant)
 
 
 def _field_names(cls: type, prefix: str = "") -> list[str]:

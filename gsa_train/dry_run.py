@@ -28,7 +28,7 @@ def describe(config: Config, world_size: int) -> str:
         "Tokens": _tokens(config),
         "Floating-point operations per token (training, in 1e9)": _flops(config),
         "Memory per rank (estimate, in GiB)": _memory(config, world_size),
-        "Data": check_data(config.data) or ["all files are there"],
+        "Data": check_data(config.data) or ["the local files are there"],
     }
     title = f"{config.run.name} on {world_size} {'rank' if world_size == 1 else 'ranks'}"
     blocks = ["\n  ".join([name, *lines]) for name, lines in sections.items()]

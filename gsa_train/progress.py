@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Progress:
         self._last_step, self._last_time = start_step, clock()
         self._seconds_per_step: float | None = None
         self._bar: tqdm[Any] | None = None
-        if sys.stderr.isatty() if interactive is None else interactive:
+        if _is_terminal() if interactive is None else interactive:
             self._bar = tqdm(
                 total=total_steps,
                 initial=start_step,
@@ -70,6 +71,11 @@ class Progress:
         if self._seconds_per_step is None:
             return None
         return self._seconds_per_step * (self._total_steps - step)
+
+
+def _is_terminal() -> bool:
+    """Some terminals (containers, pseudo-terminals of tools) have no width; a bar would be cut to nothing."""
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:

@@ -182,8 +182,11 @@ def _drop_after(path: Path, step: int) -> None:
     )
 
 
+OUTPUTS = ("metrics.jsonl", "summary.json", "tensorboard", "plots", "checkpoints")
+
+
 def _move_aside(run_dir: Path) -> None:
-    found = [run_dir / name for name in ("metrics.jsonl", "summary.json", "tensorboard", "plots")]
+    found = [run_dir / name for name in OUTPUTS]
     found = [path for path in found if path.exists()]
     if found:
         previous = run_dir / "previous" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
@@ -252,7 +255,7 @@ def _open_wandb(
         )
     except (wandb.Error, OSError, ValueError) as error:
         raise RuntimeError(
-            f"Weights & Biases did not start (logging.wandb={config.wandb}, mode {mode}): {error} "
+            f"Weights & Biases did not start (logging.wandb={config.wandb}, mode {mode}): {error}. "
             f"To run without it, set logging.wandb=disabled; to keep its files for a later upload, "
             f"logging.wandb=offline."
         ) from error

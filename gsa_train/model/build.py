@@ -47,7 +47,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         pre_process=first,
         post_process=parallel.is_last_stage,
         position_embedding_type="rope",
-        rotary_base=int(config.model.rope_base),
+        rotary_base=config.model.rope_base,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         pg_collection=parallel.groups,
     )

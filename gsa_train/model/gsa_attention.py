@@ -333,9 +333,12 @@ class GSASelfAttention(MegatronModule):
         stats.maximum("k_max", layer, budget.max())
         stats.maximum("k_min", layer, -budget.min())
         stats.add("variance", layer, variance)
+        assert self.variance is not None
+        stats.add("variance_ema", layer, self.variance.ema)
         stats.add("adjacent_overlap", layer, adjacent_overlap(selected))
         stats.add("union_ratio_32", layer, union_ratio(selected, 32))
         # The exact expectation for as many keys drawn at random: each visible key is as likely as any other,
         # so the expected share of the probability is the share of the keys.
         visible = visible_mask(selected.shape[-1], document_ids=document_ids, device=selected.device)
         stats.add("random_recall", layer, selected.sum(-1) / visible.sum(-1))
+        stats.add("selected_keys", layer, selected.sum(-1))

@@ -50,7 +50,7 @@ class Indexer(MegatronModule):
             self.rotary = RotaryEmbedding(
                 kv_channels=dim,
                 rotary_percent=1.0,
-                rotary_base=int(config.rotary_base),
+                rotary_base=config.rotary_base,
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=groups.cp,
             )

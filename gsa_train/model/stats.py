@@ -10,6 +10,7 @@ MEANS = (
     "recall",
     "random_recall",
     "k_mean",
+    "selected_keys",
     "value_gate_mean",
     "value_gate_low",
     "output_gate_mean",
@@ -18,6 +19,7 @@ MEANS = (
     "adjacent_overlap",
     "union_ratio_32",
     "variance",
+    "variance_ema",
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks."""
 
@@ -51,27 +53,38 @@ class LayerStats:
         self._counts.zero_()
         self._extremes.fill_(-torch.inf)
 
-    def reduce(self) -> dict[str, list[float]]:
-        """Values per layer over all ranks; a name that no layer recorded is left out.
+    def reduce(
+        self, extra_sums: torch.Tensor, extra_maxima: torch.Tensor
+    ) -> tuple[dict[str, list[float]], list[float], list[float]]:
+        """Values per layer over all ranks, with two collectives that also carry the caller's own numbers.
 
-        Tensor-parallel copies enter numerator and denominator alike. Collective: call it on every rank.
-        This reads the device, so call it for logged steps only.
+        Tensor-parallel copies enter numerator and denominator alike. Call it on every rank, for logged steps
+        only: it reads the device.
+
+        Args:
+            extra_sums: fp64 [n], added over the ranks.
+            extra_maxima: fp64 [m], the largest over the ranks.
+
+        Returns:
+            name -> value per layer (a name that no layer recorded is left out; NaN for a layer that did not),
+            and the reduced extras.
         """
-        both = torch.stack([self._sums, self._counts])
-        dist.all_reduce(both)
-        dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
-        sums, counts = both.cpu().unbind(0)
-        extremes = self._extremes.cpu()
+        sums = torch.cat([self._sums.flatten(), self._counts.flatten(), extra_sums])
+        maxima = torch.cat([self._extremes.flatten(), extra_maxima])
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        sums, maxima = sums.cpu(), maxima.cpu()
+        size = self._sums.numel()
+        totals = sums[:size].view(self._sums.shape)
+        counts = sums[size : 2 * size].view(self._sums.shape)
+        extremes = maxima[: self._extremes.numel()].view(self._extremes.shape)
         values: dict[str, list[float]] = {}
         for row, name in enumerate(MEANS):
-            recorded = counts[row] > 0
-            if recorded.any():
-                values[name] = [
-                    (total / count).item() if count > 0 else float("nan")
-                    for total, count in zip(sums[row], counts[row], strict=True)
-                ]
+            if (counts[row] > 0).any():
+                values[name] = (totals[row] / counts[row]).tolist()  # 0 / 0 is NaN: nothing recorded
         for row, name in enumerate(EXTREMES):
-            if extremes[row].isfinite().any():
+            recorded = extremes[row] > -torch.inf
+            if recorded.any():
                 sign = -1.0 if name == "k_min" else 1.0
-                values[name] = (sign * extremes[row]).tolist()
-        return values
+                values[name] = torch.where(recorded, sign * extremes[row], torch.nan).tolist()
+        return values, sums[2 * size :].tolist(), maxima[self._extremes.numel() :].tolist()

@@ -1,0 +1,144 @@
+"""Unigram and bigram baselines: what a model must beat, counted on the tokens it was trained on.
+
+Both score the same (input, label) pairs as the model, with the same mask. With c the training counts, N the
+number of training labels, V the vocabulary and T(h) the number of different labels seen after input h:
+
+    P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
+    P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram, P(w) where h was never seen
+
+The bigram is the interpolated Witten-Bell estimate: weight c(h) / (c(h) + T(h)) on the maximum-likelihood
+bigram c(h,w) / c(h), the rest on the unigram. Source: Witten and Bell 1991, "The zero-frequency problem",
+method C; in this form in Chen and Goodman 1998, "An empirical study of smoothing techniques for language
+modeling".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gsa_data.pack import Tokens
+
+Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+
+MERGE_ENTRIES = 1 << 22  # bigrams wait in chunks until there are this many (64 MiB), then are merged
+
+
+@dataclass(frozen=True)
+class NgramModel:
+    """Counts of the training pairs. Bigrams are sparse: sorted keys input * vocab_size + label."""
+
+    vocab_size: int
+    eos_id: int
+    attend_across_documents: bool
+    unigram_counts: Int64s
+    """[vocab_size] times each token was a label"""
+    bigram_keys: Int64s
+    bigram_counts: Int64s
+    input_counts: Int64s
+    """[vocab_size] times each token was an input: c(h)"""
+    input_kinds: Int64s
+    """[vocab_size] different labels after each input: T(h)"""
+
+    def unigram_perplexity(self, blocks: Iterable[Tokens]) -> float:
+        """exp of the mean negative log-likelihood over the scored labels of [n, L + 1] blocks."""
+        return self._perplexity(blocks, bigram=False)
+
+    def bigram_perplexity(self, blocks: Iterable[Tokens]) -> float:
+        """exp of the mean negative log-likelihood over the scored labels of [n, L + 1] blocks."""
+        return self._perplexity(blocks, bigram=True)
+
+    def unigram(self, labels: Int64s) -> Float64s:
+        """P(label), elementwise."""
+        probability: Float64s = (self.unigram_counts[labels] + 1) / (
+            self.unigram_counts.sum() + self.vocab_size
+        )
+        return probability
+
+    def bigram(self, inputs: Int64s, labels: Int64s) -> Float64s:
+        """P(label | input), elementwise."""
+        keys = inputs * self.vocab_size + labels
+        places = np.searchsorted(self.bigram_keys, keys)
+        places[places == len(self.bigram_keys)] = 0
+        pair_counts = np.where(self.bigram_keys[places] == keys, self.bigram_counts[places], 0)
+        seen, kinds = self.input_counts[inputs], self.input_kinds[inputs]
+        unigram = self.unigram(labels)
+        interpolated = (pair_counts + kinds * unigram) / np.maximum(seen + kinds, 1)
+        return np.where(seen > 0, interpolated, unigram)
+
+    def _perplexity(self, blocks: Iterable[Tokens], bigram: bool) -> float:
+        total_nll, total_labels = 0.0, 0
+        for block in blocks:
+            inputs, labels = scored_pairs(block, self.eos_id, self.attend_across_documents)
+            probability = self.bigram(inputs, labels) if bigram else self.unigram(labels)
+            total_nll -= float(np.log(probability).sum())
+            total_labels += len(labels)
+        if total_labels == 0:
+            raise ValueError(
+                "perplexity of 0 labels is undefined; give at least one block with scored labels"
+            )
+        return math.exp(total_nll / total_labels)
+
+
+def scored_pairs(blocks: Tokens, eos_id: int, attend_across_documents: bool) -> tuple[Int64s, Int64s]:
+    """Inputs and labels of [n, L + 1] blocks where the loss mask is 1 (see pack.loss_mask), flattened."""
+    wide: Int64s = blocks.astype(np.int64)  # input * vocab_size + label overflows int32
+    inputs, labels = wide[:, :-1].reshape(-1), wide[:, 1:].reshape(-1)
+    if attend_across_documents:
+        return inputs, labels
+    scored = inputs != eos_id
+    return inputs[scored], labels[scored]
+
+
+def fit_ngrams(
+    blocks: Iterable[Tokens], vocab_size: int, eos_id: int, attend_across_documents: bool
+) -> NgramModel:
+    """Count the scored pairs of a stream of int32 [n, L + 1] blocks; memory grows only with the bigrams.
+
+    Raises ValueError for a token outside the vocabulary and when no label was seen.
+    """
+    unigram_counts = np.zeros(vocab_size, np.int64)
+    input_counts = np.zeros(vocab_size, np.int64)
+    merged = (np.empty(0, np.int64), np.empty(0, np.int64))
+    chunks: list[tuple[Int64s, Int64s]] = []
+    waiting_entries = 0
+    for block in blocks:
+        inputs, labels = scored_pairs(block, eos_id, attend_across_documents)
+        if len(labels) == 0:
+            continue
+        largest = max(int(inputs.max()), int(labels.max()))
+        if largest >= vocab_size:
+            raise ValueError(f"vocab_size={vocab_size} is too small for token {largest}; use the tokenizer's")
+        unigram_counts += np.bincount(labels, minlength=vocab_size)
+        input_counts += np.bincount(inputs, minlength=vocab_size)
+        chunks.append(np.unique(inputs * vocab_size + labels, return_counts=True))
+        waiting_entries += len(chunks[-1][0])
+        if waiting_entries > MERGE_ENTRIES:
+            merged, chunks, waiting_entries = _merge([merged, *chunks]), [], 0
+    bigram_keys, bigram_counts = _merge([merged, *chunks])
+    if len(bigram_keys) == 0:
+        raise ValueError("no training labels to count; give at least one block with scored labels")
+    input_kinds = np.bincount(bigram_keys // vocab_size, minlength=vocab_size).astype(np.int64)
+    return NgramModel(
+        vocab_size,
+        eos_id,
+        attend_across_documents,
+        unigram_counts,
+        bigram_keys,
+        bigram_counts,
+        input_counts,
+        input_kinds,
+    )
+
+
+def _merge(chunks: list[tuple[Int64s, Int64s]]) -> tuple[Int64s, Int64s]:
+    """Sum the counts of equal keys: sorted keys, counts."""
+    keys, places = np.unique(np.concatenate([keys for keys, _ in chunks]), return_inverse=True)
+    counts = np.zeros(len(keys), np.int64)
+    np.add.at(counts, places, np.concatenate([counts for _, counts in chunks]))
+    return keys, counts

@@ -1,0 +1,41 @@
+"""The end of a run: last validation, baselines, summary, plots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_train.config import PhaseConfig
+from gsa_train.evaluate import ngram_perplexities
+from gsa_train.plots import write_plots
+from gsa_train.resume import run_dir
+from gsa_train.trainer import Run, validate
+
+
+def finish(run: Run, last_phase: PhaseConfig) -> None:
+    """Write summary.json and plots, and print the summary. Collective."""
+    config = run.config
+    validation = validate(run, last_phase.name)
+    if run.sinks is not None and run.progress is not None:
+        baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
+        if config.evaluate.ngram_baselines:
+            samples = run.step * config.train.global_batch_size
+            baselines = ngram_perplexities(run.validation_blocks, run.tokenizer, samples, config)
+        summary = {
+            "steps": run.step,
+            "tokens": run.tokens,
+            "val_loss": validation["validation_loss"],
+            "val_perplexity": validation["validation_perplexity"],
+            **baselines,
+            "recall": validation["validation_recall"],
+            "random_recall": validation["validation_random_recall"],
+        }
+        run.progress.close()
+        run.sinks.finish(summary)
+        for name, value in summary.items():
+            run.progress.message(f"{name:>20}  {'--' if value is None else value}")
+        if config.logging.plots:
+            for path in write_plots(run_dir(config)):
+                run.progress.message(f"wrote {path}")
+    dist.barrier()

@@ -1,0 +1,160 @@
+"""From what a step left on the device to one record for the sinks."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from gsa_train.model.stats import EXTREMES, LayerStats
+from gsa_train.parallel import Parallel
+
+
+class IntervalClock:
+    """Time, tokens and steps since the last logged step, without validation and saving."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = self._tokens = 0
+        self._seconds = self._wait_seconds = 0.0
+        self._began = time.perf_counter()
+
+    def count(self, tokens: int, wait_seconds: float) -> None:
+        """Count one step that waited `wait_seconds` for text."""
+        self._steps += 1
+        self._tokens += tokens
+        self._wait_seconds += wait_seconds
+
+    def pause(self) -> None:
+        """Leave out what follows, until `resume`. Waits for the device, whose work belongs to the steps."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds += time.perf_counter() - self._began
+
+    def resume(self) -> None:
+        self._began = time.perf_counter()
+
+    def read_and_reset(self) -> Interval:
+        self.pause()
+        interval = Interval(self._steps, self._tokens, self._seconds, self._wait_seconds)
+        self._steps = self._tokens = 0
+        self._seconds = self._wait_seconds = 0.0
+        self.resume()
+        return interval
+
+
+@dataclass(frozen=True)
+class Interval:
+    steps: int
+    tokens: int
+    """Over all ranks."""
+    seconds: float
+    wait_seconds: float
+    """Part of `seconds` that this process waited for text."""
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A logged step's numbers over all ranks."""
+
+    layers: dict[str, list[float]]
+    loss: float
+    data_wait: float
+    """Largest share over the ranks of the interval spent waiting for text."""
+    memory_allocated_bytes: int | None
+    memory_peak_bytes: int | None
+    """Largest over the ranks; None on CPUs."""
+
+
+def reduce_step(
+    stats: LayerStats,
+    loss_sum: torch.Tensor,
+    loss_tokens: float,
+    interval: Interval | None,
+    parallel: Parallel,
+) -> Reduced:
+    """Bring a step's statistics together and start afresh. Collective; waits for the device.
+
+    Args:
+        loss_sum: this rank's share of the summed loss.
+        loss_tokens: scored tokens over all replicas.
+        interval: None for a validation.
+    """
+    on_gpu = parallel.device.type == "cuda"
+    memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
+    wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
+    layers, sums, maxima = stats.reduce(
+        loss_sum.double().reshape(1),
+        torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
+    )
+    stats.reset()
+    return Reduced(
+        layers=layers,
+        loss=sums[0] / loss_tokens,
+        data_wait=maxima[0],
+        memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
+        memory_peak_bytes=int(maxima[2]) if on_gpu else None,
+    )
+
+
+def attention_metrics(layers: dict[str, list[float]]) -> dict[str, Any]:
+    """Per layer (`layer_<name>`) and overall: the mean over the layers that have a value, or the extreme."""
+    record: dict[str, Any] = {}
+    for name, values in layers.items():
+        present = [value for value in values if not math.isnan(value)]
+        if name in EXTREMES:
+            record[name] = min(present) if name == "k_min" else max(present)
+        else:
+            record[name] = sum(present) / len(present)
+        record[f"layer_{name}"] = values
+    return record
+
+
+def step_record(
+    step: int,
+    phase: PhaseConfig,
+    lrs: dict[str, float],
+    grad_norm: float | None,
+    tokens: int,
+    reduced: Reduced,
+    interval: Interval,
+    config: Config,
+    parallel: Parallel,
+    precision: str,
+) -> dict[str, Any]:
+    """The record of one logged training step; README explains each key."""
+    tokens_per_second = interval.tokens / interval.seconds
+    attention = attention_metrics(reduced.layers)
+    flops = flops_per_token(
+        config.model, config.gsa, phase, config.train.seq_len_tokens, attention.get("selected_keys")
+    )
+    per_device = tokens_per_second / parallel.world_size
+    peak = None
+    if parallel.device.type == "cuda":
+        peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
+    return {
+        "step": step,
+        "phase": phase.name,
+        "loss": reduced.loss,
+        "indexer_kl": None,
+        "recall": None,
+        **attention,
+        "grad_norm": grad_norm,
+        "lr": max(lrs.values()) if "base" not in lrs else lrs["base"],
+        "lrs": lrs,
+        "tokens": tokens,
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": interval.seconds / interval.steps,
+        "tflops_per_second": per_device * flops.total / 1e12,
+        "tflops_per_second_dense_equivalent": per_device * flops.dense_equivalent / 1e12,
+        "mfu": None if peak is None else per_device * flops.total / peak,
+        "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
+        "data_wait": reduced.data_wait,
+        "memory_allocated_bytes": reduced.memory_allocated_bytes,
+        "memory_peak_bytes": reduced.memory_peak_bytes,
+    }

@@ -1,0 +1,54 @@
+"""The run folder on the main rank: resolved config, sinks, progress."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gsa_train.config import Config, config_to_yaml
+from gsa_train.parallel import Parallel
+from gsa_train.progress import Progress
+from gsa_train.resume import Start, run_dir
+from gsa_train.sinks import Sinks, open_sinks, write_atomically
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    checkpoints: Path
+    sinks: Sinks | None
+    """On the main rank."""
+    progress: Progress | None
+    """On the main rank."""
+    wandb_run_id: str | None
+    """On every rank."""
+
+
+def open_run_folder(config: Config, start: Start, parallel: Parallel, total_steps: int) -> RunFolder:
+    """Open what the run writes; print config and layout. Collective."""
+    folder = run_dir(config)
+    sinks = progress = None
+    shared: list[str | None] = [None]
+    if parallel.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        continues = start.same_run and start.state is not None
+        sinks = open_sinks(
+            config.logging,
+            folder,
+            config.run.name,
+            dataclasses.asdict(config),
+            resume_step=start.step if continues else None,
+            wandb_run_id=start.state.wandb_run_id if continues and start.state else None,
+        )
+        write_atomically(folder / "config.yaml", config_to_yaml(config))
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        progress = Progress(total_steps, start.step)
+        progress.message(config_to_yaml(config))
+        progress.message(f"run folder {folder}; {parallel.describe()}")
+        if start.checkpoint is not None:
+            progress.message(f"resuming from {start.checkpoint} at step {start.step}")
+        shared[0] = sinks.wandb_run_id
+    dist.broadcast_object_list(shared, src=0)
+    return RunFolder(folder / "checkpoints", sinks, progress, shared[0])

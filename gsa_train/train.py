@@ -1,0 +1,66 @@
+"""A pretraining run from top to bottom:
+
+config -> parallel groups -> model -> checkpoint -> text -> for each phase: optimizer, steps -> summary
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gsa_train.batches import TrainBatches, load_tokenizer, read_validation_blocks
+from gsa_train.checkpoint import load_checkpoint
+from gsa_train.cli import Arguments
+from gsa_train.config import Config
+from gsa_train.finish import finish
+from gsa_train.model.build import build_model
+from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.parallel import init_parallel, shutdown_parallel
+from gsa_train.phases import phase_spans
+from gsa_train.resume import choose_start
+from gsa_train.run_folder import open_run_folder
+from gsa_train.trainer import Run, run_phase, save
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: Config, arguments: Arguments) -> None:
+    """Train a checked config to the end, from the start or from where its run folder's checkpoint stands."""
+    parallel = init_parallel(config.parallel, config.run.seed)
+    spans = phase_spans(config.phases)
+    start = choose_start(config, arguments, spans, parallel)
+    tokenizer = load_tokenizer(config)
+    validation_blocks = read_validation_blocks(config, tokenizer)
+    batches = TrainBatches(config, parallel, tokenizer, start.data_state)
+    folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
+    model = build_model(config, parallel)
+
+    run = Run(
+        config=config,
+        parallel=parallel,
+        model=model,
+        batches=batches,
+        validation_blocks=validation_blocks,
+        tokenizer=tokenizer,
+        checkpoints=folder.checkpoints,
+        sinks=folder.sinks,
+        progress=folder.progress,
+        wandb_run_id=folder.wandb_run_id,
+        step=start.step,
+        tokens=start.tokens,
+        saved_step=start.step if start.same_run else None,
+    )
+    for span in spans[start.phase_index :]:
+        # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
+        phase_optimizer = build_optimizer(model, span.phase, config)
+        if start.checkpoint is not None and span.index == start.phase_index:
+            load_checkpoint(
+                start.checkpoint, model, phase_optimizer, parallel, with_optimizer=start.inside_phase
+            )
+            start.restore_rng(parallel)
+        run_phase(run, span, phase_optimizer)
+        if span is spans[-1]:
+            save(run, span, phase_optimizer)
+        close_optimizer(model, phase_optimizer)
+    batches.close()
+    finish(run, spans[-1].phase)
+    shutdown_parallel()

@@ -1,0 +1,150 @@
+"""The loop over one phase: step, log, validate, save."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.batches import TrainBatches
+from gsa_train.checkpoint import RunState, gather_rng, save_checkpoint
+from gsa_train.config import Config, config_to_yaml
+from gsa_train.evaluate import evaluate
+from gsa_train.metrics import IntervalClock, reduce_step, step_record
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer, lr_multipliers
+from gsa_train.parallel import Parallel
+from gsa_train.phases import PhaseSpan
+from gsa_train.progress import Progress
+from gsa_train.schedule import learning_rate
+from gsa_train.sinks import Sinks
+from gsa_train.step import train_step
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """Training met a NaN or an infinity and stopped; the checkpoints on disk are from before it."""
+
+
+@dataclass
+class Run:
+    """What a run carries from phase to phase."""
+
+    config: Config
+    parallel: Parallel
+    model: Model
+    batches: TrainBatches
+    validation_blocks: np.ndarray
+    tokenizer: Tokenizer
+    checkpoints: Path
+    sinks: Sinks | None
+    """On the main rank."""
+    progress: Progress | None
+    """On the main rank."""
+    wandb_run_id: str | None
+    """On every rank."""
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    saved_step: int | None = None
+    """Step of the newest checkpoint of this run."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self.sinks is not None and self.progress is not None:
+            self.sinks.log(record)
+            self.progress.show(record)
+
+
+def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
+    """Train from `run.step` to the end of the phase."""
+    config, parallel, phase = run.config, run.parallel, span.phase
+    tokens_per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    clock = IntervalClock(parallel.device)
+    while run.step < span.end:
+        lr = learning_rate(phase, run.step - span.start)
+        logged = _is_logged(run.step + 1, span, config)
+        run.model.runtime.measuring = logged
+        waited = run.batches.wait_seconds
+        micro_batches = run.batches.next_step()
+        result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel)
+        run.step += 1
+        run.tokens += tokens_per_step
+        clock.count(tokens_per_step, run.batches.wait_seconds - waited)
+        if result.grad_norm is not None and not math.isfinite(result.grad_norm):
+            raise NonFiniteError(
+                f"step {run.step}: the gradient norm is {result.grad_norm}. Nothing was saved after step "
+                f"{run.saved_step or 0}; resume from there with a lower learning rate, or look at the batch."
+            )
+        if logged:
+            interval = clock.read_and_reset()
+            reduced = reduce_step(
+                run.model.runtime.stats, result.loss_sum, result.loss_tokens.item(), interval, parallel
+            )
+            lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
+            precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
+            run.log(
+                step_record(
+                    run.step,
+                    phase,
+                    lrs,
+                    result.grad_norm,
+                    run.tokens,
+                    reduced,
+                    interval,
+                    config,
+                    parallel,
+                    precision,
+                )
+            )
+        every = config.evaluate.every_steps
+        if every and run.step % every == 0:
+            clock.pause()
+            validate(run, phase.name)
+            clock.resume()
+        if run.step % config.checkpoint.every_steps == 0:
+            clock.pause()
+            save(run, span, phase_optimizer)
+            clock.resume()
+
+
+def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
+    """The first and the last step of a phase, and every so many; the same whether or not a run was resumed."""
+    return step % config.logging.every_steps == 0 or step in (span.start + 1, span.end)
+
+
+def validate(run: Run, phase_name: str) -> dict[str, Any]:
+    """Score the validation text and log it. Collective."""
+    result = evaluate(run.model, run.validation_blocks, run.tokenizer.eos_id, run.config, run.parallel)
+    run.log({"event": "validation", "step": run.step, "phase": phase_name, "tokens": run.tokens, **result})
+    return result
+
+
+def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
+    """Write a checkpoint of this moment, unless this step has one. Collective."""
+    if run.saved_step == run.step:
+        return
+    parallel = run.parallel
+    state = RunState(
+        step=run.step,
+        tokens=run.tokens,
+        phase_index=span.index,
+        phase_name=span.phase.name,
+        phase_start=span.start,
+        data=run.batches.state(),
+        wandb_run_id=run.wandb_run_id,
+        config_yaml=config_to_yaml(run.config),
+        layout=(parallel.tensor_size, parallel.pipeline_size, parallel.data_size),
+        rng=gather_rng(parallel),
+    )
+    folder = save_checkpoint(
+        run.checkpoints, state, run.model, phase_optimizer, parallel, run.config.checkpoint.keep_last
+    )
+    run.saved_step = run.step
+    if run.progress is not None:
+        run.progress.message(f"saved {folder}")

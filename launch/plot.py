@@ -1,0 +1,48 @@
+"""Draw the figures of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gsa_train.plots import write_comparison, write_plots
+from gsa_train.sinks import read_records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the figures of runs into their plots/ folders.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the comparison (default: plots/ of the first run)"
+    )
+    arguments = parser.parse_args()
+    run_dirs: list[Path] = arguments.run_dirs
+    if arguments.out and len(run_dirs) == 1:
+        parser.error("--out is the folder of the comparison; give at least two runs")
+    for run_dir in run_dirs:
+        if problem := find_problem(run_dir):
+            parser.error(problem)
+
+    written = [path for run_dir in run_dirs for path in write_plots(run_dir)]
+    if len(run_dirs) > 1:
+        written.append(write_comparison(run_dirs, arguments.out or run_dirs[0] / "plots"))
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+def find_problem(run_dir: Path) -> str | None:
+    metrics = run_dir / "metrics.jsonl"
+    if not run_dir.is_dir():
+        return f"{run_dir}: no such folder; give the folder of a run, <run.dir>/<run.name>"
+    if not metrics.is_file():
+        return f"{run_dir}: not the folder of a run (it has no metrics.jsonl); give <run.dir>/<run.name>"
+    try:
+        records = read_records(metrics)
+    except ValueError as error:
+        return str(error)
+    return None if records else f"{metrics}: nothing has been logged yet"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

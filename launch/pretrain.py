@@ -1,0 +1,53 @@
+"""Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
+
+Options: --resume-from DIR, --no-resume, --dry-run [--world-size N]. Wrong use or config: exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+
+from gsa_train.cli import parse_arguments
+from gsa_train.config import ConfigError, load_config
+from gsa_train.dry_run import describe
+
+
+def main() -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
+    with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
+        arguments = parse_arguments()
+    try:
+        config = load_config(
+            arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
+        )
+    except ConfigError as error:
+        if is_main:  # all ranks find the same
+            print(error, file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        print(describe(config, arguments.world_size))
+        return 0
+    # Here, so that a wrong config is reported before torch and megatron-core are loaded.
+    from gsa_train.resume import ResumeError
+    from gsa_train.train import train
+
+    try:
+        train(config, arguments)
+    except ResumeError as error:
+        if is_main:
+            print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+# The guard is needed: saving a checkpoint starts a process that imports this file again.
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Small synthetic corpora, and a simulation of a whole run of several ranks in one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer, merge_states
+
+WORDS = ["gate", "sparse", "query", "key", "value", "head", "token", "lane", "shard", "seed", "rank", "model"]
+
+
+def document(number: int) -> str:
+    """A text of 1 to 60 words that starts with its number, so that no two are equal."""
+    rng = random.Random(number)
+    return f"<{number}> " + " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 60)))
+
+
+def line(text: str, source: str = "Synthetic") -> bytes:
+    return json.dumps({"text": text, "meta": {"redpajama_set_name": source}}).encode()
+
+
+def write_shard(path: Path, lines: list[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(zstandard.compress(b"".join(text + b"\n" for text in lines)))
+
+
+def write_corpus(root: Path, num_shards: int, documents_per_shard: int) -> None:
+    for shard in range(num_shards):
+        numbers = range(shard * documents_per_shard, (shard + 1) * documents_per_shard)
+        write_shard(root / "chunk1" / f"s{shard}.jsonl.zst", [line(document(number)) for number in numbers])
+
+
+class Run:
+    """All ranks of a run. `samples` maps the global sample number to the tokens of its block."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        config: StreamConfig,
+        world_size: int = 1,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.streams = [
+            BlockStream(manifest, tokenizer, config, rank, world_size, state) for rank in range(world_size)
+        ]
+        self.samples: dict[int, list[int]] = {}
+
+    def step(self, global_batch_size: int, micro_batch_size: int = 1) -> None:
+        world_size = len(self.streams)
+        done = self.streams[0].consumed_samples
+        for rank, stream in enumerate(self.streams):
+            assert stream.consumed_samples == done
+            sample = done + (rank - done) % world_size
+            for _ in range(global_batch_size // world_size // micro_batch_size):
+                for block in stream.next_blocks(micro_batch_size):
+                    assert sample not in self.samples
+                    self.samples[sample] = block.tolist()
+                    sample += world_size
+
+    def state(self) -> dict[str, Any]:
+        return merge_states([stream.local_state() for stream in self.streams])
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+
+def read_run(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    config: StreamConfig,
+    world_size: int = 1,
+    steps: int = 6,
+    global_batch_size: int = 16,
+    state: dict[str, Any] | None = None,
+) -> Run:
+    """A run of `steps` steps, its workers already stopped."""
+    run = Run(manifest, tokenizer, config, world_size, state)
+    for _ in range(steps):
+        run.step(global_batch_size, micro_batch_size=2)
+    run.close()
+    return run

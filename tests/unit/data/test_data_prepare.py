@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from data_corpus import document, line, write_shard
+from html_text import html_to_text
+from prepare import main, place_of, without_repeats, write_corpus
+from verify import verify_corpus
+
+import gsa_data
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest
+from gsa_data.documents import Document
+
+DOCUMENTS = [Document(f"{document(number)} {'long enough ' * 20}".encode(), "A") for number in range(300)]
+
+
+def test_sample_corpus_is_sound(sample_folder: Path) -> None:
+    reports, problems = verify_corpus(sample_folder)
+    assert problems == []
+    assert {source for report in reports for source in report.sources} == {"PythonStdlib", "RustBooks"}
+    assert len([report for report in reports if report.relpath.startswith("train/")]) >= 12
+    for licence in ("LICENSE.python", "LICENSE.rust-MIT", "LICENSE.rust-APACHE"):
+        assert (sample_folder / licence).stat().st_size > 1000
+
+
+def test_sample_corpus_streams(sample_folder: Path) -> None:
+    tokenizer = Tokenizer(str(sample_folder / "tokenizer.model"))
+    config = StreamConfig(seq_len_tokens=512, num_lanes=8, seed=1)
+    stream = BlockStream(build_manifest(str(sample_folder / "train")), tokenizer, config, 0, 1)
+    assert stream.next_blocks(16).max() < 4096
+
+
+@pytest.mark.parametrize("damage", ["byte", "missing", "extra", "empty_line"])
+def test_verify_finds_damage(sample_folder: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copyfile(sample_folder / "manifest.json", tmp_path / "manifest.json")
+    shutil.copytree(sample_folder / "validation", tmp_path / "validation")
+    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    victim = tmp_path / "train/chunk1/example_train_3.jsonl.zst"
+    if damage == "byte":
+        packed = bytearray(victim.read_bytes())
+        packed[len(packed) // 2] ^= 1
+        victim.write_bytes(packed)
+    elif damage == "missing":
+        victim.unlink()
+    elif damage == "extra":
+        write_shard(tmp_path / "train/chunk1/more.jsonl.zst", [line("x")])
+    else:
+        write_shard(victim, [line("")])
+    problems = verify_corpus(tmp_path)[1]
+    assert problems
+    assert all("more" in problem if damage == "extra" else "train_3" in problem for problem in problems)
+
+
+def test_verify_command(sample_folder: Path, tmp_path: Path) -> None:
+    script = sample_folder.parent / "verify.py"
+    write_shard(tmp_path / "good" / "s.jsonl.zst", [line("text")])
+    write_shard(tmp_path / "bad" / "s.jsonl.zst", [b"{"])
+    codes = {}
+    for name in ("good", "bad", "missing"):
+        command = [sys.executable, str(script), str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        codes[name] = done.returncode
+        assert "Traceback" not in done.stderr
+    assert codes == {"good": 0, "bad": 1, "missing": 1}
+
+
+def test_split_is_a_function_of_the_text(tmp_path: Path) -> None:
+    first = write_corpus(DOCUMENTS + DOCUMENTS[:50], tmp_path / "a", train_shards=3)
+    second = write_corpus(reversed(DOCUMENTS), tmp_path / "b", train_shards=3)
+    assert first == second  # with the sha256 of every shard; duplicates are gone
+    fewer = write_corpus(DOCUMENTS[:200], tmp_path / "c", train_shards=3)
+    assert sum(shard["documents"] for shard in fewer["shards"]) == 200  # type: ignore[attr-defined]
+    splits = [place_of(each.text_utf8.decode()).split for each in DOCUMENTS]
+    assert 0 < splits.count("validation") < 20
+    with pytest.raises(DataFault, match="already holds a corpus"):
+        write_corpus(DOCUMENTS, tmp_path / "a", train_shards=3)
+
+
+def test_topics_that_repeat_others_are_left_out() -> None:
+    parts = [
+        "\n".join(f"{name} line {n} which is longer than forty characters" for n in range(9))
+        for name in "abc"
+    ]
+    whole = parts[0] + "\n" + parts[1]
+    assert list(without_repeats([*parts, whole])) == [whole, parts[2]]
+
+
+def test_html_to_text() -> None:
+    page = """<html><nav>menu</nav><main><h1 id="x"><a href="#x">Title</a></h1>
+    <p>One <em>word</em>
+    more &amp; more.</p><ul><li><p>first</p></li><li>second</li></ul>
+    <pre><code><span class="boring">fn main() {
+    </span>let x = 1;
+        // kept
+    <span class="boring">}</span></code></pre><script>no()</script><img src="i.png"><p>end<br>line</p>
+    </main><p>footer</p></html>"""
+    assert html_to_text(page) == (
+        "# Title\n\nOne word more & more.\n\n- first\n\n- second\n\n```\nlet x = 1;\n        // kept\n\n```"
+        "\n\nend\nline"
+    )
+    assert html_to_text("<p>no main part</p>") == ""
+
+
+def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(DOCUMENTS, tmp_path, train_shards=2)
+    out = tmp_path / "tokenizer.model"
+    arguments = ["tokenizer", "--shards", str(tmp_path / "train"), "--out", str(out), "--vocab-size", "300"]
+    assert main(arguments) == 0
+    assert Tokenizer(str(out)).vocab_size == 300
+    assert main(["tokenizer", "--shards", str(tmp_path / "nowhere"), "--out", str(out)]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_gsa_data_stands_alone() -> None:
+    package = Path(gsa_data.__file__).parent
+    for path in package.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                assert name.split(".")[0] not in ("gsa_train", "gsa_kernels", "megatron")
+                assert not name.startswith("torch.distributed")

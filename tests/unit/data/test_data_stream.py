@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_corpus import Run, document, line, read_run, write_corpus, write_shard
+
+from gsa_data import (
+    BlockStream,
+    DataFault,
+    Manifest,
+    StreamConfig,
+    Tokenizer,
+    build_manifest,
+    merge_states,
+    replay_blocks,
+    validation_blocks,
+)
+from gsa_data.lanes import LaneReader
+from gsa_data.pack import Cursor
+
+CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Manifest, tokenizer: Tokenizer) -> Run:
+    """An uninterrupted run of 12 steps of 16 samples on one rank."""
+    return read_run(corpus, tokenizer, CONFIG, steps=12)
+
+
+def lane_reader(manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig) -> LaneReader:
+    return LaneReader(
+        manifest,
+        tokenizer,
+        config.num_lanes,
+        config.seed,
+        config.shuffle_documents,
+        config.on_bad_shard,
+        config.max_bad_line_fraction,
+    )
+
+
+def mismatches(run: Run, reference: Run) -> int:
+    return sum(tokens != reference.samples[sample] for sample, tokens in run.samples.items())
+
+
+# The order
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_order_and_state_do_not_depend_on_ranks_or_workers(
+    corpus: Manifest, tokenizer: Tokenizer, reference: Run, world_size: int, num_workers: int
+) -> None:
+    run = read_run(corpus, tokenizer, replace(CONFIG, num_workers=num_workers), world_size, steps=12)
+    assert run.samples == reference.samples
+    assert run.state() == reference.state()  # cursors and counters: what workers read ahead is not in it
+
+
+def test_order_is_fixed_for_ever(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    """A saved run must resume on other machines and versions; a change here needs a new ORDER_VERSION."""
+    units = lane_reader(corpus, tokenizer, CONFIG).units(epoch=3)
+    assert len(units) == 5 * 7
+    assert [tuple(unit) for unit in units[:3]] == [
+        ("chunk1/s4.jsonl.zst", 1),
+        ("chunk1/s0.jsonl.zst", 1),
+        ("chunk1/s1.jsonl.zst", 1),
+    ]
+    pieces = lane_reader(corpus, tokenizer, CONFIG).pieces(0, Cursor(3, 0, 0, 0))
+    first = [tokenizer.decode(tokens[:-1]).split(">")[0] for _, tokens in itertools.islice(pieces, 5)]
+    assert ",".join(first) == "<175,<168,<189,<161,<196"
+
+
+def test_seed_and_shuffle_change_the_order(corpus: Manifest, tokenizer: Tokenizer, reference: Run) -> None:
+    for change in ({"seed": 8}, {"shuffle_documents": False}):
+        run = read_run(corpus, tokenizer, replace(CONFIG, **change), steps=1)  # type: ignore[arg-type]
+        assert mismatches(run, reference) > len(run.samples) / 2
+
+
+def test_every_epoch_has_every_document_once(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    """Read each lane over two epochs; nothing is lost or repeated, also where blocks span the wrap."""
+    reader = lane_reader(corpus, tokenizer, CONFIG)
+    seen: dict[int, Counter[str]] = {0: Counter(), 1: Counter()}
+    lane_tokens = []
+    for lane in range(CONFIG.num_lanes):
+        tokens: list[int] = []
+        for cursor, piece in reader.pieces(lane):
+            if cursor.epoch > 1:
+                break
+            seen[cursor.epoch][tokenizer.decode(piece[:-1])] += 1
+            tokens += piece.tolist()
+        lane_tokens.append(tokens)
+    corpus_documents = Counter(document(number) for number in range(200))
+    assert seen == {0: corpus_documents, 1: corpus_documents}
+
+    stream = BlockStream(corpus, tokenizer, CONFIG, rank=0, world_size=1)
+    blocks_per_lane = max(map(len, lane_tokens)) // CONFIG.seq_len_tokens
+    blocks = stream.next_blocks(blocks_per_lane * CONFIG.num_lanes)
+    for lane, tokens in enumerate(lane_tokens):
+        read = blocks[lane :: CONFIG.num_lanes, :-1].reshape(-1).tolist()
+        shorter = min(len(read), len(tokens))
+        assert read[:shorter] == tokens[:shorter]
+
+
+def test_lanes_of_a_small_corpus_are_about_equally_long(sample_folder: Path, tokenizer: Tokenizer) -> None:
+    manifest = build_manifest(str(sample_folder / "train"))
+    units = lane_reader(manifest, tokenizer, CONFIG).units(0)
+    lengths = [len(units[lane :: CONFIG.num_lanes]) for lane in range(CONFIG.num_lanes)]
+    assert min(lengths) >= 0.8 * max(lengths)
+
+
+# Resume
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 0), (1, 0)), ((2, 2), (4, 1)), ((4, 1), (2, 0)), ((1, 0), (4, 2)), ((8, 1), (1, 2))],
+    ids=str,
+)
+def test_resume_with_other_ranks_and_workers(
+    corpus: Manifest,
+    tokenizer: Tokenizer,
+    reference: Run,
+    before: tuple[int, int],
+    after: tuple[int, int],
+) -> None:
+    first = Run(corpus, tokenizer, replace(CONFIG, num_workers=before[1]), before[0])
+    for _ in range(5):
+        first.step(16)
+    state = copy.deepcopy(first.state())
+    first.step(16)  # trained on but never saved, then the run dies
+    first.close()
+    assert mismatches(first, reference) == 0
+
+    config = replace(CONFIG, num_workers=after[1])
+    second = read_run(corpus, tokenizer, config, after[0], steps=7, state=state)
+    assert sorted(second.samples) == list(range(5 * 16, 12 * 16))
+    assert mismatches(second, reference) == 0
+    assert second.state() == reference.state()  # counters too: nothing counted twice
+
+
+def test_resume_where_consumed_is_no_multiple_of_the_ranks(
+    corpus: Manifest, tokenizer: Tokenizer, reference: Run
+) -> None:
+    state = read_run(corpus, tokenizer, CONFIG, world_size=2, steps=1, global_batch_size=20).state()
+    state = read_run(corpus, tokenizer, CONFIG, steps=1, global_batch_size=2, state=state).state()
+    assert state["consumed_samples"] == 22
+    run = read_run(corpus, tokenizer, replace(CONFIG, num_workers=2), world_size=4, state=state)
+    assert sorted(run.samples) == list(range(22, 22 + 6 * 16))
+    assert mismatches(run, reference) == 0
+
+
+def test_resume_before_every_lane_was_touched(corpus: Manifest, tokenizer: Tokenizer, reference: Run) -> None:
+    state = read_run(corpus, tokenizer, CONFIG, steps=1, global_batch_size=2).state()
+    run = read_run(corpus, tokenizer, CONFIG, world_size=2, state=state)
+    assert mismatches(run, reference) == 0
+
+
+def test_state_is_plain_and_can_be_saved_every_step(
+    corpus: Manifest, tokenizer: Tokenizer, reference: Run
+) -> None:
+    state = None
+    samples = {}
+    for _ in range(4):
+        run = read_run(corpus, tokenizer, CONFIG, world_size=2, steps=1, state=state)
+        state = eval(repr(run.state()), {"__builtins__": {}})  # only literals
+        samples.update(run.samples)
+    assert samples == {sample: reference.samples[sample] for sample in range(64)}
+
+
+def test_change_of_sequence_length_keeps_the_token_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    long_config = replace(CONFIG, seq_len_tokens=96)
+    first = read_run(corpus, tokenizer, CONFIG, steps=3)
+    second = read_run(corpus, tokenizer, long_config, world_size=2, steps=3, state=first.state())
+    whole = read_run(corpus, tokenizer, CONFIG, steps=3 + 3 * 3)
+    for lane in range(CONFIG.num_lanes):
+        streams = []
+        for runs in ((first, second), (whole,)):
+            samples = [
+                run.samples[i] for run in runs for i in sorted(run.samples) if i % CONFIG.num_lanes == lane
+            ]
+            streams.append([token for block in samples for token in block[:-1]])
+        assert streams[0] == streams[1]
+
+
+# Negative controls: these tests must be able to fail
+
+
+def cursor_off_by_one(state: dict[str, Any], later: dict[str, Any]) -> None:
+    state["cursors"][3][3] += 1
+
+
+def consumed_off_by_one(state: dict[str, Any], later: dict[str, Any]) -> None:
+    state["consumed_samples"] += 1
+
+
+def cursors_of_prefetched_blocks(state: dict[str, Any], later: dict[str, Any]) -> None:
+    state["cursors"] = later["cursors"]
+
+
+@pytest.mark.parametrize("damage", [cursor_off_by_one, consumed_off_by_one, cursors_of_prefetched_blocks])
+def test_damaged_state_gives_other_samples(
+    corpus: Manifest,
+    tokenizer: Tokenizer,
+    reference: Run,
+    damage: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> None:
+    run = Run(corpus, tokenizer, CONFIG, world_size=2)
+    for _ in range(5):
+        run.step(16)
+    state = run.state()
+    run.step(16)
+    damage(state, run.state())
+    resumed = read_run(corpus, tokenizer, CONFIG, world_size=2, steps=6, state=state)
+    assert mismatches(resumed, reference) > 0
+
+
+def test_zeroed_cursors_are_refused(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    state = read_run(corpus, tokenizer, CONFIG, steps=1).state()
+    state["cursors"] = [[0, 0, 0, 0]] * CONFIG.num_lanes
+    with pytest.raises(ValueError, match="data state is damaged: lane 0"):
+        BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
+
+
+# What is refused
+
+
+def test_state_of_another_run_is_refused(corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    state = read_run(corpus, tokenizer, CONFIG, steps=1).state()
+    write_corpus(tmp_path, num_shards=5, documents_per_shard=39)
+    other_corpus = build_manifest(str(tmp_path))
+    with pytest.raises(
+        ValueError, match=rf"{corpus.fingerprint}.*{other_corpus.fingerprint}; point the data"
+    ):
+        BlockStream(other_corpus, tokenizer, CONFIG, 0, 1, state)
+    for change, field in (({"num_lanes": 16}, "num_lanes=8"), ({"seed": 8}, "seed=7")):
+        config = replace(CONFIG, **change)
+        with pytest.raises(ValueError, match=rf"saved with {field}, but this run has .*; set {field}"):
+            BlockStream(corpus, tokenizer, config, 0, 1, state)
+    with pytest.raises(ValueError, match="set shuffle_documents=True"):
+        BlockStream(corpus, tokenizer, replace(CONFIG, shuffle_documents=False), 0, 1, state)
+    state["tokenizer_fingerprint"] = "0123"
+    with pytest.raises(ValueError, match=r"tokenizer_fingerprint=0123.*use the tokenizer file"):
+        BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
+
+
+def test_lanes_must_divide_among_ranks_and_workers(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"num_lanes=8 must be a multiple of 6 .*ranks 3 x workers 2.*=12"):
+        BlockStream(corpus, tokenizer, replace(CONFIG, num_workers=2), rank=0, world_size=3)
+    with pytest.raises(ValueError, match="rank=2"):
+        BlockStream(corpus, tokenizer, CONFIG, rank=2, world_size=2)
+
+
+def test_merge_needs_all_ranks_in_step(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    run = Run(corpus, tokenizer, CONFIG, world_size=2)
+    run.step(4)
+    with pytest.raises(ValueError, match="4 of 8 lanes"):
+        merge_states([run.streams[0].local_state()])
+    run.streams[1].next_blocks(1)
+    with pytest.raises(ValueError, match=r"disagree on consumed_samples \(4 and 6\)"):
+        run.state()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_len_tokens": 0},
+        {"num_lanes": 0},
+        {"prefetch_blocks": 0},
+        {"num_workers": -1},
+        {"on_bad_shard": "ignore"},
+        {"max_bad_line_fraction": 1.5},
+    ],
+    ids=str,
+)
+def test_config_errors_name_the_field(change: dict[str, Any]) -> None:
+    (field,) = change
+    with pytest.raises(ValueError, match=field):
+        replace(CONFIG, **change)
+
+
+def test_lane_without_documents(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_shard(tmp_path / "s0.jsonl.zst", [line("the only one"), line(" ")])
+    stream = BlockStream(build_manifest(str(tmp_path)), tokenizer, CONFIG, 0, 1)
+    with pytest.raises(DataFault, match=r"lane \d of 8 found no usable document.*fewer lanes"):
+        stream.next_blocks(8)
+
+
+def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    stream = BlockStream(corpus, tokenizer, replace(CONFIG, num_workers=1), 0, 1)
+    stream.next_blocks(2)
+    stream.close()
+    stream.close()
+    assert stream.consumed_samples == 2
+    with pytest.raises(ValueError, match="closed"):
+        stream.next_blocks(1)
+
+
+# Faults in the data
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Manifest:
+    """Four shards of 100 good documents; one has 2 bad lines and 2 empty ones, one is truncated."""
+    write_corpus(tmp_path, num_shards=4, documents_per_shard=100)
+    good = [line(document(number)) for number in range(100)]
+    bad = [b'{"text": "cut', b'{"text": "\xff"}', line(""), b""]
+    write_shard(tmp_path / "chunk1" / "s0.jsonl.zst", good + bad)
+    truncated = tmp_path / "chunk1" / "s1.jsonl.zst"
+    truncated.write_bytes(truncated.read_bytes()[:-20])
+    return build_manifest(str(tmp_path))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_faults_stop_the_run_by_default(faulty: Manifest, tokenizer: Tokenizer, num_workers: int) -> None:
+    stream = BlockStream(faulty, tokenizer, replace(CONFIG, num_workers=num_workers), 0, 1)
+    with pytest.raises(
+        DataFault, match=r"s1\.jsonl\.zst is truncated|s0\.jsonl\.zst: 2 of 104 lines are bad"
+    ):
+        stream.next_blocks(800)
+
+
+def test_faults_are_counted_when_allowed(faulty: Manifest, tokenizer: Tokenizer) -> None:
+    config = replace(CONFIG, on_bad_shard="skip", max_bad_line_fraction=0.02)
+    # Until every lane is in its second epoch: all faults were met, some twice.
+    run = Run(faulty, tokenizer, config, world_size=2)
+    while min(cursor[0] for cursor in run.state()["cursors"]) < 1:
+        run.step(16)
+    counters = run.state()["counters"]
+    names = ("bad_json", "bad_utf8", "empty_text", "shards_damaged")
+    assert [1 <= counters[name] <= 4 for name in names] == [True] * 4
+    assert "bad_lines" not in counters
+
+    whole = read_run(faulty, tokenizer, config, steps=20)
+    first = read_run(faulty, tokenizer, config, world_size=4, steps=9)
+    resumed = read_run(faulty, tokenizer, config, world_size=2, steps=11, state=first.state())
+    assert mismatches(resumed, whole) == 0
+    assert resumed.state() == whole.state()
+
+
+def test_missing_shard_can_be_skipped(corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_corpus(tmp_path, num_shards=5, documents_per_shard=40)
+    manifest = build_manifest(str(tmp_path))
+    (tmp_path / "chunk1" / "s2.jsonl.zst").unlink()
+    with pytest.raises(DataFault, match=r"s2\.jsonl\.zst is missing"):
+        read_run(manifest, tokenizer, CONFIG, steps=40)
+    state = read_run(manifest, tokenizer, replace(CONFIG, on_bad_shard="skip"), steps=40).state()
+    assert state["counters"]["shards_missing"] >= 1
+
+
+# Around the stream
+
+
+def test_leaves_the_random_state_alone_and_measures_waiting(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    np.random.seed(0)
+    before_numpy = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    for num_workers in (0, 1):
+        stream = BlockStream(corpus, tokenizer, replace(CONFIG, num_workers=num_workers), 0, 1)
+        blocks = stream.next_blocks(3)
+        assert blocks.shape == (3, 33)
+        assert blocks.dtype == np.int32
+        assert stream.wait_seconds > 0
+        stream.close()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert np.random.get_state()[1].tolist() == before_numpy  # type: ignore[index, union-attr]
+
+
+def test_replay_gives_the_consumed_samples(corpus: Manifest, tokenizer: Tokenizer, reference: Run) -> None:
+    chunks = list(replay_blocks(corpus, tokenizer, CONFIG, 150))
+    assert [len(chunk) for chunk in chunks] == [64, 64, 22]
+    assert np.concatenate(chunks).tolist() == [reference.samples[sample] for sample in range(150)]
+
+
+def test_validation_blocks(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    stream: list[int] = []
+    for number in range(200):
+        stream += [*tokenizer.encode(document(number)).tolist(), tokenizer.eos_id]
+    blocks = validation_blocks(corpus, tokenizer, seq_len_tokens=50, max_blocks=10)
+    assert blocks.tolist() == [stream[begin : begin + 51] for begin in range(0, 500, 50)]
+    assert blocks.dtype == np.int32
+    assert len(validation_blocks(corpus, tokenizer, 50, 10**6)) == (len(stream) - 1) // 50
+    with pytest.raises(DataFault, match="shorter than one block"):
+        validation_blocks(corpus, tokenizer, 10**6, 1)
+    with pytest.raises(ValueError, match="max_blocks=0"):
+        validation_blocks(corpus, tokenizer, 50, 0)

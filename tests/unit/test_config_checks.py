@@ -1,0 +1,270 @@
+"""Every check between fields, on a config that is right until one thing is changed."""
+
+from pathlib import Path
+
+import pytest
+
+from gsa_train.config import Config, DataConfig, PhaseConfig, load_config
+from gsa_train.config_checks import check_config, check_data, data_parallel_size
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BASE = """
+model: {num_layers: 8, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}
+train: {global_batch_size: 24}
+data: {num_lanes: 24}
+phases:
+  - {name: warmup, steps: 10, attention: dense, train: indexer, lr: 1.0e-3, min_lr: 1.0e-3}
+  - {name: sparse, steps: 10}
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def test_the_base_is_right(base):
+    assert check_config(load_config(base, world_size=8, need_data=False), 8) == []
+
+
+CASES: list[tuple[list[str], list[str]]] = [
+    # model against layout
+    (
+        ["model.num_kv_heads=3"],
+        ["model.num_heads = 4", "not a multiple of model.num_kv_heads = 3", "set", "3 or 6"],
+    ),
+    (["parallel.tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8", "to 8"]),
+    (["model.num_kv_heads=1", "parallel.tensor=2"], ["model.num_kv_heads = 1", "parallel.tensor = 2"]),
+    (["model.ffn_hidden_size=129", "parallel.tensor=2"], ["model.ffn_hidden_size = 129", "128 or 130"]),
+    (["model.vocab_size=513", "parallel.tensor=2"], ["model.vocab_size = 513", "512 or 514"]),
+    (
+        ["train.seq_len_tokens=257", "parallel.tensor=2"],
+        ["train.seq_len_tokens = 257", "parallel.tensor = 2"],
+    ),
+    (
+        ["model.num_layers=9", "parallel.pipeline=2"],
+        ["model.num_layers = 9", "parallel.pipeline = 2", "8 or 10"],
+    ),
+    (["model.head_dim=63"], ["model.head_dim = 63", "odd", "even"]),
+    (["gsa.indexer_dim=63"], ["gsa.indexer_dim = 63", "odd", "even"]),
+    # layout against the world of 8
+    (
+        ["parallel.tensor=1", "parallel.pipeline=16", "model.num_layers=16"],
+        ["world size = 8", "start 16 ranks"],
+    ),
+    (
+        ["parallel.pipeline=3", "model.num_layers=9"],
+        ["world size = 8", "parallel.pipeline = 3", "start 6 or 9 ranks"],
+    ),
+    (["train.global_batch_size=20"], ["train.global_batch_size = 20", "8 data-parallel ranks", "16 or 24"]),
+    (
+        ["train.micro_batch_size=2"],
+        ["train.global_batch_size = 24", "train.micro_batch_size = 2", "16 or 32"],
+    ),
+    (["data.num_lanes=12"], ["data.num_lanes = 12", "8 data-parallel ranks", "8 or 16"]),
+    (["data.num_workers=2"], ["data.num_lanes = 24", "data.num_workers = 2", "16 or 32"]),
+    (
+        ["parallel.overlap_param_gather=true"],
+        ["parallel.overlap_param_gather = true", "overlap_grad_reduce = false"],
+    ),
+    (
+        [
+            f"parallel.{name}"
+            for name in ("overlap_param_gather=on", "overlap_grad_reduce=on", "distributed_optimizer=off")
+        ],
+        ["parallel.overlap_param_gather = true", "distributed_optimizer = false"],
+    ),
+    # gsa
+    (["gsa.k_min=3000"], ["gsa.k_min = 3000", "above gsa.k_base = 2048"]),
+    (["gsa.k_max=2000"], ["gsa.k_max = 2000", "below gsa.k_base = 2048"]),
+    (["gsa.selection_block=4", "gsa.local_window=3"], ["gsa.local_window = 3", "gsa.selection_block = 4"]),
+    (["gsa.selection_reuse=3"], ["gsa.selection_reuse = 3", "8 layers of a stage"]),
+    (["gsa.selection_reuse=8", "parallel.pipeline=2"], ["gsa.selection_reuse = 8", "4 layers of a stage"]),
+    (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
+    (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
+    (["gsa.variance_ema_decay=1"], ["gsa.variance_ema_decay = 1.0", "outside [0, 1)"]),
+    # recomputation
+    (
+        ["train.recompute=full", "train.recompute_num_layers=3"],
+        ["train.recompute_num_layers = 3", "8 layers"],
+    ),
+    (
+        ["train.recompute=full", "gsa.selection_reuse=4", "train.recompute_num_layers=2"],
+        ["train.recompute_num_layers = 2", "gsa.selection_reuse = 4", "set it to 4"],
+    ),
+    # phases
+    (["phases=[]"], ["phases = []", "no phase"]),
+    (["phases.1.name=warmup"], ["phases = warmup", "2 phases"]),
+    (["phases.1.name=''"], ["phases.1.name = ''", "empty"]),
+    (["phases.1.steps=0"], ["phases.1.steps = 0", "below 1"]),
+    (["phases.1.lr=0", "phases.1.min_lr=0"], ["phases.1.lr = 0.0", "not positive"]),
+    (["phases.1.min_lr=-1"], ["phases.1.min_lr = -1.0", "negative"]),
+    (["phases.1.min_lr=1"], ["phases.1.min_lr = 1.0", "above phases.1.lr"]),
+    (["phases.1.warmup_steps=10"], ["phases.1.warmup_steps = 10", "phases.1.steps = 10"]),
+    (["phases.1.warmup_steps=-1"], ["phases.1.warmup_steps = -1", "negative"]),
+    (["phases.1.indexer_lr_mult=0"], ["phases.1.indexer_lr_mult = 0.0", "not positive"]),
+    (["phases.1.gate_lr_mult=0"], ["phases.1.gate_lr_mult = 0.0", "not positive"]),
+    (["phases.1.kl_coeff=-1"], ["phases.1.kl_coeff = -1.0", "negative"]),
+    (["phases.0.attention=sparse"], ["phases.0.train = indexer", "phases.0.attention = sparse", "eq. 14"]),
+    (["gsa.attention=dense", "phases.0.train=all"], ["phases.1.attention = sparse", "gsa.attention = dense"]),
+    (
+        ["gsa.attention=dense", "phases.1.attention=dense"],
+        ["phases.0.train = indexer", "gsa.attention = dense"],
+    ),
+    # numbers and names
+    (["train.adam_beta2=1.0"], ["train.adam_beta2 = 1.0", "outside [0, 1)"]),
+    (["train.adam_beta1=-0.1"], ["train.adam_beta1 = -0.1", "outside [0, 1)"]),
+    (["train.adam_epsilon=0"], ["train.adam_epsilon = 0.0", "not positive"]),
+    (["train.weight_decay=-0.1"], ["train.weight_decay = -0.1", "negative"]),
+    (["train.grad_clip=nan"], ["train.grad_clip = nan", "finite"]),
+    (["phases.1.lr=inf"], ["phases.1.lr = inf", "finite"]),
+    (["gsa.indexer_temperature=nan"], ["gsa.indexer_temperature = nan", "finite"]),
+    (["data.max_bad_line_fraction=1.5"], ["data.max_bad_line_fraction = 1.5", "outside [0, 1]"]),
+    (["evaluate.every_steps=-1"], ["evaluate.every_steps = -1", "negative"]),
+    (["evaluate.max_blocks=0"], ["evaluate.max_blocks = 0", "below 1"]),
+    (["checkpoint.every_steps=0"], ["checkpoint.every_steps = 0", "below 1"]),
+    (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0", "below 1"]),
+    (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
+    (["run.seed=-1"], ["run.seed = -1", "negative"]),
+    (["run.dir=' '"], ["run.dir", "empty"]),
+    *[
+        ([f"run.name={name}"], ["run.name", "plain folder name"])
+        for name in ("a/b", "..", "'a\\b'", "' a'", "''")
+    ],
+]
+SIZES = """
+    model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.ffn_hidden_size
+    model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.selection_block
+    gsa.selection_reuse parallel.tensor parallel.pipeline train.seq_len_tokens train.micro_batch_size
+    train.global_batch_size train.recompute_num_layers data.num_lanes data.prefetch_blocks
+    """
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), CASES, ids=[" ".join(case[0]) for case in CASES])
+def test_a_broken_rule_is_one_line(base, overrides, fragments):
+    found = [line for line in check_config(load_config(base, overrides), 8) if fragments[0] in line]
+    assert len(found) == 1
+    for fragment in fragments:
+        assert fragment in found[0]
+    assert ": " in found[0]
+    assert "; " in found[0]
+
+
+@pytest.mark.parametrize("field", SIZES.split())
+@pytest.mark.parametrize("value", [0, -2])
+def test_sizes_are_positive(base, field, value):
+    found = check_config(load_config(base, [f"{field}={value}", "train.recompute=full"]), 8)
+    assert f"{field} = {value}: below 1; give 1 or more" in found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "phases.0.attention=dense",
+            "phases.0.train=base",
+            "gsa.attention=dense",
+            "phases.1.attention=dense",
+        ],
+        ["phases.1.train=base"],
+        ["phases.1.attention=dense"],
+        ["gsa.selection_block=4", "gsa.local_window=4"],
+        ["gsa.selection_reuse=4", "parallel.pipeline=2"],
+        ["train.recompute=full", "gsa.selection_reuse=2", "train.recompute_num_layers=4"],
+        ["train.recompute_num_layers=3"],
+        ["train.seq_len_tokens=257", "parallel.tensor=2", "parallel.sequence=off"],
+        ["gsa.indexer_temperature=learned"],
+        ["parallel.overlap_grad_reduce=on", "parallel.overlap_param_gather=on"],
+        ["gsa.adaptive_k=off", "gsa.gate_bias_init=-1", "train.grad_clip=0"],
+    ],
+)
+def test_what_is_allowed(base, overrides):
+    assert check_config(load_config(base, overrides), 8) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fragment"), [(0, "start 1 rank"), (3, "start 2 or 4 ranks"), (1, "start 2 ranks")]
+)
+def test_the_world_size(base, world_size, fragment):
+    config = load_config(base, ["parallel.tensor=2"])
+    (problem,) = check_config(config, world_size)
+    assert fragment in problem
+    assert data_parallel_size(config, world_size) == 0
+
+
+def test_data_files(tmp_path):
+    empty, full, model = tmp_path / "empty", tmp_path / "full", tmp_path / "tokenizer.model"
+    empty.mkdir()
+    (full / "chunk1").mkdir(parents=True)
+    (full / "chunk1" / "a.jsonl.zst").touch()
+    model.touch()
+    assert check_data(DataConfig(train_dir=str(full), validation_dir=str(full), tokenizer=str(model))) == []
+    assert check_data(DataConfig(train_dir="s3://a", validation_dir="gs://b", tokenizer="hf://c")) == []
+    found = check_data(
+        DataConfig(train_dir=str(empty), validation_dir=str(tmp_path / "no"), tokenizer=str(empty))
+    )
+    assert [line.split(" = ")[0] for line in found] == [
+        "data.train_dir",
+        "data.validation_dir",
+        "data.tokenizer",
+    ]
+    assert "holds no *.jsonl.zst" in found[0]
+    assert "no such folder" in found[1]
+    assert "no such file" in found[2]
+
+
+def test_a_config_made_in_python_is_checked_the_same_way():
+    config = Config(phases=[PhaseConfig(steps=0)])
+    assert check_config(config, 1) == ["phases.0.steps = 0: below 1; give 1 or more"]
+
+
+SHIPPED = [
+    f"{name}_{size}.yaml"
+    for name in ("gsa", "standard", "sparse_only", "gated_only")
+    for size in ("1.7b", "7b")
+]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_need_only_their_data(name):
+    config = load_config(CONFIGS / name, world_size=8, need_data=False)
+    assert config.run.name == name.removesuffix(".yaml")
+    assert {line.split(" = ")[0] for line in check_data(config.data)} <= {
+        "data.train_dir",
+        "data.validation_dir",
+        "data.tokenizer",
+    }
+
+
+@pytest.mark.parametrize("size", ["1.7b", "7b"])
+def test_the_four_models_differ_where_the_paper_says(size):
+    configs = {
+        name: load_config(CONFIGS / f"{name}_{size}.yaml")
+        for name in ("gsa", "standard", "sparse_only", "gated_only")
+    }
+    gates = {name: (c.gsa.value_gate, c.gsa.output_gate) for name, c in configs.items()}
+    assert gates == {
+        "gsa": (True, True),
+        "standard": (False, False),
+        "sparse_only": (False, False),
+        "gated_only": (True, True),
+    }
+    assert {name: c.gsa.attention for name, c in configs.items()} == {
+        "gsa": "sparse",
+        "standard": "dense",
+        "sparse_only": "sparse",
+        "gated_only": "dense",
+    }
+    assert (configs["gsa"].gsa.indexer_activation, configs["gsa"].gsa.adaptive_k) == ("sigmoid", "inverse")
+    sparse_only = configs["sparse_only"].gsa
+    assert (sparse_only.indexer_activation, sparse_only.adaptive_k) == ("relu", "off")
+    for config in configs.values():
+        assert (config.model, config.train, config.parallel) == (
+            configs["gsa"].model,
+            configs["gsa"].train,
+            configs["gsa"].parallel,
+        )
+        trained = [phase.steps for phase in config.phases if phase.train == "all"]
+        assert trained == [configs["gsa"].phases[-1].steps]

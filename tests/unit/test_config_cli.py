@@ -1,0 +1,56 @@
+"""The command line of pretrain.py."""
+
+import pytest
+
+from gsa_train.cli import parse_arguments
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def test_options_and_overrides_in_any_order(tmp_path):
+    arguments = parse_arguments(
+        ["a.b=1", "--config", "c.yaml", "x[0].y=2", "--resume-from", str(tmp_path), "z="]
+    )
+    assert arguments.config_path == "c.yaml"
+    assert arguments.overrides == ("a.b=1", "x[0].y=2", "z=")
+    assert arguments.resume_from == str(tmp_path)
+    assert (arguments.no_resume, arguments.dry_run, arguments.world_size) == (False, False, 1)
+
+
+def test_world_size(monkeypatch):
+    assert parse_arguments(["--config", "c", "--dry-run", "--world-size", "64"]).world_size == 64
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse_arguments(["--config", "c"]).world_size == 4
+    assert parse_arguments(["--config", "c", "--dry-run", "--world-size", "8"]).world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        ([], "--config"),
+        (["--config"], "--config"),
+        (["--config", "c", "--world-size", "8"], "--dry-run"),
+        (["--config", "c", "--dry-run", "--world-size", "0"], "below 1"),
+        (["--config", "c", "--dry-run", "--world-size", "many"], "invalid int"),
+        (["--config", "c", "--resume-from", "/no/such/folder"], "no such folder"),
+        (["--config", "c", "--resume-from", ".", "--no-resume"], "not allowed with"),
+        (["--config", "c", "--resume", "."], "--resume"),
+        (["--conf", "c"], "--config"),
+    ],
+)
+def test_wrong_use_exits_with_2(argv, fragment, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(argv)
+    assert caught.value.code == 2
+    assert fragment in capsys.readouterr().err
+
+
+def test_a_broken_environment_exits_with_2(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "eight")
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--config", "c"])
+    assert caught.value.code == 2
+    assert "WORLD_SIZE=eight" in capsys.readouterr().err

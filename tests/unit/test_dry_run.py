@@ -1,0 +1,148 @@
+"""The report of a dry run."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gsa_train.config import Config, ParallelConfig, PhaseConfig, load_config
+from gsa_train.dry_run import describe, estimate_memory, rank_of
+from gsa_train.model.flops import count_parameters
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GSA = CONFIGS / "gsa_1.7b.yaml"
+
+
+def test_the_report_of_a_shipped_config():
+    report = describe(load_config(GSA, world_size=8, need_data=False), 8)
+    for section in ("Layout", "Parameters", "Tokens", "Floating-point operations", "Memory per rank", "Data"):
+        assert f"\n\n{section}" in report
+    for fragment in (
+        "gsa_1.7b on 8 ranks",
+        "8 = tensor 1 x pipeline 1 x data 8",
+        "32 micro-batches",
+        "stage 0 (layers 0-23), data 7: rank 7",
+        "1,730,508,992",
+        "1,048,576 tokens per step",
+        "104,857,600,000",
+        "warmup",
+        "dense equivalent",
+        "data.train_dir",
+    ):
+        assert fragment in report
+    assert max(len(line) for line in report.splitlines()) < 120
+
+
+def test_every_stage_and_rank_is_named():
+    config = load_config(GSA, ["parallel.tensor=2", "parallel.pipeline=2"])
+    report = describe(config, 8)
+    for line in (
+        "stage 0 (layers 0-11), data 0: ranks 0-1 (tensor 0-1)",
+        "stage 0 (layers 0-11), data 1: ranks 2-3 (tensor 0-1)",
+        "stage 1 (layers 12-23), data 0: ranks 4-5 (tensor 0-1)",
+        "stage 1 (layers 12-23), data 1: ranks 6-7 (tensor 0-1)",
+        "sequence parallel on",
+    ):
+        assert line in report
+
+
+def test_a_large_world_is_cut_short():
+    report = describe(load_config(GSA, ["train.global_batch_size=1024"]), 1024)
+    assert "... and 992 more in the same order" in report
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "world_size"), [(2, 2, 8), (1, 4, 8), (4, 1, 8), (2, 3, 12)])
+def test_ranks_are_laid_out_as_megatron_core_does(tensor, pipeline, world_size):
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    data = world_size // tensor // pipeline
+    generator = parallel_state.RankGenerator(
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    config = dataclasses.replace(Config(), parallel=ParallelConfig(tensor=tensor, pipeline=pipeline))
+
+    def groups(axis: str) -> list[list[int]]:
+        sizes = {"tensor": tensor, "pipeline": pipeline, "data": data}
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for t in range(tensor):
+            for p in range(pipeline):
+                for r in range(data):
+                    place = {"tensor": t, "pipeline": p, "data": r}
+                    others = tuple(place[name] for name in sizes if name != axis)
+                    lines.setdefault(others, []).append(rank_of(config, world_size, **place))
+        return sorted(lines.values())
+
+    for axis, token in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp")):
+        assert groups(axis) == sorted(generator.get_ranks(token))
+
+
+# ---- memory
+
+
+def estimate(overrides=(), world_size=8, stage=0, phase=-1):
+    config = load_config(GSA, overrides, world_size=world_size, need_data=False)
+    return estimate_memory(config, config.phases[phase], world_size, stage)
+
+
+def test_parameters_and_their_state():
+    config = load_config(GSA)
+    count = count_parameters(config.model, config.gsa)
+    sparse = estimate()
+    assert sparse.weights == pytest.approx(2 * count.total)
+    assert sparse.gradients == pytest.approx(4 * count.total)
+    assert sparse.optimizer == pytest.approx(12 * count.total / 8)
+    assert estimate(["parallel.distributed_optimizer=off"]).optimizer == pytest.approx(12 * count.total)
+    warmup = estimate(phase=0)
+    assert warmup.weights == sparse.weights
+    assert warmup.gradients == pytest.approx(4 * count.indexer)
+    assert warmup.activations == 0
+    single = estimate(["train.precision=fp32"])
+    assert single.weights == pytest.approx(4 * count.total)
+    assert single.optimizer == pytest.approx(8 * count.total / 8)
+
+
+@pytest.mark.parametrize("tied", ["on", "off"])
+def test_the_ranks_together_hold_the_model(tied):
+    overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"model.tie_embeddings={tied}"]
+    config = load_config(GSA, overrides)
+    count = count_parameters(config.model, config.gsa)
+    held = sum(2 * estimate(overrides, stage=stage).weights / 2 for stage in range(2))
+    replicated = count.norms + count.indexer
+    tied_copy = count.embedding if tied == "on" else 0
+    assert held == pytest.approx(count.total + replicated + tied_copy)
+
+
+def test_one_forward_one_backward_keeps_more_on_early_stages():
+    stages = [estimate(["parallel.pipeline=4", "data.num_lanes=64"], stage=stage) for stage in range(4)]
+    last = stages[-1].activations
+    assert [stage.activations for stage in stages] == pytest.approx([4 * last, 3 * last, 2 * last, last])
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    few = ["parallel.pipeline=4", "train.global_batch_size=4"]  # 2 micro-batches
+    assert estimate(few).activations == pytest.approx(2 * last)
+
+
+def test_recomputation_saves_activations():
+    kept = {mode: estimate([f"train.recompute={mode}"]).activations for mode in ("none", "selective", "full")}
+    assert kept["none"] > 2 * kept["selective"] > 4 * kept["full"] > 0
+    # Whole layers: one bf16 input of [4096, 2048] per recomputed unit.
+    assert kept["full"] == 24 * 2 * 4096 * 2048
+    units_of_four = estimate(["train.recompute=full", "train.recompute_num_layers=4"])
+    assert units_of_four.activations == kept["full"] / 4
+    assert units_of_four.working > estimate(["train.recompute=full"]).working
+
+
+def test_squares_grow_with_the_square_of_the_length():
+    short, long = (estimate([f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
+    assert long.working == pytest.approx(4 * short.working)
+    # Reference attention: two fp32 copies of [n_h, L, L], its gradients as many, and what the indexer keeps.
+    assert short.working > 2 * 8 * 16 * 4096**2
+
+
+def test_every_phase_and_stage_has_a_line():
+    config = dataclasses.replace(
+        load_config(GSA, ["parallel.pipeline=2"]), phases=[PhaseConfig(name="only", attention="dense")]
+    )
+    report = describe(config, 2)
+    assert [line.split()[:2] for line in report.splitlines() if line.startswith("  only ")][-2:] == [
+        ["only", "0"],
+        ["only", "1"],
+    ]

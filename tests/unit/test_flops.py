@@ -1,0 +1,186 @@
+"""Parameters and operations against counts made one matrix, one query and one key at a time."""
+
+import dataclasses
+import math
+
+import pytest
+
+from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
+from gsa_train.model.flops import (
+    count_parameters,
+    flops_per_token,
+    mean_scored_keys,
+    mean_selected_keys,
+    mean_visible_keys,
+    peak_flops_per_second,
+)
+
+MODEL = ModelConfig(
+    num_layers=4, hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=4, ffn_hidden_size=40, vocab_size=100
+)
+GSA = GSAConfig(indexer_heads=3, indexer_dim=8, k_base=5, k_min=2, k_max=9)
+LENGTH = 23
+
+
+def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]]]:
+    """Every parameter's shape, by part."""
+    d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+    found: dict[str, list[tuple[int, ...]]] = {
+        "embedding": [(model.vocab_size, d)],
+        "output": [] if model.tie_embeddings else [(model.vocab_size, d)],
+        "norms": [(d,)],
+        **{part: [] for part in ("attention", "gates", "indexer", "mlp")},
+    }
+    for layer in range(model.num_layers):
+        found["attention"] += [((n_h + 2 * n_kv) * d_k, d), (d, n_h * d_k)]
+        found["mlp"] += [(2 * model.ffn_hidden_size, d), (d, model.ffn_hidden_size)]
+        found["norms"] += [(d,), (d,)]
+        if model.qk_norm:
+            found["norms"] += [(d_k,), (d_k,)]
+        if gsa.value_gate:
+            found["gates"] += [(n_kv * d_k, d), (n_kv * d_k,)]
+        if gsa.output_gate:
+            found["gates"] += [(n_h * d_k, d), (n_h * d_k,)]
+        if gsa.attention == "sparse" and layer % gsa.selection_reuse == 0:
+            heads, dim = gsa.indexer_heads, gsa.indexer_dim
+            found["indexer"] += [(heads * dim, d), (dim, d), (heads, d)]
+            if gsa.indexer_activation == "sigmoid":
+                found["indexer"] += [(heads,), (heads,)]
+            if gsa.indexer_temperature == "learned":
+                found["indexer"] += [(1,)]
+    return found
+
+
+VARIANTS = [
+    (MODEL, GSA),
+    (dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=True), GSA),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="relu", value_gate=False, output_gate=False)),
+    (MODEL, dataclasses.replace(GSA, indexer_temperature="learned", selection_reuse=2)),
+    (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False)),
+    (MODEL, dataclasses.replace(GSA, selection_block=4, local_window=6)),
+]
+
+
+@pytest.mark.parametrize(("model", "gsa"), VARIANTS)
+def test_parameters_are_those_of_the_shapes(model, gsa):
+    count = count_parameters(model, gsa)
+    expected = {part: sum(math.prod(shape) for shape in found) for part, found in shapes(model, gsa).items()}
+    assert dataclasses.asdict(count) == expected
+    assert count.total == sum(expected.values())
+    assert count.overhead == expected["gates"] + expected["indexer"]
+    assert count.overhead_percent == pytest.approx(100 * count.overhead / (count.total - count.overhead))
+
+
+def test_the_plain_model_has_no_overhead():
+    plain = GSAConfig(attention="dense", value_gate=False, output_gate=False)
+    assert count_parameters(MODEL, plain).overhead == 0
+
+
+# ---- operations
+
+
+def brute_force(model: ModelConfig, gsa: GSAConfig, phase: PhaseConfig) -> dict[str, float]:
+    """Multiply-adds of one sequence, counted query by query, times 2, over the tokens."""
+    d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+    heads, dim, block = gsa.indexer_heads, gsa.indexer_dim, gsa.selection_block
+    forward = dict.fromkeys(("projections", "gates", "mlp", "output", "attention"), 0)
+    indexer = dict.fromkeys(("indexer_projections", "indexer_scores"), 0)
+    learned_scores = target = dense = 0
+    for query in range(LENGTH):
+        first = query - query % block
+        visible = set(range(query + 1))
+        # The indexer may take any k_base keys up to the block's first query; here the oldest, which overlap the
+        # window least.
+        selected = set(range(min(gsa.k_base, first + 1))) | {
+            s for s in visible if query - s < gsa.local_window
+        }
+        attended = selected if phase.attention == "sparse" else visible
+        forward["output"] += d * model.vocab_size
+        for layer in range(model.num_layers):
+            forward["projections"] += d * n_h * d_k + 2 * d * n_kv * d_k + n_h * d_k * d
+            forward["gates"] += gsa.value_gate * d * n_kv * d_k + gsa.output_gate * d * n_h * d_k
+            forward["mlp"] += 3 * d * model.ffn_hidden_size
+            forward["attention"] += sum(2 * n_h * d_k for _ in attended)
+            dense += sum(2 * n_h * d_k for _ in visible)
+            owns = gsa.attention == "sparse" and layer % gsa.selection_reuse == 0
+            if not owns or (phase.attention == "dense" and phase.train == "base"):
+                continue
+            indexer["indexer_projections"] += d * dim
+            target += n_h * d_k * len(attended)
+            if query == first:
+                indexer["indexer_projections"] += d * heads * dim + d * heads
+                indexer["indexer_scores"] += sum(heads * dim + heads for _ in visible)
+                learned_scores += sum(heads * dim + heads for _ in attended)
+
+    base = 1 if phase.train == "indexer" else 3
+    learns = phase.train != "base"
+    counts = {part: base * number for part, number in forward.items()}
+    counts["indexer_projections"] = (3 if learns else 1) * indexer["indexer_projections"]
+    counts["indexer_scores"] = indexer["indexer_scores"] + (2 * learned_scores if learns else 0)
+    counts["kl_target"] = target if learns else 0
+    counts["dense_equivalent"] = 3 * (sum(forward.values()) - forward["attention"] + dense)
+    return {part: 2 * number / LENGTH for part, number in counts.items()}
+
+
+PHASES = [
+    PhaseConfig(attention="dense", train="indexer"),
+    PhaseConfig(attention="dense", train="base"),
+    PhaseConfig(attention="dense", train="all"),
+    PhaseConfig(attention="sparse", train="all"),
+    PhaseConfig(attention="sparse", train="base"),
+]
+
+
+RUNS = [
+    (model, gsa, phase)
+    for model, gsa in VARIANTS[:-1]
+    for phase in PHASES
+    if gsa.attention == "sparse" or (phase.attention == "dense" and phase.train != "indexer")
+]
+
+
+@pytest.mark.parametrize(("model", "gsa", "phase"), RUNS)
+def test_operations_are_those_of_the_loops(model, gsa, phase):
+    count = flops_per_token(model, gsa, phase, LENGTH)
+    expected = brute_force(model, gsa, phase)
+    assert dataclasses.asdict(count) == pytest.approx(expected)
+    assert count.total == pytest.approx(sum(expected.values()) - expected["dense_equivalent"])
+
+
+def test_shared_selections_score_fewer_queries():
+    gsa = VARIANTS[-1][1]
+    phase = PhaseConfig(attention="dense", train="base")
+    sparse = PhaseConfig(attention="sparse", train="base")
+    expected = brute_force(MODEL, gsa, sparse)
+    assert dataclasses.asdict(flops_per_token(MODEL, gsa, sparse, LENGTH)) == pytest.approx(expected)
+    assert flops_per_token(MODEL, gsa, phase, LENGTH).indexer_scores == 0
+
+
+def test_a_measured_selection_replaces_the_assumed_one():
+    phase = PhaseConfig(attention="sparse", train="all")
+    assumed = flops_per_token(MODEL, GSA, phase, LENGTH)
+    same = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=mean_selected_keys(GSA, LENGTH))
+    half = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=mean_selected_keys(GSA, LENGTH) / 2)
+    assert same == assumed
+    assert half.attention == pytest.approx(assumed.attention / 2)
+    assert half.kl_target == pytest.approx(assumed.kl_target / 2)
+    assert half.dense_equivalent == assumed.dense_equivalent
+
+
+def test_mean_keys():
+    assert mean_visible_keys(4) == (1 + 2 + 3 + 4) / 4
+    assert mean_scored_keys(GSA, 4) == mean_visible_keys(4)
+    assert mean_scored_keys(dataclasses.replace(GSA, selection_block=2), 5) == (1 + 3 + 5) / 5
+    assert mean_selected_keys(GSA, 7) == (1 + 2 + 3 + 4 + 5 + 5 + 5) / 7
+    windowed = dataclasses.replace(GSA, k_base=1, local_window=2)
+    assert mean_selected_keys(windowed, 5) == (1 + 2 + 3 + 3 + 3) / 5
+    everything = dataclasses.replace(GSA, k_base=1000)
+    assert mean_selected_keys(everything, LENGTH) == mean_visible_keys(LENGTH)
+
+
+def test_peaks_are_known_or_none():
+    assert peak_flops_per_second("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops_per_second("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops_per_second("NVIDIA B200", "fp32") is None
+    for unknown in ("", "cpu", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert peak_flops_per_second(unknown, "bf16") is None

@@ -1,0 +1,146 @@
+"""Figures come out of metrics.jsonl alone, whatever state the run left it in."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from gsa_train.plots import phase_starts, series, write_comparison, write_plots
+
+PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
+ALL = ["budget", "gates", "indexer", "layers", "loss", "optimizer", "selection", "sink", "throughput"]
+
+
+def write_run(run_dir, steps=60, every=10, sparse=True, tail=""):
+    run_dir.mkdir(parents=True)
+    lines = []
+    for step in range(every, steps + 1, every):
+        phase = "warm-up" if step <= 20 else "sparse"
+        record = {"step": step, "phase": phase, "loss": 8.0 - step / 20, "tokens": 2048 * step}
+        record |= {"lr": 3e-4, "lrs": {"base": 3e-4, "indexer": 0.0}, "grad_norm": 1.0}
+        record |= {"tokens_per_second": 1e4, "mfu": None, "data_wait": 0.01}
+        record |= {"value_gate_mean": 0.5, "output_gate_low": 0.1, "max_activation": 30.0}
+        keys = ("indexer_kl", "recall", "random_recall", "adjacent_overlap", "union_ratio_32")
+        record |= dict.fromkeys(keys, 0.4 if sparse else None)
+        has_budget = sparse and phase == "sparse"
+        record |= {"k_mean": 64.0, "k_min": 8, "k_max": 128} if has_budget else {"k_mean": None}
+        record |= {"layer_k_mean": [60.0, 68.0] if has_budget else None}
+        record |= {"layer_recall": [0.3, 0.5]} if sparse else {}
+        lines.append(json.dumps(record))
+        if step % 20 == 0:
+            event = {"event": "validation", "step": step, "phase": phase, "validation_loss": 8.1 - step / 20}
+            lines.append(json.dumps(event | {"validation_recall": 0.4 if sparse else None}))
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n" + tail)
+
+
+def names(paths):
+    return sorted(path.stem for path in paths)
+
+
+def assert_picture(path):
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = matplotlib.image.imread(path)
+    height, width = pixels.shape[:2]
+    assert 300 < height < 2000
+    assert 900 < width < 2000
+    assert pixels.std() > 0.02, f"{path} is blank"
+
+
+def test_every_figure_of_a_complete_run(tmp_path):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text('{"unigram_perplexity": 600.0, "bigram_perplexity": 90.0}')
+    written = write_plots(tmp_path / "run")
+    assert names(written) == ALL
+    assert sorted((tmp_path / "run" / "plots").iterdir()) == sorted(written)
+    for path in written:
+        assert_picture(path)
+
+
+def test_figures_without_data_are_left_out(tmp_path):
+    write_run(tmp_path / "run", sparse=False)
+    assert names(write_plots(tmp_path / "run")) == ["gates", "loss", "optimizer", "sink", "throughput"]
+
+
+@pytest.mark.parametrize("steps", [10, 60])
+def test_a_killed_run(tmp_path, steps):
+    write_run(tmp_path / "run", steps=steps, tail='{"step": 70, "phase": "spa')
+    for path in write_plots(tmp_path / "run"):
+        assert_picture(path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_diverged(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "phase": "a", "loss": 3.0, "grad_norm": "Infinity", "lr": 0.0}\n'
+        '{"step": 2, "phase": "a", "loss": "NaN", "grad_norm": "NaN", "lr": 0.0}\n'
+        '{"step": 3, "phase": "a", "loss": "Infinity", "grad_norm": "NaN", "lr": 0.0}\n'
+    )
+    assert names(write_plots(tmp_path)) == ["loss", "optimizer"]
+
+
+def test_series_skips_missing_values_but_leaves_a_phase_without_any_open():
+    records = [
+        {"step": 1, "phase": "a", "recall": 0.1},
+        {"step": 2, "phase": "a", "recall": None},
+        {"step": 3, "phase": "a", "recall": 0.3},
+        {"step": 4, "phase": "dense", "recall": None},
+        {"step": 5, "phase": "b", "recall": 0.5},
+    ]
+    steps, values = series(records, "recall")
+    assert steps == [1, 3, 4, 5]
+    assert values[:2] == [0.1, 0.3]
+    assert math.isnan(values[2])
+    assert values[3] == 0.5
+
+
+def test_a_phase_starts_after_the_last_step_of_the_one_before():
+    phases = [(10, "a"), (20, "a"), (20, "a"), (30, "b"), (40, "c")]
+    records = [{"step": step, "phase": phase} for step, phase in phases]
+    assert phase_starts(records) == [(0, "a"), (20, "b"), (30, "c")]
+    assert phase_starts(records[3:4]) == [(29, "b")]
+
+
+def test_comparison_of_runs_with_the_same_name(tmp_path):
+    write_run(tmp_path / "x" / "run")
+    write_run(tmp_path / "y" / "run", sparse=False)
+    path = write_comparison([tmp_path / "x" / "run", tmp_path / "y" / "run"], tmp_path / "out")
+    assert path == tmp_path / "out" / "comparison.png"
+    assert_picture(path)
+
+
+def run_plot(*arguments):
+    command = [sys.executable, str(PLOT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_command_draws_every_run_and_the_comparison(tmp_path):
+    write_run(tmp_path / "a", sparse=False)
+    write_run(tmp_path / "b", sparse=False)
+    done = run_plot(tmp_path / "a", tmp_path / "b")
+    assert (done.returncode, done.stderr) == (0, "")
+    written = [Path(line) for line in done.stdout.splitlines()]
+    assert len(written) == 11
+    assert written[-1] == tmp_path / "a" / "plots" / "comparison.png"
+    assert all(path.is_file() for path in written)
+
+
+def test_command_refuses_what_is_not_a_run(tmp_path):
+    write_run(tmp_path / "good")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "metrics.jsonl").write_text("")
+    for arguments, message in (
+        (["good", "missing"], "missing: no such folder"),
+        (["good", "other"], "it has no metrics.jsonl"),
+        (["started"], "nothing has been logged yet"),
+        (["good", "--out", "x"], "give at least two runs"),
+    ):
+        done = run_plot(*(name if name.startswith("--") else tmp_path / name for name in arguments))
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "good" / "plots").exists()

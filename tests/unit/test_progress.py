@@ -1,0 +1,124 @@
+"""The console line: its columns, its placeholders, and the time that is left."""
+
+import fcntl
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from gsa_train.progress import Progress, compact
+
+RECORD = {
+    "step": 120,
+    "phase": "warm-up",
+    "loss": 5.1234,
+    "indexer_kl": 0.5123,
+    "recall": 0.412,
+    "grad_norm": 0.87,
+    "lr": 3e-4,
+    "tokens_per_second": 12345.0,
+    "mfu": None,
+    "data_wait": 0.004,
+}
+EMPTY = dict.fromkeys(RECORD) | {"step": 121, "phase": "sparse"}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_plain_line(capsys):
+    clock = Clock()
+    progress = Progress(600, start_step=100, interactive=False, clock=clock)
+    clock.now = 20.0
+    progress.show(RECORD)
+    progress.close()
+    out, err = capsys.readouterr()
+    assert out == (
+        "step    120/600  warm-up   loss  5.1234  kl  0.5123  recall 0.412  gnorm     0.87  lr 3.0e-04  "
+        " 12.3k tok/s  mfu    --  data  0.4%  eta 8m00s\n"
+    )
+    assert err == ""
+
+
+def test_columns_stay_in_place_without_values(capsys):
+    progress = Progress(600, interactive=False)
+    progress.show(RECORD)
+    progress.show(EMPTY)
+    progress.show(RECORD | {"loss": math.nan, "grad_norm": math.inf, "tokens_per_second": math.nan})
+    first, empty, broken = capsys.readouterr().out.splitlines()
+    for label in ("loss", "kl", "recall", "gnorm", "lr", "tok/s", "mfu", "data", "eta"):
+        assert first.index(f"{label} ") == empty.index(f"{label} ") == broken.index(f"{label} ")
+    assert "loss      --  kl      --  recall    --" in empty
+    assert "loss     nan" in broken
+
+
+def test_validation_line(capsys):
+    progress = Progress(600, interactive=False)
+    event = {"event": "validation", "step": 120, "phase": "sparse", "validation_loss": 3.5}
+    progress.show(event | {"validation_perplexity": 33.1, "validation_recall": None})
+    assert capsys.readouterr().out == (
+        "step    120/600  sparse    validation loss  3.5000  perplexity    33.10  recall    --\n"
+    )
+
+
+def test_time_left_follows_a_change_of_speed(capsys):
+    clock = Clock()
+    progress = Progress(100, interactive=False, clock=clock)
+    for step, now in ((10, 10.0), (20, 20.0), (30, 130.0)):
+        clock.now = now
+        progress.show(RECORD | {"step": step})
+    etas = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines()]
+    # 1 s per step; then 11 s per step count with 0.3: 0.7 * 1 + 0.3 * 11 = 4 s, for 70 steps
+    assert etas == ["1m30s", "1m20s", "4m40s"]
+
+
+def test_bar_and_messages_on_a_terminal(capsys):
+    progress = Progress(600, start_step=100, interactive=True)
+    progress.show(RECORD)
+    progress.message("checkpoint saved")
+    progress.show(EMPTY)
+    progress.close()
+    out, err = capsys.readouterr()
+    assert out.strip() == "checkpoint saved"
+    assert "100/600" in err
+    assert "120/600  warm-up  loss 5.1234  kl 0.5123  recall 0.412  12.3k tok/s" in err
+    assert "121/600  sparse  loss --  kl --  recall --  -- tok/s" in err
+
+
+def test_a_pipe_is_not_a_terminal(capsys):
+    progress = Progress(600)
+    progress.show(RECORD)
+    progress.message("done")
+    assert capsys.readouterr().out.splitlines()[1] == "done"
+
+
+@pytest.mark.parametrize(("columns", "is_bar"), [(140, True), (0, False)])
+def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
+    code = f"from gsa_train.progress import Progress; p = Progress(600); p.show({RECORD}); p.close()"
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("step    120/600  warm-up") is not is_bar
+    os.write(theirs, b"end")
+    assert ("120/600  warm-up  loss 5.1234" in os.read(ours, 10_000).decode()) is is_bar
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (999_600, "1M"), (3.2e9, "3.2G"), (None, "--")],
+)
+def test_compact(value, text):
+    assert compact(value) == text

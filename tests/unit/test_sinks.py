@@ -1,0 +1,231 @@
+"""What a run logs can be read back: exactly, after a kill, and without repeated steps after a resume."""
+
+import json
+import math
+import random
+import struct
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gsa_train.config import LoggingConfig
+from gsa_train.sinks import open_sinks, read_records, to_scalars, wandb_mode, without_credentials
+
+JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
+
+
+def open_run(run_dir, resume_step=None, logging=JSONL_ONLY, config=None, wandb_run_id=None):
+    return open_sinks(logging, run_dir, "test", config or {}, resume_step, wandb_run_id)
+
+
+def step_record(step, **values):
+    return {"step": step, "phase": "sparse", "loss": 1.0 / step, "recall": None, **values}
+
+
+def refuse_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def read_strictly(path):
+    return [json.loads(line, parse_constant=refuse_constant) for line in path.read_text().splitlines()]
+
+
+def steps_of(run_dir):
+    return [record["step"] for record in read_records(run_dir / "metrics.jsonl")]
+
+
+def test_floats_read_back_bit_equal(tmp_path):
+    generator = random.Random(0)
+    values = [struct.unpack("d", generator.randbytes(8))[0] for _ in range(500)]
+    values = [value for value in values if math.isfinite(value)]
+    values += [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3]
+    with open_run(tmp_path) as sinks:
+        sinks.log(step_record(1, layer_recall=values, lrs={"base": 0.1 + 0.2}, tokens=2**60))
+    (record,) = read_strictly(tmp_path / "metrics.jsonl")
+    assert [v.hex() for v in record["layer_recall"]] == [v.hex() for v in values]
+    assert record["lrs"]["base"].hex() == (0.1 + 0.2).hex()
+    assert record["tokens"] == 2**60
+
+
+def test_non_finite_numbers_are_visible_and_legal_json(tmp_path):
+    with open_run(tmp_path) as sinks:
+        sinks.log(step_record(1, loss=math.nan, grad_norm=math.inf, layer_recall=[0.5, -math.inf, None]))
+    (record,) = read_strictly(tmp_path / "metrics.jsonl")
+    assert (record["loss"], record["grad_norm"]) == ("NaN", "Infinity")
+    assert record["layer_recall"] == [0.5, "-Infinity", None]
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert math.isnan(record["loss"])
+    assert record["grad_norm"] == math.inf
+    assert record["layer_recall"] == [0.5, -math.inf, None]
+
+
+def test_a_phase_may_be_called_nan(tmp_path):
+    with open_run(tmp_path) as sinks:
+        sinks.log(step_record(1) | {"phase": "NaN"})
+    assert read_records(tmp_path / "metrics.jsonl")[0]["phase"] == "NaN"
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path):
+    sinks = open_run(tmp_path)
+    for step in (1, 2):
+        sinks.log(step_record(step))
+        assert steps_of(tmp_path)[-1] == step
+    sinks.close()
+    sinks.close()
+
+
+def test_resume_drops_what_will_run_again(tmp_path):
+    with open_run(tmp_path) as sinks:
+        for step in range(1, 8):
+            sinks.log(step_record(step))
+        sinks.log({"event": "validation", "step": 4, "phase": "sparse", "validation_loss": 2.0})
+        sinks.log({"event": "validation", "step": 7, "phase": "sparse", "validation_loss": 1.0})
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    with open_run(tmp_path, resume_step=4) as sinks:
+        sinks.log(step_record(5))
+    after = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert after[:5] == [*before[:4], before[7]]
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 4, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 4, "loss": 0.1', '{"step": 4, "loss": 0.1\n', "\x00\x00\x00"])
+def test_half_written_last_line_is_dropped(tmp_path, tail):
+    with open_run(tmp_path) as sinks:
+        for step in (1, 2, 3):
+            sinks.log(step_record(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(tail)
+    assert steps_of(tmp_path) == [1, 2, 3]
+    with open_run(tmp_path, resume_step=3) as sinks:
+        sinks.log(step_record(4))
+    assert [record["step"] for record in read_strictly(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_damage_in_the_middle_is_an_error_that_names_the_place(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: record 2 of 3 is not JSON"):
+        open_run(tmp_path, resume_step=3)
+
+
+def test_resume_into_a_new_folder(tmp_path):
+    with open_run(tmp_path / "a" / "b", resume_step=100) as sinks:
+        sinks.log(step_record(101))
+    assert steps_of(tmp_path / "a" / "b") == [101]
+
+
+def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
+    logging = LoggingConfig(tensorboard=True, wandb="disabled")
+    for loss in (1.0, 2.0, 3.0):
+        with open_run(tmp_path, logging=logging) as sinks:
+            sinks.log(step_record(1, loss=loss))
+            sinks.finish({"loss": loss})
+    assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3.0]
+    previous = sorted((tmp_path / "previous").iterdir())
+    assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]
+    assert [json.loads((path / "summary.json").read_text())["loss"] for path in previous] == [1.0, 2.0]
+    assert all((path / "tensorboard").is_dir() for path in previous)
+
+
+def test_summary(tmp_path):
+    open_run(tmp_path).finish({"steps": 7, "recall": 0.1, "val_perplexity": math.nan})
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse_constant)
+    assert summary == {"steps": 7, "recall": 0.1, "val_perplexity": "NaN"}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_names_of_scalars():
+    record = step_record(
+        5, loss=1.0, mfu=0.4, k_mean=9.0, lrs={"gates": 0.1}, layer_recall=[0.5, None], recall=None
+    )
+    assert to_scalars(record) == {
+        "train/loss": 1.0,
+        "system/mfu": 0.4,
+        "gsa/k_mean": 9.0,
+        "lr/gates": 0.1,
+        "gsa_layers/recall/layer_00": 0.5,
+    }
+    validation = {"event": "validation", "step": 5, "phase": "sparse", "validation_loss": 2.0, "tokens": 7}
+    assert to_scalars(validation) == {"validation/loss": 2.0, "validation/tokens": 7}
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
+    logging = LoggingConfig(tensorboard=True, wandb="disabled")
+    with open_run(tmp_path, logging=logging) as sinks:
+        for step in range(1, 7):
+            sinks.log(step_record(step, loss=1.0, layer_recall=[0.25, 0.5]))
+    with open_run(tmp_path, resume_step=3, logging=logging) as sinks:
+        for step in range(4, 9):
+            sinks.log(step_record(step, loss=2.0, layer_recall=[0.25, 0.5]))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        *((step, 1.0) for step in (1, 2, 3)),
+        *((step, 2.0) for step in range(4, 9)),
+    ]
+    assert [event.step for event in events.Scalars("gsa_layers/recall/layer_01")] == list(range(1, 9))
+
+
+def test_wandb_offline_run_keeps_its_id_after_a_resume(tmp_path, monkeypatch, capfd):
+    secret = "hunter2"
+    address = f"s3://key:{secret}@bucket/shards"
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", f"data.train_dir={address}"])
+    config = {"run": {"name": "test"}, "data": {"train_dir": address}}
+    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="unit")
+    with open_run(tmp_path, logging=logging, config=config) as sinks:
+        run_id = sinks.wandb_run_id
+        sinks.log(step_record(1, loss=math.nan, layer_recall=[0.5]))
+        sinks.log(step_record(2))
+    assert run_id
+    with open_run(tmp_path, 1, logging, config, wandb_run_id=run_id) as sinks:
+        assert sinks.wandb_run_id == run_id
+        sinks.log(step_record(2))  # runs again: not refused, as a repeated W&B step would be
+        sinks.finish({"steps": 2})
+
+    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
+    assert len(folders) == 2
+    for folder in folders:
+        content = (folder / f"run-{run_id}.wandb").read_bytes()
+        assert b"train/loss" in content
+        assert b"s3://bucket/shards" in content
+    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_wandb_that_cannot_start_names_the_remedy(tmp_path):
+    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="no/such:project")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RuntimeError, match=r"logging\.wandb=disabled"):
+        open_run(tmp_path, logging=logging)
+    assert steps_of(tmp_path) == [1]
+
+
+def test_wandb_auto_is_online_only_with_a_key(tmp_path):
+    netrc = tmp_path / "netrc"
+    environ = {"NETRC": str(netrc)}
+    assert wandb_mode("auto", environ) == "offline"
+    assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x"}) == "online"
+    assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}) == "offline"
+    assert wandb_mode("disabled", environ | {"WANDB_API_KEY": "x"}) == "disabled"
+
+    netrc.write_text(
+        "machine api.wandb.ai login user password x\nmachine localhost:8080 login user password x"
+    )
+    assert wandb_mode("auto", environ) == "online"
+    assert wandb_mode("auto", environ | {"WANDB_BASE_URL": "http://localhost:8080/"}) == "online"
+    assert wandb_mode("auto", environ | {"WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
+
+    netrc.write_text("machine api.wandb.ai nonsense x")
+    with pytest.warns(UserWarning, match="cannot read its API key"):
+        assert wandb_mode("auto", environ) == "offline"
+
+
+def test_credentials_are_cut_out_of_addresses():
+    config = {"data": [{"dir": "filecache::https://u:p@host/a"}, "s3://k@bucket"], "seed": 1, "at": "a@b"}
+    assert without_credentials(config) == {
+        "data": [{"dir": "filecache::https://host/a"}, "s3://bucket"],
+        "seed": 1,
+        "at": "a@b",
+    }
