@@ -34,9 +34,10 @@ MIN_CHARACTERS = 200  # shorter files are redirects and empty packages
 VALIDATION_FRACTION = 0.025
 PYTHON, RUST = "PythonStdlib", "RustBooks"
 
-# Tests, other people's packages, generated tables, and lib2to3 with its grammar and fixture data.
+# Other people's packages, generated tables, the data of the test suite, and lib2to3 with its fixtures.
 PYTHON_LEFT_OUT = re.compile(
-    r"(^|/)(site-packages|test|tests|idle_test|lib2to3|encodings|ensurepip|config-[^/]*)/"
+    r"^test/(?!test_[^/]*\.py$)|./test/"
+    r"|(^|/)(site-packages|tests|idle_test|lib2to3|encodings|ensurepip|config-[^/]*)/"
     r"|^_sysconfigdata|^pydoc_data/|^html/entities\.py$|^LICENSE\.txt$"
 )
 # The embedded book is left out: its prose is CC-BY-SA-4.0.
