@@ -1,0 +1,108 @@
+"""Real runs on CUDA devices over NCCL: `make test-gpu`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.runs import REPOSITORY, SMALL, kill, start
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MEDIUM = (
+    "model.hidden_size=768",
+    "model.num_layers=12",
+    "model.num_heads=12",
+    "model.num_kv_heads=4",
+    "model.head_dim=64",
+    "model.ffn_hidden_size=2048",
+    "gsa.indexer_dim=64",
+    "gsa.k_base=512",
+    "gsa.k_min=256",
+    "gsa.k_max=1024",
+    "train.seq_len_tokens=4096",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+    "phases.0.steps=50",
+    "phases.1.steps=150",
+    "phases.1.lr=1e-3",
+    "phases.1.min_lr=1e-4",
+    "evaluate.every_steps=0",
+    "evaluate.max_blocks=8",
+    "checkpoint.every_steps=1000",
+    "logging.wandb=disabled",
+)
+
+
+def needs_devices(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
+
+
+@pytest.mark.slow
+def test_a_12_layer_model_of_width_768_trains_at_4096_tokens_in_bf16(tmp_path: Path) -> None:
+    run = start(tmp_path, *MEDIUM).wait(seconds=900)
+    print(run.output[-6000:])
+    losses = run.series("loss")
+    assert run.steps()[-1]["step"] == 200
+    assert losses[-1] < losses[0] - 2.0
+    assert run.steps()[-1]["mfu"] is None or run.steps()[-1]["mfu"] > 0
+    assert run.steps()[-1]["memory_peak_bytes"] > 0
+
+
+def test_a_gpu_run_never_loads_the_cpu_backend(tmp_path: Path) -> None:
+    program = (
+        "import sys; from gsa_train.cli import parse_arguments; from gsa_train.config import load_config\n"
+        "from gsa_train.train import train\n"
+        "arguments = parse_arguments(sys.argv[1:])\n"
+        "train(load_config(arguments.config_path, arguments.overrides, 1), arguments)\n"
+        "assert 'gsa_train.cpu_backend' not in sys.modules\n"
+        "print('no CPU patch')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--config", "configs/demo.yaml", *SMALL, f"run.dir={tmp_path}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("no CPU patch\n")
+
+
+def test_a_resumed_bf16_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    options = (*SMALL, "checkpoint.every_steps=6")
+    whole = start(tmp_path, *options, name="whole").wait()
+    first = start(tmp_path, *options, name="resumed")
+    first.wait_until(lambda: len(first.steps()) >= 15)
+    kill(first)
+    again = start(tmp_path, *options, name="resumed").wait()
+    for key in ("loss", "indexer_kl", "grad_norm"):
+        assert again.series(key) == whole.series(key)
+
+
+@needs_devices(2)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, ("parallel.tensor=2",)),
+        (2, ("parallel.pipeline=2",)),
+        (2, ()),
+        pytest.param(4, ("parallel.tensor=2", "parallel.pipeline=2"), marks=needs_devices(4)),
+    ],
+)
+def test_a_layout_over_nccl_follows_one_rank(tmp_path: Path, ranks: int, layout: tuple[str, ...]) -> None:
+    options = (*SMALL, "train.precision=fp32", "gsa.k_min=128", "gsa.k_base=128")
+    one = start(tmp_path, *options, name="one").wait()
+    many = start(tmp_path, *options, *layout, ranks=ranks, name="many").wait()
+    for key, relative in (("loss", 1e-4), ("grad_norm", 1e-3), ("indexer_kl", 1e-2)):
+        worst = max(abs(a - b) / abs(a) for a, b in zip(one.series(key), many.series(key), strict=True))
+        print(f"{layout or 'data=2'} {key}: largest relative difference {worst:.2e}")
+        assert worst <= relative
