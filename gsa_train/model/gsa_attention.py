@@ -109,8 +109,7 @@ class GSASelfAttention(MegatronModule):
         self.k_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         has_indexer = self.gsa.attention == "sparse" and self.leads_group
         self.indexer = Indexer(config, pg_collection) if has_indexer else None
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.variance = VarianceTracker(device) if has_indexer else None
+        self.variance = VarianceTracker(self.linear_qkv.weight.device) if has_indexer else None
 
     def forward(
         self,
@@ -133,11 +132,12 @@ class GSASelfAttention(MegatronModule):
             self._select(projections, attention_mask, q.shape[1]) if self.runtime.uses_indexer else None
         )
 
-        flat = projections if projections is not None else (None, None, None)
+        queries, keys, weight_logits = projections or (None, None, None)
+        core_inputs = (q, k, v, queries, keys, weight_logits, selected, attention_mask)
         if self.recompute_core and torch.is_grad_enabled():
-            out = tensor_parallel.checkpoint(self._attend, False, q, k, v, *flat, selected, attention_mask)
+            out = tensor_parallel.checkpoint(self._attend, False, *core_inputs)
         else:
-            out = self._attend(q, k, v, *flat, selected, attention_mask)
+            out = self._attend(*core_inputs)
 
         if output_gate is not None:
             out = sigmoid_gate(out, output_gate.transpose(0, 1))  # eq. 10

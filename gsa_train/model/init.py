@@ -11,6 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -48,9 +49,7 @@ def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> Non
             parameter.copy_(_local_part(_full_matrix(name, parameter, config, parallel), parameter, parallel))
 
 
-def _full_matrix(
-    name: str, parameter: torch.nn.Parameter, config: Config, parallel: Parallel
-) -> torch.Tensor:
+def _full_matrix(name: str, parameter: Any, config: Config, parallel: Parallel) -> torch.Tensor:
     if name == "output_layer.weight" and config.model.tie_embeddings:
         name = "embedding.word_embeddings.weight"  # the last stage's copy of the shared matrix
     std = config.model.init_std
@@ -59,12 +58,13 @@ def _full_matrix(
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= parallel.tensor_size
-    key = (config.run.seed << 32) ^ zlib.crc32(name.encode())
+    # 32 bits hold both: torch's CPU generator ignores the upper half of a 64-bit seed
+    key = zlib.crc32(f"{config.run.seed} {name}".encode())
     generator = torch.Generator(parallel.device).manual_seed(key)
     return torch.randn(shape, generator=generator, device=parallel.device) * std
 
 
-def _local_part(full: torch.Tensor, parameter: torch.nn.Parameter, parallel: Parallel) -> torch.Tensor:
+def _local_part(full: torch.Tensor, parameter: Any, parallel: Parallel) -> torch.Tensor:
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
     dim, stride = parameter.partition_dim, parameter.partition_stride

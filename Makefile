@@ -1,0 +1,42 @@
+# Everything a fresh machine needs: `make pretrain` trains the demo, `make test` tests the project.
+PYTHON ?= python3
+BIN := .venv/bin
+# Ranks of the demo: one per GPU, or two on a machine without.
+RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -gt 0 ] && echo "$$n" || echo 2)
+# Two ranks share the cores: more threads than cores only get in each other's way.
+THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
+CONFIG ?= configs/demo.yaml
+ARGS ?=
+
+.PHONY: setup pretrain check test test-gpu clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+pretrain: setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) \
+		launch/pretrain.py --config $(CONFIG) $(ARGS)
+
+# Lint, format, types and the quick tests: before each commit.
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not slow and not gpu' tests/unit tests/kernels
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not gpu' --durations=15
+
+# On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
+test-gpu:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
+
+clean:
+	rm -rf .venv build *.egg-info

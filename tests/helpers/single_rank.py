@@ -1,0 +1,122 @@
+"""megatron-core with one rank in this process, and models small enough for unit tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_train.config import Config, GSAConfig, ModelConfig, ParallelConfig, PhaseConfig, TrainConfig
+from gsa_train.config_checks import check_config
+from gsa_train.model.build import Model, build_model
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.parallel import Parallel, init_parallel
+from gsa_train.step import StepResult, train_step
+
+EOS = 0
+
+WARM_UP = PhaseConfig(name="warm-up", steps=10, attention="dense", train="indexer", lr=1e-3, min_lr=1e-4)
+SPARSE = PhaseConfig(name="sparse", steps=10, attention="sparse", train="all", lr=1e-2, min_lr=1e-3)
+DENSE = PhaseConfig(name="dense", steps=10, attention="dense", train="base", lr=1e-2, min_lr=1e-3)
+
+# init_std is large, so that attention, scores and budgets differ visibly between tokens.
+CONFIG = Config(
+    model=ModelConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        ffn_hidden_size=24,
+        vocab_size=32,
+        init_std=0.4,
+    ),
+    gsa=GSAConfig(indexer_heads=3, indexer_dim=6, k_base=5, k_min=2, k_max=9),
+    phases=[SPARSE],
+    train=TrainConfig(seq_len_tokens=16, micro_batch_size=2, global_batch_size=4, grad_clip=0.0),
+)
+
+
+@cache
+def single_rank() -> Parallel:
+    """Join a world of one, once per process: megatron-core keeps its groups in global variables."""
+    assert "RANK" not in os.environ, "these tests make their own world of one rank"
+    torch.set_num_threads(1)  # the tensors here are small
+    return init_parallel(ParallelConfig(), seed=1)
+
+
+def tiny_config(phases: list[PhaseConfig] | None = None, **sections: dict[str, Any]) -> Config:
+    """`CONFIG` with other fields in the sections named: `tiny_config(gsa={"k_base": 3})`."""
+    config = CONFIG if phases is None else dataclasses.replace(CONFIG, phases=phases)
+    for name, fields in sections.items():
+        config = dataclasses.replace(
+            config, **{name: dataclasses.replace(getattr(config, name), **fields)}
+        )
+    assert check_config(config, world_size=1) == []
+    return config
+
+
+def tiny_model(config: Config, variance_ema: float | None = None) -> Model:
+    """A model, its moving averages set as if it had trained before."""
+    model = build_model(config, single_rank())
+    if variance_ema is not None:
+        for attention in model.attentions:
+            if attention.variance is not None:
+                attention.variance.ema.fill_(variance_ema)
+    return model
+
+
+def random_blocks(config: Config, seed: int = 0) -> torch.Tensor:
+    """int32 [global batch, L + 1]; about every sixth token ends a document."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.train.global_batch_size, config.train.seq_len_tokens + 1)
+    tokens = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+    ends = torch.rand(shape, generator=generator) < 1 / 6
+    return tokens.masked_fill(ends, EOS)
+
+
+def random_batches(config: Config, seed: int = 0, attend_across: bool = False) -> list[MicroBatch]:
+    """The micro-batches of one step."""
+    parts = random_blocks(config, seed).split(config.train.micro_batch_size)
+    return [to_micro_batch(part, EOS, attend_across) for part in parts]
+
+
+def token_losses(model: Model, batch: MicroBatch) -> torch.Tensor:
+    """Cross-entropy of each label, [B, L], by a forward pass of the whole model."""
+    positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    return model.module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
+
+
+def take_step(
+    model: Model, optimizer: PhaseOptimizer, batches: list[MicroBatch], config: Config, lr: float
+) -> StepResult:
+    return train_step(model, optimizer, batches, lr, config, single_rank())
+
+
+def step_gradients(
+    model: Model, phase: PhaseConfig, batches: list[MicroBatch], config: Config
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """A step with learning rate 0, and the gradients it made of what the phase trains."""
+    optimizer = build_optimizer(model, phase, config)
+    result = take_step(model, optimizer, batches, config, lr=0.0)
+    gradients = {
+        name: parameter.main_grad.clone()
+        for name, parameter in model.gpt.named_parameters()
+        if parameter.requires_grad
+    }
+    close_optimizer(model, optimizer)
+    return result, gradients
+
+
+def named_weights(model: Model) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.gpt.named_parameters()}
+
+
+def read_stats(model: Model) -> dict[str, list[float]]:
+    """What the layers measured since the last reset, by name and layer."""
+    nothing = torch.zeros(0, dtype=torch.float64)
+    return model.runtime.stats.reduce(nothing, nothing)[0]

@@ -1,0 +1,100 @@
+"""No token influences an earlier one, nor one of another document: to the last bit, through the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.single_rank import SPARSE, random_batches, tiny_config, tiny_model
+
+from gsa_data.pack import document_ids
+from gsa_train.model.build import Model
+from gsa_train.phases import enter_phase
+
+LENGTH, EOS = 16, 0
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "eq. 8 to the letter": {"adaptive_k": "direct"},
+    "window": {"local_window": 3},
+    "block": {"local_window": 4, "selection_block": 4, "indexer_rope": True},
+    "uneven block": {"local_window": 6, "selection_block": 5},
+    "reuse": {"selection_reuse": 2},
+    "sparse-only": {"indexer_activation": "relu", "value_gate": False, "output_gate": False},
+}
+
+
+def build(variant: str) -> Model:
+    model = tiny_model(tiny_config(gsa=VARIANTS[variant]), variance_ema=0.02)
+    enter_phase(model, SPARSE)
+    return model
+
+
+def run(
+    model: Model, tokens: torch.Tensor, labels: torch.Tensor, packed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B, L] and selections [B, L, layers, L] of one training forward pass."""
+    selections: list[torch.Tensor] = []
+    hooks = [
+        attention.register_forward_hook(lambda *_: selections.append(model.runtime.shared_selection))
+        for attention in model.attentions
+    ]
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    documents = document_ids(tokens, EOS) if packed else None
+    losses = model.module(tokens, positions, documents, labels=labels)
+    for hook in hooks:
+        hook.remove()
+    return losses.detach(), torch.stack(selections, 2)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_changed_tokens_leave_everything_before_them_as_it_was(variant: str, packed: bool) -> None:
+    model = build(variant)
+    batch = random_batches(tiny_config(), seed=1)[0]
+    # The labels stay: a changed label would change the loss of the position before it.
+    losses, selections = run(model, batch.tokens, batch.labels, packed)
+    generator = torch.Generator().manual_seed(2)
+    selections_moved = 0
+    for start in range(1, LENGTH):
+        for stop in {start + 1, LENGTH}:  # one token, and all the rest (documents may end elsewhere)
+            tokens = batch.tokens.clone()
+            new = torch.randint(0, 32, (2, stop - start), generator=generator)
+            tokens[:, start:stop] = torch.where(new == tokens[:, start:stop], (new + 1) % 32, new)
+            losses_after, selections_after = run(model, tokens, batch.labels, packed)
+            assert torch.equal(losses_after[:, :start], losses[:, :start]), start
+            assert torch.equal(selections_after[:, :start], selections[:, :start]), start
+            assert (losses_after[:, start] != losses[:, start]).all()
+            selections_moved += int((selections_after != selections).sum())
+    assert selections_moved > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_changed_document_leaves_the_other_documents_as_they_were(variant: str) -> None:
+    model = build(variant)
+    tokens = torch.randint(1, 32, (1, LENGTH), generator=torch.Generator().manual_seed(4))
+    ends = [4, 6, 12]
+    tokens[0, ends] = EOS
+    labels = tokens.roll(-1, 1)
+    losses, selections = run(model, tokens, labels, packed=True)
+    for first, end in zip([0, 5, 7, 13], [*ends, LENGTH], strict=True):
+        changed = tokens.clone()
+        changed[0, first:end] = changed[0, first:end] % 31 + 1
+        losses_after, selections_after = run(model, changed, labels, packed=True)
+        others = torch.ones(LENGTH, dtype=torch.bool)
+        others[first : end + 1] = False
+        assert torch.equal(losses_after[:, others], losses[:, others]), first
+        assert torch.equal(selections_after[:, others], selections[:, others]), first
+        assert (losses_after[0, first:end] != losses[0, first:end]).all()
+
+
+def test_without_isolation_a_changed_document_is_seen_by_the_next() -> None:
+    """What the test above relies on: documents do share the pass."""
+    model = build("paper")
+    batch = dataclasses.replace(random_batches(tiny_config(), seed=1)[0], document_ids=None)
+    before, _ = run(model, batch.tokens, batch.labels, packed=False)
+    tokens = batch.tokens.clone()
+    tokens[:, 0] = tokens[:, 0] % 31 + 1
+    after, _ = run(model, tokens, batch.labels, packed=False)
+    assert (after[:, -1] != before[:, -1]).any()

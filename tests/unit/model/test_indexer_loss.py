@@ -1,0 +1,97 @@
+"""The indexer loss trains the indexer and nothing else, at the scale the specification gives it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.single_rank import (
+    SPARSE,
+    WARM_UP,
+    named_weights,
+    random_batches,
+    read_stats,
+    step_gradients,
+    tiny_config,
+    tiny_model,
+)
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.losses import indexer_kl_grad_scale, inject_loss
+
+CONFIG = tiny_config()
+BATCHES = random_batches(CONFIG)
+DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", kl_coeff=0.7)
+
+
+def gradients(phase: PhaseConfig, config: Config = CONFIG) -> dict[str, torch.Tensor]:
+    return step_gradients(tiny_model(config, variance_ema=0.02), phase, BATCHES, config)[1]
+
+
+def is_indexer(name: str) -> bool:
+    return ".indexer." in name
+
+
+def test_injected_loss_leaves_value_and_gradient_of_the_activations_and_adds_its_own() -> None:
+    activations = torch.tensor([1.5, -2.0], requires_grad=True)
+    weight = torch.tensor(3.0, requires_grad=True)
+    out = inject_loss(activations, weight * weight, 0.25)
+    assert torch.equal(out, activations)
+    (out * torch.tensor([7.0, 11.0])).sum().backward()
+    assert activations.grad is not None
+    assert activations.grad.tolist() == [7.0, 11.0]
+    assert weight.grad == 0.25 * 6.0
+
+
+def test_scale_is_lambda_over_layers_and_rows_and_undoes_the_average_over_replicas() -> None:
+    assert indexer_kl_grad_scale(0.5, num_indexers=4, rows_per_step=100, data_parallel_size=2) == 0.5 * 2 / 400
+
+
+def test_language_model_loss_does_not_reach_the_indexer() -> None:
+    found = gradients(dataclasses.replace(SPARSE, kl_coeff=0.0))
+    for name, gradient in found.items():
+        assert bool(gradient.any()) != is_indexer(name), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_indexer_loss_does_not_reach_the_base(recompute: str) -> None:
+    config = tiny_config(train={"recompute": recompute})
+    with_loss = gradients(dataclasses.replace(SPARSE, kl_coeff=5.0), config)
+    without_loss = gradients(dataclasses.replace(SPARSE, train="base"), config)
+    base = {name for name in with_loss if not is_indexer(name)}
+    assert without_loss.keys() == base
+    for name in base:
+        assert torch.equal(with_loss[name], without_loss[name]), name
+    assert all(with_loss[name].any() for name in with_loss if is_indexer(name))
+
+
+@pytest.mark.parametrize("gsa", [{}, {"selection_block": 4, "local_window": 4}], ids=["queries", "blocks"])
+@pytest.mark.parametrize("phase", [DENSE_ALL, WARM_UP], ids=lambda phase: phase.name)
+def test_indexer_gradient_is_that_of_lambda_times_the_mean_kl_over_queries_and_layers(
+    phase: PhaseConfig, gsa: dict[str, int]
+) -> None:
+    """Finite differences of the logged KL. Dense attention, where no selection can jump."""
+    config = tiny_config(gsa=gsa)
+    weights = named_weights(tiny_model(config))
+    generator = torch.Generator().manual_seed(5)
+    direction = {
+        name: torch.randn(weight.shape, generator=generator)
+        for name, weight in weights.items()
+        if is_indexer(name)
+    }
+
+    def mean_kl(distance: float) -> float:
+        model = tiny_model(config)
+        moved = {name: weights[name] + distance * step for name, step in direction.items()}
+        model.gpt.load_state_dict({**weights, **moved}, strict=False)
+        model.runtime.measuring = True
+        step_gradients(model, phase, BATCHES, config)
+        layers = read_stats(model)["indexer_kl"]
+        return sum(layers) / len(layers)
+
+    slope = (mean_kl(2e-3) - mean_kl(-2e-3)) / 4e-3
+    found = gradients(phase, config)
+    projected = sum((found[name] * step).sum().item() for name, step in direction.items())
+    assert projected == pytest.approx(phase.kl_coeff * slope, rel=1e-3)
+    assert abs(slope) > 1e-3

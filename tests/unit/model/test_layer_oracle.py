@@ -1,0 +1,305 @@
+"""GSASelfAttention, as the model builds it, against the looped oracle in fp64: values and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from composition import random_weights
+from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
+from oracle import LayerOptions
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.model.gsa_attention import GSASelfAttention
+from gsa_train.phases import enter_phase
+
+LENGTH = 13
+PACKED = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
+VARIANCE_EMA = 0.014
+KL_SCALE = 0.37
+NO_GATES = {"value_gate": False, "output_gate": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    gsa: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    packing: list[list[int]] | None = None
+    phase: PhaseConfig = SPARSE
+    ema: float = VARIANCE_EMA
+    log_inverse_temperature: float | None = None
+
+
+CASES = {
+    "GSA": Case(),
+    "GSA, packed": Case(packing=PACKED),
+    "GSA, first step": Case(ema=0.0),
+    "budget of eq. 8 to the letter": Case({"adaptive_k": "direct"}, packing=PACKED),
+    "standard": Case({"attention": "dense", **NO_GATES}, phase=DENSE),
+    "gated-only, packed": Case({"attention": "dense"}, phase=DENSE, packing=PACKED),
+    "sparse-only": Case({"indexer_activation": "relu", "adaptive_k": "off", **NO_GATES}),
+    "G1 only": Case({"value_gate": False}),
+    "G2 only": Case({"output_gate": False}),
+    "one key-value head": Case(model={"num_kv_heads": 1}),
+    "as many key-value heads": Case(model={"num_kv_heads": 4}, packing=PACKED),
+    "indexer rope": Case({"indexer_rope": True}, model={"rope_base": 100.0}),
+    "window, packed": Case({"local_window": 3}, packing=PACKED),
+    "block": Case({"local_window": 4, "selection_block": 4, "indexer_rope": True}),
+    "block, packed": Case({"local_window": 5, "selection_block": 4}, packing=PACKED),
+    "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
+    "fixed temperature": Case({"indexer_temperature": 8.0}),
+    "warm-up": Case(phase=WARM_UP),
+    "warm-up, block, packed": Case(
+        {"local_window": 4, "selection_block": 4}, phase=WARM_UP, packing=PACKED
+    ),
+    "dense, all trained": Case(
+        phase=PhaseConfig(attention="dense", train="all"), packing=PACKED
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_equals_the_oracle(name: str) -> None:
+    case = CASES[name]
+    config = tiny_config(
+        [case.phase],
+        gsa=case.gsa,
+        model={"num_layers": 1, "hidden_size": 12, **case.model},
+        train={"seq_len_tokens": LENGTH},
+    )
+    model = tiny_model(config, case.ema)
+    layer = model.attentions[0].double()
+    log_beta = torch.tensor(case.log_inverse_temperature or 0.0, dtype=torch.float64, requires_grad=True)
+    options = oracle_options(config, case, log_beta)
+    weights = random_weights(options, config.model.hidden_size, seed=7)
+    load_weights(layer, weights, log_beta, config)
+    enter_phase(model, case.phase)
+    generator = torch.Generator().manual_seed(11)
+    h, cotangent = torch.randn(2, 2, LENGTH, 12, dtype=torch.float64, generator=generator)
+
+    ours_h = h.clone().requires_grad_()
+    ours = run_layer(model, layer, ours_h, case, cotangent)
+
+    theirs_h = h.clone().requires_grad_()
+    rows = [
+        oracle.gsa_layer(theirs_h[b], weights, options, case.packing and case.packing[b]) for b in (0, 1)
+    ]
+    theirs = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    # values
+    assert_close(ours, theirs["out"], "out")
+    stats = read_stats(model)
+    has_indexer = layer.indexer is not None
+    if has_indexer:
+        assert layer.variance is not None
+        assert torch.equal(model.runtime.shared_selection, theirs["selected"])
+        assert layer.variance.step_sum[1] == theirs["variance"].numel()
+        assert_close(layer.variance.step_sum[0], theirs["variance"].sum(), "variance")
+        assert stats["variance"][0] == pytest.approx(theirs["variance"].mean().item(), rel=1e-9)
+        assert stats["indexer_kl"][0] == pytest.approx(theirs["kl"].mean().item(), rel=1e-9)
+        budget = theirs["budget"].double()
+        assert stats["k_mean"][0] == pytest.approx(budget.mean().item(), rel=1e-12)
+        assert (stats["k_min"][0], stats["k_max"][0]) == (budget.min(), budget.max())
+    else:
+        assert not {"indexer_kl", "variance", "k_mean"} & stats.keys()
+
+    # gradients of the language model's side
+    base = {"h": theirs_h, **{k: w for k, w in weights.items() if k not in INDEXER}}
+    grads = dict(zip(base, torch.autograd.grad(theirs["out"], list(base.values()), cotangent), strict=True))
+    parameters = dict(layer.named_parameters())
+    fused = fused_base(grads, config)
+    if case.phase.train == "indexer":
+        assert ours_h.grad is None
+        assert all(parameters[k].grad is None for k in fused)
+    else:
+        assert_close(ours_h.grad, grads["h"], "d out / d h")
+        for key, expected in fused.items():
+            assert_close(parameters[key].grad, expected, f"d out / d {key}")
+
+    # gradients of the indexer loss
+    trained = {k: w for k, w in weights.items() if k in INDEXER} if has_indexer else {}
+    if case.log_inverse_temperature is not None:
+        trained["log_beta"] = log_beta
+    assert {f"indexer.{INDEXER[k]}" for k in trained} | fused.keys() == parameters.keys()
+    for key in trained:
+        (expected,) = torch.autograd.grad(theirs["kl"].sum(), trained[key], retain_graph=True)
+        actual = parameters[f"indexer.{INDEXER[key]}"].grad
+        tolerance = 1e-6 if key == "log_beta" else 1e-9  # beta is taken in fp32
+        assert_close(actual.reshape(expected.shape), KL_SCALE * expected, f"d KL / d {key}", tolerance)
+
+
+def test_the_cases_select_and_adapt() -> None:
+    """The comparison would prove little if every query attended to all it sees, or to equally many keys."""
+    config = tiny_config(model={"num_layers": 1, "hidden_size": 12}, train={"seq_len_tokens": LENGTH})
+    options = oracle_options(config, CASES["GSA"], torch.tensor(0.0))
+    weights = random_weights(options, 12, seed=7)
+    generator = torch.Generator().manual_seed(11)
+    h = torch.randn(2, 2, LENGTH, 12, dtype=torch.float64, generator=generator)[0, 0]
+    budget = oracle.gsa_layer(h, weights, options)["budget"][9:]
+    assert len(budget.unique()) >= 3
+    assert (budget < torch.arange(10, LENGTH + 1)).all()
+
+
+def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
+    """The layer above got both from the test; here GPTModel provides them, in fp32."""
+    config = tiny_config(model={"num_layers": 2, "rope_base": 50.0}, train={"global_batch_size": 1, "micro_batch_size": 1})  # fmt: skip
+    model = tiny_model(config, VARIANCE_EMA)
+    enter_phase(model, SPARSE)
+    layer = model.attentions[1]
+    seen: dict[str, torch.Tensor] = {}
+    layer.register_forward_hook(
+        lambda module, args, kwargs, output: seen.update(h=args[0], out=output[0]), with_kwargs=True
+    )
+    batch = random_batches(config, seed=3)[0]
+    assert batch.document_ids is not None
+    assert batch.document_ids.max() >= 2
+    positions = torch.arange(16)[None]
+    with torch.no_grad():
+        model.module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
+
+    options = oracle_options(config, CASES["GSA"], torch.tensor(0.0))
+    weights = unfused(layer, config)
+    expected = oracle.gsa_layer(seen["h"][:, 0].double(), weights, options, batch.document_ids[0].tolist())
+    torch.testing.assert_close(seen["out"][:, 0].double(), expected["out"], rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.runtime.shared_selection[0], expected["selected"])
+
+
+# --- between the oracle's weights and the layer's ---------------------------------------------------------
+
+INDEXER = {
+    "w_iq": "query_weight",
+    "w_ik": "key_weight",
+    "w_iw": "head_weight",
+    "b_j": "score_bias",
+    "c_j": "weight_bias",
+    "log_beta": "log_inverse_temperature",
+}
+
+
+def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerOptions:
+    m, g = config.model, config.gsa
+    # The layer keeps its average and takes beta = exp(log beta) in fp32.
+    beta = log_beta.float().exp().double() if g.indexer_temperature == "learned" else g.indexer_temperature
+    return LayerOptions(
+        num_heads=m.num_heads,
+        num_kv_heads=m.num_kv_heads,
+        head_dim=m.head_dim,
+        indexer_heads=g.indexer_heads,
+        indexer_dim=g.indexer_dim,
+        k_base=g.k_base,
+        k_min=g.k_min,
+        k_max=g.k_max,
+        attention=case.phase.attention,
+        value_gate=g.value_gate,
+        output_gate=g.output_gate,
+        indexer_activation=g.indexer_activation,
+        adaptive_k=g.adaptive_k,
+        variance_ema=torch.tensor(case.ema).item(),
+        rope_base=m.rope_base,
+        indexer_rope=g.indexer_rope,
+        local_window=g.local_window,
+        selection_block=g.selection_block,
+        inverse_temperature=beta,
+    )
+
+
+def fused_base(w: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+    """Matrices (or their gradients) of the base as the layer keeps them: row blocks per key-value head."""
+    m = config.model
+    r = m.num_heads // m.num_kv_heads
+
+    def rows(name: str, first_head: int, heads: int) -> list[torch.Tensor]:
+        return [w[name][first_head * m.head_dim : (first_head + heads) * m.head_dim]] if name in w else []
+
+    groups = range(m.num_kv_heads)
+    qkv = [x for g in groups for x in rows("w_q", g * r, r) + rows("w_k", g, 1) + rows("w_v", g, 1)]
+    gate = [x for g in groups for x in rows("w_vg", g, 1) + rows("w_og", g * r, r)]
+    bias = [x for g in groups for x in rows("b_vg", g, 1) + rows("b_og", g * r, r)]
+    fused = {"linear_qkv.weight": torch.cat(qkv), "linear_proj.weight": w["w_o"]}
+    if gate:
+        fused |= {"linear_gate.weight": torch.cat(gate), "linear_gate.bias": torch.cat(bias)}
+    return fused
+
+
+@torch.no_grad()
+def load_weights(
+    layer: GSASelfAttention, weights: dict[str, torch.Tensor], log_beta: torch.Tensor, config: Config
+) -> None:
+    parameters = dict(layer.named_parameters())
+    for name, value in fused_base(weights, config).items():
+        parameters[name].copy_(value)
+    if layer.indexer is None:
+        return
+    for ours, theirs in INDEXER.items():
+        if f"indexer.{theirs}" in parameters:
+            parameters[f"indexer.{theirs}"].copy_(log_beta if ours == "log_beta" else weights[ours])
+    if layer.indexer.rotary is not None:  # its frequencies are fp32
+        layer.indexer.rotary.inv_freq = frequencies(config.gsa.indexer_dim, config.model.rope_base)
+
+
+def unfused(layer: GSASelfAttention, config: Config) -> dict[str, torch.Tensor]:
+    """The oracle's fp64 weights from a layer's, by inverting `fused_base` on row numbers."""
+    m = config.model
+    d_k, n_h, n_kv = m.head_dim, m.num_heads, m.num_kv_heads
+    sizes = {"w_q": n_h, "w_k": n_kv, "w_v": n_kv, "w_vg": n_kv, "w_og": n_h, "b_vg": n_kv, "b_og": n_h}
+    numbers: dict[str, torch.Tensor] = {"w_o": torch.zeros(0)}
+    offset = 0
+    for name, heads in sizes.items():
+        numbers[name] = torch.arange(offset, offset + heads * d_k)
+        offset += heads * d_k
+    parameters = {name: p.detach().double() for name, p in layer.named_parameters()}
+    weights = {"w_o": parameters["linear_proj.weight"]}
+    for fused_name, order in fused_base(numbers, config).items():
+        for name in sizes:
+            places = [(order == number).nonzero() for number in numbers[name]]
+            if fused_name != "linear_proj.weight" and all(len(place) for place in places):
+                weights[name] = parameters[fused_name][torch.cat(places).flatten()]
+    return weights | {
+        ours: parameters[f"indexer.{theirs}"]
+        for ours, theirs in INDEXER.items()
+        if f"indexer.{theirs}" in parameters
+    }
+
+
+# --- running the layer ------------------------------------------------------------------------------------
+
+
+def run_layer(
+    model: Model, layer: GSASelfAttention, h: torch.Tensor, case: Case, cotangent: torch.Tensor
+) -> torch.Tensor:
+    """One training pass, forward and backward, as the step runs it; h and the result are [B, L, d]."""
+    runtime = model.runtime
+    warm_up = case.phase.train == "indexer"
+    runtime.measuring, runtime.kl_grad_scale, runtime.local_backward = True, KL_SCALE, warm_up
+    documents = None if case.packing is None else torch.tensor(case.packing)
+    angles = torch.outer(
+        torch.arange(LENGTH, dtype=torch.float64),
+        frequencies(layer.config.kv_channels, layer.config.rotary_base),
+    )
+    with torch.set_grad_enabled(not warm_up):
+        out, bias = layer(h.transpose(0, 1), documents, torch.cat([angles, angles], -1)[:, None, None])
+    assert bias is None
+    out = out.transpose(0, 1)
+    if not warm_up:
+        out.backward(cotangent)
+    return out.detach()
+
+
+def frequencies(dim: int, base: float) -> torch.Tensor:
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def assert_close(
+    actual: torch.Tensor | None, expected: torch.Tensor, what: str, tolerance: float = 1e-9
+) -> None:
+    """Equal to a fraction of the largest entry."""
+    assert actual is not None, what
+    assert actual.shape == expected.shape, what
+    largest = expected.abs().max()
+    assert largest > 0, f"{what}: nothing to compare"
+    error = (actual - expected).abs().max()
+    assert error <= tolerance * largest, f"{what}: off by {error:.2e} of {largest:.2e}"

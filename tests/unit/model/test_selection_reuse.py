@@ -1,0 +1,59 @@
+"""Layers in groups: the first selects, the others attend to the same keys and own no indexer."""
+
+from __future__ import annotations
+
+import torch
+from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
+
+from gsa_train.phases import enter_phase
+
+CONFIG = tiny_config(model={"num_layers": 4}, gsa={"selection_reuse": 2})
+
+
+def test_only_the_first_layer_of_a_group_owns_indexer_and_moving_average() -> None:
+    model = tiny_model(CONFIG)
+    names = [name for name, _ in model.gpt.named_parameters() if ".indexer." in name]
+    assert {name.split(".")[2] for name in names} == {"0", "2"}
+    assert [attention.variance is not None for attention in model.attentions] == [True, False, True, False]
+    assert model.num_indexers == 2
+
+
+def test_each_group_shares_one_selection_and_groups_differ() -> None:
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(model, SPARSE)
+    seen: list[torch.Tensor] = []
+    for attention in model.attentions:
+        attention.register_forward_hook(lambda *_: seen.append(model.runtime.shared_selection))
+    token_losses(model, random_batches(CONFIG)[0])
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[2], seen[3])
+    assert not torch.equal(seen[1], seen[2])
+
+
+def test_a_following_layer_attends_to_exactly_the_keys_of_the_shared_selection() -> None:
+    model = tiny_model(CONFIG)
+    enter_phase(model, SPARSE)
+    follower = model.attentions[1]
+    generator = torch.Generator().manual_seed(3)
+    selected = torch.rand(1, 16, 16, generator=generator).tril() > 0.6
+    selected |= torch.eye(16, dtype=torch.bool)
+    model.runtime.shared_selection = selected
+    h = torch.randn(16, 1, 16, generator=generator)
+
+    with torch.no_grad():
+        out = follower(h)[0]
+        for key in range(16):
+            moved = h.clone()
+            moved[key] += torch.randn(16, generator=generator)
+            changed = (follower(moved)[0] != out).any(-1).flatten()
+            assert torch.equal(changed, selected[0, :, key]), key
+
+
+def test_layers_without_indexer_report_recall_but_no_loss_of_their_own() -> None:
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(model, SPARSE)
+    model.runtime.measuring = True
+    token_losses(model, random_batches(CONFIG)[0])
+    stats = read_stats(model)
+    assert [value == value for value in stats["indexer_kl"]] == [True, False, True, False]
+    assert all(0 < value <= 1 for value in stats["recall"])

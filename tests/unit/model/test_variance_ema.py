@@ -1,0 +1,121 @@
+"""V̄, the moving average behind the adaptive budget: what it averages, when it moves, where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    WARM_UP,
+    random_batches,
+    read_stats,
+    single_rank,
+    step_gradients,
+    tiny_config,
+    tiny_model,
+)
+
+from gsa_train.config import PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.step import evaluation_step
+
+DECAY = 0.75
+CONFIG = tiny_config(gsa={"variance_ema_decay": DECAY})
+
+
+def averages(model: Model) -> list[float]:
+    return [attention.variance.ema.item() for attention in model.attentions if attention.variance]
+
+
+def steps(model: Model, phase: PhaseConfig, count: int) -> Iterator[dict[str, list[float]]]:
+    """Steps of two micro-batches on other text each; what each measured."""
+    model.runtime.measuring = True
+    for seed in range(count):
+        model.runtime.stats.reset()
+        step_gradients(model, phase, random_batches(CONFIG, seed), CONFIG)
+        yield read_stats(model)
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_first_step_starts_the_average_and_later_ones_decay_it(phase: PhaseConfig) -> None:
+    model = tiny_model(CONFIG)
+    expected = None
+    for stats in steps(model, phase, 4):
+        means = stats["variance"]  # over all tokens of both micro-batches; the oracle checks each variance
+        expected = (
+            means
+            if expected is None
+            else [DECAY * old + (1 - DECAY) * new for old, new in zip(expected, means, strict=True)]
+        )
+        assert averages(model) == pytest.approx(expected, rel=1e-6)
+    assert len(set(averages(model))) == 2  # each layer its own
+
+
+def test_a_step_uses_the_value_from_before_it_in_all_its_micro_batches() -> None:
+    model = tiny_model(CONFIG)
+    before = averages(model)
+    for stats in steps(model, SPARSE, 3):
+        assert stats["variance_ema"] == before
+        assert averages(model) != before
+        before = averages(model)
+
+
+def test_without_an_average_every_query_gets_k_base_and_afterwards_budgets_differ() -> None:
+    model = tiny_model(CONFIG)
+    first, second = steps(model, SPARSE, 2)
+    assert first["k_max"] == [CONFIG.gsa.k_base] * 2
+    assert all(largest > CONFIG.gsa.k_base for largest in second["k_max"])
+
+
+def test_order_of_the_micro_batches_does_not_matter() -> None:
+    """Otherwise one micro-batch would reach the next through the average."""
+    batches = random_batches(CONFIG)
+    results = []
+    for order in (batches, batches[::-1]):
+        model = tiny_model(CONFIG, variance_ema=0.02)
+        results.append((step_gradients(model, SPARSE, order, CONFIG)[0].loss_sum, averages(model)))
+    assert results[0] == results[1]
+
+
+def test_evaluation_neither_moves_the_average_nor_counts_for_the_next_step() -> None:
+    model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)
+    step_gradients(other, SPARSE, random_batches(CONFIG), CONFIG)
+    before = averages(model)
+    model.runtime.sparse = model.runtime.measuring = True
+    evaluation_step(model, random_batches(CONFIG, seed=8), CONFIG, single_rank())
+    assert averages(model) == before
+    step_gradients(model, SPARSE, random_batches(CONFIG), CONFIG)
+    assert averages(model) == averages(other) != before
+
+
+def test_a_phase_without_indexer_keeps_the_average() -> None:
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    before = averages(model)
+    list(steps(model, DENSE, 1))
+    assert averages(model) == before
+
+
+def test_average_stays_fp32_in_a_bf16_model() -> None:
+    """megatron-core's Float16Module casts buffers too; bf16 could not follow a decay of 0.99."""
+    config = tiny_config(train={"precision": "bf16"}, gsa={"variance_ema_decay": 0.99})
+    model = tiny_model(config, variance_ema=0.0123456789)
+    assert model.gpt.decoder.layers[0].mlp.linear_fc1.weight.dtype == torch.bfloat16
+    model.module.bfloat16()
+    for attention in model.attentions:
+        assert attention.variance is not None
+        assert attention.variance.ema.dtype == torch.float32
+        assert attention.variance.step_sum.dtype == torch.float64
+        assert attention.variance.ema == torch.tensor(0.0123456789)
+    step_gradients(model, SPARSE, random_batches(config), config)
+    for moved in averages(model):
+        assert moved != torch.tensor(0.0123456789)
+        assert moved != torch.tensor(moved).bfloat16().item()
+
+
+def test_checkpoint_holds_the_average_and_not_the_sums_of_a_step() -> None:
+    state = tiny_model(CONFIG, variance_ema=0.02).gpt.state_dict()
+    saved = [name for name in state if ".variance." in name]
+    assert saved == [f"decoder.layers.{layer}.self_attention.variance.ema" for layer in (0, 1)]

@@ -1,0 +1,49 @@
+"""Learning rates at the corners of the schedule."""
+
+import math
+
+import pytest
+
+from gsa_train.config import PhaseConfig
+from gsa_train.schedule import learning_rate
+
+PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
+
+
+def test_warm_up_rises_linearly_from_a_first_step_above_zero_to_the_peak() -> None:
+    rates = [learning_rate(PHASE, step) for step in range(4)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+
+
+def test_cosine_starts_at_the_peak_passes_the_middle_and_ends_at_the_minimum() -> None:
+    assert learning_rate(PHASE, 4) == 1e-3
+    assert learning_rate(PHASE, 7) == pytest.approx((1e-3 + 1e-4) / 2)
+    assert learning_rate(PHASE, 10) == 1e-4
+
+
+def test_cosine_falls_at_every_step_as_a_half_cosine() -> None:
+    rates = [learning_rate(PHASE, step) for step in range(4, 11)]
+    assert rates == sorted(set(rates), reverse=True)
+    for step, rate in enumerate(rates):
+        assert rate == pytest.approx(1e-4 + 9e-4 * math.cos(math.pi * step / 12) ** 2)
+
+
+def test_steps_past_the_end_stay_at_the_minimum() -> None:
+    assert learning_rate(PHASE, 50) == 1e-4
+
+
+def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
+    phase = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4, decay="constant")
+    assert learning_rate(phase, 0) == 0.25e-3
+    assert {learning_rate(phase, step) for step in range(3, 11)} == {1e-3}
+
+
+def test_without_warm_up_the_first_step_has_the_peak() -> None:
+    phase = PhaseConfig(steps=3, lr=1e-3, min_lr=0.0)
+    rates = [learning_rate(phase, step) for step in range(3)]
+    assert rates == pytest.approx([1e-3, 0.5e-3, 0.0])
+
+
+def test_phases_of_one_step_and_of_nothing_but_warm_up_are_defined() -> None:
+    assert learning_rate(PhaseConfig(steps=1, lr=1e-3), 0) == 1e-3
+    assert learning_rate(PhaseConfig(steps=2, lr=1e-3, warmup_steps=1), 1) == 1e-3
