@@ -70,7 +70,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
     Raises:
-        ResumeError: the checkpoint is of another model or another sequence of phases.
+        ResumeError: the checkpoint is missing or incomplete, or of another model or sequence of phases.
     """
     own = run_dir(config)
     if parallel.is_main:
@@ -79,14 +79,20 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     if arguments.no_resume:
         return Start()
     folder = Path(arguments.resume_from) if arguments.resume_from else own
-    checkpoint = find_checkpoint(folder)
+    try:
+        checkpoint = find_checkpoint(folder)
+    except FileNotFoundError as error:
+        raise ResumeError(str(error)) from error
     if checkpoint is None:
         if arguments.resume_from:
             raise ResumeError(
                 f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
             )
         return Start()
-    state = read_run_state(checkpoint)
+    try:
+        state = read_run_state(checkpoint)
+    except ValueError as error:
+        raise ResumeError(str(error)) from error
     _check_same_model(config, state, checkpoint)
     _check_same_phases(state, spans, checkpoint)
     finished = state.step == spans[state.phase_index].end

@@ -54,6 +54,8 @@ class Run:
     tokens: int = 0
     saved_step: int | None = None
     """Step of the newest checkpoint of this run."""
+    validated: tuple[int, dict[str, Any]] | None = None
+    """Step and result of the newest validation."""
 
     def log(self, record: dict[str, Any]) -> None:
         if self.sinks is not None and self.progress is not None:
@@ -119,9 +121,12 @@ def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
 
 
 def validate(run: Run, phase_name: str) -> dict[str, Any]:
-    """Score the validation text and log it. Collective."""
+    """Score the validation text and log it, unless this step has been scored. Collective."""
+    if run.validated is not None and run.validated[0] == run.step:
+        return run.validated[1]
     result = evaluate(run.model, run.validation_blocks, run.tokenizer.eos_id, run.config, run.parallel)
     run.log({"event": "validation", "step": run.step, "phase": phase_name, "tokens": run.tokens, **result})
+    run.validated = (run.step, result)
     return result
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.runs import REPOSITORY, SMALL, kill, start
+from helpers.runs import REPOSITORY, SMALL, Run, kill, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,6 +88,14 @@ def test_a_resumed_bf16_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: 
         assert again.series(key) == whole.series(key)
 
 
+LAYOUT = (*SMALL, "train.precision=fp32", "gsa.k_min=128", "gsa.k_base=128")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return start(tmp_path_factory.mktemp("one"), *LAYOUT).wait()
+
+
 @needs_devices(2)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
@@ -98,11 +106,12 @@ def test_a_resumed_bf16_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: 
         pytest.param(4, ("parallel.tensor=2", "parallel.pipeline=2"), marks=needs_devices(4)),
     ],
 )
-def test_a_layout_over_nccl_follows_one_rank(tmp_path: Path, ranks: int, layout: tuple[str, ...]) -> None:
-    options = (*SMALL, "train.precision=fp32", "gsa.k_min=128", "gsa.k_base=128")
-    one = start(tmp_path, *options, name="one").wait()
-    many = start(tmp_path, *options, *layout, ranks=ranks, name="many").wait()
+def test_a_layout_over_nccl_follows_one_rank(
+    tmp_path: Path, one_rank: Run, ranks: int, layout: tuple[str, ...]
+) -> None:
+    many = start(tmp_path, *LAYOUT, *layout, ranks=ranks).wait()
     for key, relative in (("loss", 1e-4), ("grad_norm", 1e-3), ("indexer_kl", 1e-2)):
-        worst = max(abs(a - b) / abs(a) for a, b in zip(one.series(key), many.series(key), strict=True))
+        pairs = zip(one_rank.series(key), many.series(key), strict=True)
+        worst = max(abs(a - b) / abs(a) for a, b in pairs)
         print(f"{layout or 'data=2'} {key}: largest relative difference {worst:.2e}")
         assert worst <= relative
