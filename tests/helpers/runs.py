@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-import signal
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +31,29 @@ SMALL = (
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
     "phases.0.steps=10",
-    "phases.0.warmup_steps=2",
+    "phases.0.warmup_steps=9",
+    "phases.0.lr=0.9e-3",
+    "phases.0.min_lr=0.9e-3",
     "phases.1.steps=10",
-    "phases.1.warmup_steps=2",
+    "phases.1.warmup_steps=9",
+    "phases.1.lr=1.35e-3",
+    "checkpoint.every_steps=5",
+    "checkpoint.keep_last=10",
     "evaluate.every_steps=0",
     "evaluate.max_blocks=4",
     "evaluate.ngram_baselines=false",
-    "checkpoint.every_steps=1000",
     "logging.every_steps=1",
     "logging.wandb=disabled",
     "logging.tensorboard=false",
     "logging.plots=false",
 )
-"""The demo's model on short sequences, 10 steps of each phase, every one logged; no extras."""
+"""The demo's model on short sequences: 10 steps of each phase at the learning rates with which the demo begins
+them, every step logged, every fifth saved."""
+
+STEPS = 20
+
+ALL_KEYS = ("gsa.k_min=128", "gsa.k_base=128")
+"""Every query selects all that it sees, so no rounding can change a selection."""
 
 
 @dataclass
@@ -101,19 +114,27 @@ class Run:
 
 
 def start(
-    run_dir: Path, *overrides: str, ranks: int = 1, config: str = CONFIG, name: str = "run", torchrun: bool = True
+    run_dir: Path,
+    *overrides: str,
+    ranks: int = 1,
+    config: str = CONFIG,
+    name: str = "run",
+    torchrun: bool = True,
 ) -> Run:
     """Start a run in `run_dir/name`; options such as --no-resume may stand among the overrides."""
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex
     log = run_dir / f"{name}-{mark[:8]}.log"
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
+    )
     command = [sys.executable, *launcher, "launch/pretrain.py", "--config", config]
     command += [f"run.dir={run_dir}", f"run.name={name}", *overrides]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
+            # Nothing is compiled on CPUs; without the compiler, the import is a second faster.
             env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -127,6 +148,14 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run
     return start(run_dir, *overrides, ranks=ranks, **options).wait()
 
 
+@cache
+def finished(*overrides: str, ranks: int = 1) -> Run:
+    """A whole `SMALL` run, made once per test session and shared: leave its folder as it is."""
+    folder = Path(tempfile.mkdtemp(prefix="gsa_test_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return train(folder, *SMALL, *overrides, ranks=ranks)
+
+
 def processes_of(run: Run) -> list[psutil.Process]:
     """Every living process of a run: launcher, ranks, readers, checkpoint writers."""
     found = []
@@ -137,16 +166,17 @@ def processes_of(run: Run) -> list[psutil.Process]:
     return found
 
 
-def kill(run: Run) -> list[int]:
-    """SIGKILL to every process of a run at once; returns their ids, all of them dead."""
+def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
+    """SIGKILL to every process of a run, first to those named; returns their ids, all of them dead."""
     killed: list[int] = []
     deadline = time.monotonic() + 20
-    while alive := processes_of(run):
+    alive = list(at_once) or processes_of(run)
+    while alive:
         assert time.monotonic() < deadline, f"survived SIGKILL: {alive}"
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+                process.kill()
                 killed.append(process.pid)
-        time.sleep(0.01)
-    run.process.wait(20)
+        run.process.wait(20)
+        alive = processes_of(run)
     return sorted(set(killed))

@@ -53,9 +53,7 @@ def tiny_config(phases: list[PhaseConfig] | None = None, **sections: dict[str, A
     """`CONFIG` with other fields in the sections named: `tiny_config(gsa={"k_base": 3})`."""
     config = CONFIG if phases is None else dataclasses.replace(CONFIG, phases=phases)
     for name, fields in sections.items():
-        config = dataclasses.replace(
-            config, **{name: dataclasses.replace(getattr(config, name), **fields)}
-        )
+        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
     assert check_config(config, world_size=1) == []
     return config
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.single_rank import SPARSE, random_batches, tiny_config, tiny_model
 
 from gsa_data.pack import document_ids
 from gsa_train.model.build import Model
 from gsa_train.phases import enter_phase
+from helpers.single_rank import SPARSE, random_batches, tiny_config, tiny_model
 
 LENGTH, EOS = 16, 0
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.losses import indexer_kl_grad_scale, inject_loss
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -16,9 +19,6 @@ from helpers.single_rank import (
     tiny_config,
     tiny_model,
 )
-
-from gsa_train.config import Config, PhaseConfig
-from gsa_train.losses import indexer_kl_grad_scale, inject_loss
 
 CONFIG = tiny_config()
 BATCHES = random_batches(CONFIG)
@@ -45,7 +45,9 @@ def test_injected_loss_leaves_value_and_gradient_of_the_activations_and_adds_its
 
 
 def test_scale_is_lambda_over_layers_and_rows_and_undoes_the_average_over_replicas() -> None:
-    assert indexer_kl_grad_scale(0.5, num_indexers=4, rows_per_step=100, data_parallel_size=2) == 0.5 * 2 / 400
+    assert (
+        indexer_kl_grad_scale(0.5, num_indexers=4, rows_per_step=100, data_parallel_size=2) == 0.5 * 2 / 400
+    )
 
 
 def test_language_model_loss_does_not_reach_the_indexer() -> None:

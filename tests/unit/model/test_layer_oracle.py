@@ -9,13 +9,13 @@ import oracle
 import pytest
 import torch
 from composition import random_weights
-from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
 from oracle import LayerOptions
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.model.gsa_attention import GSASelfAttention
 from gsa_train.phases import enter_phase
+from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
 
 LENGTH = 13
 PACKED = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
@@ -85,9 +85,7 @@ def test_layer_equals_the_oracle(name: str) -> None:
     ours = run_layer(model, layer, ours_h, case, cotangent)
 
     theirs_h = h.clone().requires_grad_()
-    rows = [
-        oracle.gsa_layer(theirs_h[b], weights, options, case.packing and case.packing[b]) for b in (0, 1)
-    ]
+    rows = [oracle.gsa_layer(theirs_h[b], weights, options, case.packing and case.packing[b]) for b in (0, 1)]
     theirs = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     # values
@@ -146,7 +144,7 @@ def test_the_cases_select_and_adapt() -> None:
 
 def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
     """The layer above got both from the test; here GPTModel provides them, in fp32."""
-    config = tiny_config(model={"num_layers": 2, "rope_base": 50.0}, train={"global_batch_size": 1, "micro_batch_size": 1})  # fmt: skip
+    config = tiny_config(model={"rope_base": 50.0}, train={"global_batch_size": 1, "micro_batch_size": 1})
     model = tiny_model(config, VARIANCE_EMA)
     enter_phase(model, SPARSE)
     layer = model.attentions[1]

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from gsa_train.config import PhaseConfig
+from gsa_train.optim import build_optimizer
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -17,9 +20,6 @@ from helpers.single_rank import (
     tiny_config,
     tiny_model,
 )
-
-from gsa_train.config import PhaseConfig
-from gsa_train.optim import build_optimizer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
 
 from gsa_train.phases import enter_phase
+from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
 
 CONFIG = tiny_config(model={"num_layers": 4}, gsa={"selection_reuse": 2})
 

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from gsa_train.config import PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -17,10 +21,6 @@ from helpers.single_rank import (
     tiny_config,
     tiny_model,
 )
-
-from gsa_train.config import PhaseConfig
-from gsa_train.model.build import Model
-from gsa_train.step import evaluation_step
 
 DECAY = 0.75
 CONFIG = tiny_config(gsa={"variance_ema_decay": DECAY})
