@@ -1,8 +1,8 @@
 # Everything a fresh machine needs: `make pretrain` trains the demo, `make test` tests the project.
 PYTHON ?= python3
 BIN := .venv/bin
-# Ranks of the demo: one per GPU, or two on a machine without.
-RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -gt 0 ] && echo "$$n" || echo 2)
+# Ranks of the demo: two, on GPUs or on CPUs; one on a machine with a single GPU.
+RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
 CONFIG ?= configs/demo.yaml

@@ -139,6 +139,12 @@ def _check_same_phases(state: RunState, spans: list[PhaseSpan], checkpoint: Path
             f"in the config phase {state.phase_index} is {span.phase.name} and begins at step {span.start}. "
             f"{remedy}"
         )
+    trained = yaml.safe_load(state.config_yaml)["phases"][state.phase_index]["train"]
+    if trained != span.phase.train:
+        raise ResumeError(
+            f"{checkpoint} was written while phase {state.phase_name} trained {trained}; in the config "
+            f"phases.{state.phase_index}.train = {span.phase.train}, which its optimizer does not fit. {remedy}"
+        )
     if state.step > span.end:
         raise ResumeError(
             f"{checkpoint} stands at step {state.step}, but phase {span.phase.name} now ends at {span.end}. "

@@ -49,6 +49,8 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
         progress.message(f"run folder {folder}; {parallel.describe()}")
         if start.checkpoint is not None:
             progress.message(f"resuming from {start.checkpoint} at step {start.step}")
+        if start.step == total_steps:
+            progress.message("this run is complete: no step is left, only the end is written again")
         shared[0] = sinks.wandb_run_id
     dist.broadcast_object_list(shared, src=0)
     return RunFolder(folder / "checkpoints", sinks, progress, shared[0])
