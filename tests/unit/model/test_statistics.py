@@ -1,0 +1,72 @@
+"""What the layers report about their attention, where two ways of measuring must agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.phases import enter_phase
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    WARM_UP,
+    random_batches,
+    read_stats,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+
+def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, phase)
+    model.runtime.measuring = True
+    for batch in random_batches(config):
+        token_losses(model, batch)
+    return read_stats(model)
+
+
+def test_recall_is_the_same_from_dense_probabilities_and_from_sparse_attention() -> None:
+    """Only of the first layer: behind it the two phases compute other activations."""
+    config = tiny_config(gsa={"local_window": 2})
+    dense, sparse = measure(config, WARM_UP), measure(config, SPARSE)
+    assert dense["recall"][0] == pytest.approx(sparse["recall"][0], rel=1e-6)
+    assert dense["random_recall"][0] == sparse["random_recall"][0]
+    assert 0.1 < sparse["recall"][0] < 0.99
+    assert dense["selected_keys"][0] == sparse["selected_keys"][0] > sparse["k_mean"][0]
+
+
+def test_selecting_everything_is_dense_attention() -> None:
+    everything = {"k_min": 16, "k_base": 16, "k_max": 16}
+    config = tiny_config(gsa=everything)
+    stats = measure(config, SPARSE)
+    assert stats["recall"] == pytest.approx([1.0, 1.0])
+    assert stats["random_recall"] == [1.0, 1.0]
+    losses = []
+    for phase in (SPARSE, DENSE):
+        model = tiny_model(config)
+        enter_phase(model, phase)
+        losses.append(token_losses(model, random_batches(config)[0]))
+    assert torch.equal(losses[0], losses[1])
+
+
+def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None:
+    small = {"init_std": 1e-3}
+    stats = measure(tiny_config(model=small), SPARSE)
+    closed = measure(tiny_config(model=small, gsa={"gate_bias_init": -6.0}), SPARSE)
+    for gate in ("value_gate", "output_gate"):
+        assert stats[f"{gate}_mean"] == pytest.approx([0.5, 0.5], abs=0.01)
+        assert stats[f"{gate}_low"] == [0.0, 0.0]
+        assert closed[f"{gate}_low"] == [1.0, 1.0]
+
+
+def test_first_token_attention_of_nearly_equal_logits_is_one_over_the_visible_keys() -> None:
+    config = tiny_config(model={"init_std": 1e-4}, train={"global_batch_size": 2})
+    model = tiny_model(config)
+    enter_phase(model, DENSE)
+    model.runtime.measuring = True
+    token_losses(model, random_batches(config, attend_across=True)[0])
+    expected = sum(1 / count for count in range(1, 17)) / 16
+    assert read_stats(model)["first_token_attention"] == pytest.approx([expected] * 2, rel=1e-3)

@@ -1,0 +1,279 @@
+"""A phase's optimizer: learning rates and decay by parameter, teardown, and megatron-core's Adam repaired."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from gsa_train.model.build import Model
+from gsa_train.optim import (
+    PhaseOptimizer,
+    build_optimizer,
+    close_optimizer,
+    lr_multipliers,
+    set_learning_rate,
+)
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    WARM_UP,
+    named_weights,
+    random_batches,
+    single_rank,
+    step_gradients,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+LR, DECAY = 1e-2, 0.3
+SHARDED = pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
+
+
+def kind_of(name: str) -> str:
+    return "indexer" if ".indexer." in name else "gates" if ".linear_gate." in name else "base"
+
+
+# --- parameter groups -------------------------------------------------------------------------------------
+
+PHASES = {
+    "all": SPARSE,
+    "all, gates slower": dataclasses.replace(SPARSE, gate_lr_mult=0.25, indexer_lr_mult=3.0),
+    "all at one rate": dataclasses.replace(SPARSE, indexer_lr_mult=1.0),
+    "base": dataclasses.replace(DENSE, gate_lr_mult=2.0),
+    "warm-up": WARM_UP,
+}
+
+
+@SHARDED
+@pytest.mark.parametrize("name", PHASES)
+def test_each_parameter_steps_at_its_own_rate_and_only_matrices_decay(name: str, sharded: bool) -> None:
+    """Adam's first step is known in closed form: lr * g / (|g| + eps)."""
+    phase, eps = PHASES[name], 1e-3
+    config = tiny_config(
+        [phase],
+        gsa={"indexer_temperature": "learned"},
+        train={"weight_decay": DECAY, "adam_epsilon": eps},
+        parallel={"distributed_optimizer": sharded},
+    )
+    batches = random_batches(config)
+    _, gradients = step_gradients(tiny_model(config), phase, batches, config)
+    model = tiny_model(config)
+    before = named_weights(model)
+    take_step(model, build_optimizer(model, phase, config), batches, config, LR)
+
+    multipliers = {"base": 1.0, "gates": phase.gate_lr_mult, "indexer": phase.indexer_lr_mult}
+    if name == "warm-up":
+        multipliers = {"indexer": 1.0}
+    for parameter, after in named_weights(model).items():
+        old = before[parameter]
+        if parameter not in gradients:
+            assert torch.equal(after, old), parameter
+            continue
+        lr, gradient = LR * multipliers[kind_of(parameter)], gradients[parameter]
+        kept = old * (1 - lr * DECAY) if old.dim() > 1 else old
+        expected = kept - lr * gradient / (gradient.abs() + eps)
+        torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-6, msg=parameter)
+        assert (after != old).any(), parameter
+
+
+def test_reported_rates_are_those_of_the_groups_that_the_phase_trains() -> None:
+    assert lr_multipliers(SPARSE) == {"base": 1.0, "gates": 1.0, "indexer": 10.0}
+    assert lr_multipliers(DENSE) == {"base": 1.0, "gates": 1.0}
+    assert lr_multipliers(WARM_UP) == {"indexer": 1.0}
+
+
+@SHARDED
+def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) -> None:
+    clip = 0.01
+    config = tiny_config(
+        train={"weight_decay": 0.0, "adam_epsilon": 1.0, "grad_clip": clip},
+        parallel={"distributed_optimizer": sharded},
+    )
+    batches = random_batches(config)
+    _, gradients = step_gradients(tiny_model(config), SPARSE, batches, tiny_config())
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+    model = tiny_model(config)
+    before = named_weights(model)
+    result = take_step(model, build_optimizer(model, SPARSE, config), batches, config, LR)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert norm > 100 * clip
+    for name, after in named_weights(model).items():
+        clipped = gradients[name] * clip / norm
+        lr = LR * (10.0 if kind_of(name) == "indexer" else 1.0)
+        moved = -lr * clipped / (clipped.abs() + 1.0)
+        torch.testing.assert_close(after - before[name], moved, rtol=0.02, atol=2e-7, msg=name)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_the_gradient_norm_is_reported_with_and_without_clipping(clip: float) -> None:
+    """Otherwise a run without clipping would not notice a NaN."""
+    config = tiny_config(train={"grad_clip": clip})
+    batches = random_batches(config)
+    result, gradients = step_gradients(tiny_model(config), SPARSE, batches, tiny_config())
+    model = tiny_model(config)
+    result = take_step(model, build_optimizer(model, SPARSE, config), batches, config, LR)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+# --- from phase to phase ----------------------------------------------------------------------------------
+
+
+@SHARDED
+def test_warm_up_holds_gradients_of_the_indexer_only(sharded: bool) -> None:
+    config = tiny_config(parallel={"distributed_optimizer": sharded})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, WARM_UP, config)
+    parameters = dict(model.gpt.named_parameters())
+    indexer = {name for name in parameters if kind_of(name) == "indexer"}
+    assert buffered(model, optimizer) == indexer
+    close_optimizer(model, optimizer)
+    assert buffered(model, build_optimizer(model, SPARSE, config)) == parameters.keys()
+
+
+def buffered(model: Model, optimizer: PhaseOptimizer) -> set[str]:
+    """Names of the parameters with room in the gradient buffers, which hold no more than that and padding."""
+    held = {id(parameter) for buffer in optimizer.ddp.buffers for parameter in buffer.params}
+    parameters = {name: p for name, p in model.gpt.named_parameters() if id(p) in held}
+    padded = sum(-(-p.numel() // 64) * 64 for p in parameters.values())  # each starts at a multiple of 64
+    needed = sum(p.numel() for p in parameters.values())
+    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddp.buffers) <= padded + 128
+    return set(parameters)
+
+
+@SHARDED
+@pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool) -> None:
+    """Its wrapper hangs in a cycle through autograd that Python's collector cannot see."""
+    config = tiny_config(
+        train={"precision": precision},
+        parallel={
+            "distributed_optimizer": sharded,
+            "overlap_grad_reduce": overlap,
+            "overlap_param_gather": overlap and sharded,
+        },
+    )
+    model = tiny_model(config)
+    for phase in (WARM_UP, SPARSE):
+        optimizer = build_optimizer(model, phase, config)
+        take_step(model, optimizer, random_batches(config), config, LR)
+        old = [
+            weakref.ref(optimizer.ddp),
+            weakref.ref(optimizer.optimizer),
+            weakref.ref(optimizer.ddp.buffers[0].grad_data),
+        ]
+        close_optimizer(model, optimizer)
+        del optimizer
+        gc.collect()
+        assert [reference() for reference in old] == [None, None, None], phase.name
+
+
+@SHARDED
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sparse_phase_after_a_warm_up_starts_as_in_a_new_process(precision: str, sharded: bool) -> None:
+    config = tiny_config(
+        [WARM_UP, SPARSE],
+        train={"precision": precision, "grad_clip": 1.0},
+        parallel={"distributed_optimizer": sharded},
+    )
+    model = tiny_model(config)
+    warm_up = build_optimizer(model, WARM_UP, config)
+    for seed in range(2):
+        take_step(model, warm_up, random_batches(config, seed), config, LR)
+    close_optimizer(model, warm_up)
+    fresh = tiny_model(config)
+    fresh.gpt.load_state_dict(model.gpt.state_dict())
+    optimizers = [build_optimizer(m, SPARSE, config) for m in (model, fresh)]
+    for seed in (2, 3):
+        results = [
+            take_step(m, optimizer, random_batches(config, seed), config, LR)
+            for m, optimizer in zip((model, fresh), optimizers, strict=True)
+        ]
+        assert torch.equal(results[0].loss_sum, results[1].loss_sum)
+        assert results[0].grad_norm == results[1].grad_norm
+    assert_same_weights(model, fresh)
+
+
+# --- checkpoints with torch's AdamW -----------------------------------------------------------------------
+
+
+@SHARDED
+def test_a_loaded_optimizer_goes_on_as_if_it_had_not_stopped(sharded: bool, tmp_path: Path) -> None:
+    config = tiny_config(parallel={"distributed_optimizer": sharded})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for seed in range(2):
+        take_step(model, optimizer, random_batches(config, seed), config, LR)
+    folder = save_checkpoint(tmp_path, run_state(2), model, optimizer, single_rank(), keep_last=1)
+
+    other_seed = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99))
+    loaded = tiny_model(other_seed)
+    loaded_optimizer = build_optimizer(loaded, SPARSE, config)
+    set_learning_rate(loaded_optimizer.optimizer, 123.0, 4.0)
+    load_checkpoint(folder, loaded, loaded_optimizer, single_rank(), with_optimizer=True)
+    assert_same_weights(model, loaded)
+    for seed in (7, 8):
+        take_step(model, optimizer, random_batches(config, seed), config, LR)
+        take_step(loaded, loaded_optimizer, random_batches(config, seed), config, LR)
+    assert step_counts(loaded_optimizer) == {4.0}
+    assert_same_weights(model, loaded)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str, tmp_path: Path) -> None:
+    """In bf16 the optimizer has its own fp32 weights, which must follow the loaded ones."""
+    config = tiny_config([WARM_UP, SPARSE], train={"precision": precision})
+    model = tiny_model(config)
+    warm_up = build_optimizer(model, WARM_UP, config)
+    take_step(model, warm_up, random_batches(config), config, LR)
+    folder = save_checkpoint(tmp_path, run_state(1), model, warm_up, single_rank(), keep_last=1)
+    loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))
+    loaded_optimizer = build_optimizer(loaded, SPARSE, config)
+    load_checkpoint(folder, loaded, loaded_optimizer, single_rank(), with_optimizer=False)
+    assert_same_weights(model, loaded)
+    close_optimizer(model, warm_up)
+    pairs = ((model, build_optimizer(model, SPARSE, config)), (loaded, loaded_optimizer))
+    for either, optimizer in pairs:
+        take_step(either, optimizer, random_batches(config, seed=5), config, LR)
+    assert step_counts(loaded_optimizer) == {1.0}
+    assert_same_weights(model, loaded)
+
+
+def run_state(step: int) -> RunState:
+    return RunState(
+        step=step,
+        tokens=0,
+        phase_index=0,
+        phase_name="sparse",
+        phase_start=0,
+        data={},
+        wandb_run_id=None,
+        config_yaml="",
+        layout=(1, 1, 1),
+        rng=[],
+    )
+
+
+def step_counts(optimizer: PhaseOptimizer) -> set[float]:
+    return {
+        state["step"].item()
+        for inner in optimizer.optimizer.chained_optimizers
+        for state in inner.optimizer.state.values()
+    }
+
+
+def assert_same_weights(one: Model, other: Model) -> None:
+    """Parameters and moving averages."""
+    states = one.gpt.state_dict(), other.gpt.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, states[1][name]), name

@@ -1,0 +1,163 @@
+"""One optimizer step: the loss is the mean over scored tokens, however the batch is cut, and is logged as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_train.config import PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.optim import build_optimizer
+from gsa_train.phases import enter_phase
+from gsa_train.step import evaluation_step
+from helpers.single_rank import (
+    EOS,
+    SPARSE,
+    WARM_UP,
+    named_weights,
+    random_batches,
+    random_blocks,
+    read_stats,
+    single_rank,
+    step_gradients,
+    take_step,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+CONFIG = tiny_config()
+NO_KL = dataclasses.replace(SPARSE, kl_coeff=0.0)
+
+
+def uneven_batches(micro_batch_size: int) -> list[MicroBatch]:
+    """Four sequences of which one has many scored tokens, one few, and the last none at all."""
+    blocks = random_blocks(CONFIG, seed=6)
+    blocks[0] = blocks[0].clamp(min=1)
+    blocks[2, 3:] = EOS
+    blocks[3] = EOS
+    return [to_micro_batch(part, EOS, False) for part in blocks.split(micro_batch_size)]
+
+
+def scored_losses(model: Model, batches: list[MicroBatch]) -> torch.Tensor:
+    """Loss of every scored token of the step, [n]."""
+    return torch.cat([token_losses(model, batch)[batch.loss_mask > 0] for batch in batches])
+
+
+def test_gradient_is_that_of_the_mean_loss_over_scored_tokens() -> None:
+    batches = uneven_batches(2)
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(model, NO_KL)
+    scored_losses(model, batches).mean().backward()
+    expected = {name: p.grad for name, p in model.gpt.named_parameters() if p.grad is not None}
+    _, gradients = step_gradients(tiny_model(CONFIG, variance_ema=0.02), NO_KL, batches, CONFIG)
+    assert len(expected) > 10
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig) -> None:
+    found = []
+    for size in (1, 2, 4):
+        config = tiny_config(train={"micro_batch_size": size})
+        model = tiny_model(config, variance_ema=0.02)
+        found.append(step_gradients(model, phase, uneven_batches(size), config))
+    for result, gradients in found[1:]:
+        assert result.loss_tokens == found[0][0].loss_tokens
+        torch.testing.assert_close(result.loss_sum, found[0][0].loss_sum, rtol=1e-6, atol=0)
+        for name, gradient in found[0][1].items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_logged_loss_is_the_sum_over_scored_tokens(phase: PhaseConfig) -> None:
+    """The schedule divides the loss that it is given in place; the logged one must not be the same tensor."""
+    batches = uneven_batches(1)
+    config = tiny_config(train={"micro_batch_size": 1})
+    result, _ = step_gradients(tiny_model(config, variance_ema=0.02), phase, batches, config)
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, phase)
+    with torch.no_grad():
+        losses = scored_losses(model, batches)
+    assert result.loss_tokens == len(losses) == sum(int((b.tokens != EOS).sum()) for b in batches)
+    torch.testing.assert_close(result.loss_sum, losses.sum(), rtol=1e-6, atol=0)
+
+
+def test_a_step_goes_down_and_says_that_it_was_applied() -> None:
+    model, batches = tiny_model(CONFIG), random_batches(CONFIG)
+    optimizer = build_optimizer(model, SPARSE, CONFIG)
+    results = [take_step(model, optimizer, batches, CONFIG, lr=3e-3) for _ in range(10)]
+    assert all(result.applied for result in results)
+    assert results[-1].loss_sum < 0.8 * results[0].loss_sum
+
+
+def test_warm_up_lowers_the_kl_and_leaves_the_loss() -> None:
+    model, batches = tiny_model(CONFIG), random_batches(CONFIG)
+    model.runtime.measuring = True
+    optimizer = build_optimizer(model, WARM_UP, CONFIG)
+    losses, kls = set(), []
+    for _ in range(10):
+        model.runtime.stats.reset()
+        losses.add(take_step(model, optimizer, batches, CONFIG, lr=3e-2).loss_sum.item())
+        kls.append(read_stats(model)["indexer_kl"])
+    assert len(losses) == 1
+    assert all(last < 0.9 * first for first, last in zip(kls[0], kls[-1], strict=True))
+
+
+def test_gradients_of_one_step_do_not_reach_the_next() -> None:
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    optimizer = build_optimizer(model, NO_KL, CONFIG)
+    take_step(model, optimizer, random_batches(CONFIG, seed=9), CONFIG, lr=0.0)
+    take_step(model, optimizer, random_batches(CONFIG), CONFIG, lr=0.0)
+    fresh = tiny_model(CONFIG, variance_ema=0.02)
+    for name, average in fresh.gpt.state_dict().items():
+        if name.endswith("variance.ema"):
+            average.copy_(model.gpt.state_dict()[name])
+    fresh_optimizer = build_optimizer(fresh, NO_KL, CONFIG)
+    for either, its_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
+        take_step(either, its_optimizer, random_batches(CONFIG, seed=4), CONFIG, lr=0.0)
+    for (name, one), other in zip(model.gpt.named_parameters(), fresh.gpt.parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad), name
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_evaluation_sums_the_losses_and_leaves_no_trace(phase: PhaseConfig) -> None:
+    model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)
+    optimizers = [build_optimizer(m, phase, CONFIG) for m in (model, other)]
+    batches, validation = random_batches(CONFIG), uneven_batches(2)
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        take_step(m, optimizer, batches, CONFIG, lr=1e-2)
+    gradients = {name: p.main_grad.clone() for name, p in model.gpt.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        losses = scored_losses(other, validation)
+        for attention in other.attentions:
+            attention.variance.step_sum.zero_()  # scored_losses ran in training mode
+    loss_sum, loss_tokens = evaluation_step(model, validation, CONFIG, single_rank())
+    assert loss_tokens == len(losses)
+    torch.testing.assert_close(loss_sum, losses.sum(), rtol=1e-6, atol=0)
+    assert model.module.training
+    for name, gradient in gradients.items():
+        assert torch.equal(model.gpt.get_parameter(name).main_grad, gradient), name
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        take_step(m, optimizer, random_batches(CONFIG, seed=2), CONFIG, lr=1e-2)
+    weights = named_weights(other)
+    for name, weight in named_weights(model).items():
+        assert torch.equal(weight, weights[name]), name
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_evaluation_measures_what_training_measures(phase: PhaseConfig) -> None:
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    model.runtime.measuring = True
+    step_gradients(model, phase, random_batches(CONFIG), CONFIG)
+    trained = read_stats(model)
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(model, phase)
+    model.runtime.measuring = True
+    evaluation_step(model, random_batches(CONFIG), CONFIG, single_rank())
+    assert read_stats(model) == trained
+    assert {"recall", "indexer_kl", "output_gate_mean", "max_activation"} <= trained.keys()
