@@ -1,0 +1,175 @@
+"""Times the indexer scores and the selection on a GPU, and checks the selection beside each time.
+
+python kernels/bench/bench_selection.py [--lengths 4096 32768] [--json FILE]
+
+Per length: the score pass and the selection pass over the same chunks of rows, both together as `select_keys`
+runs them, torch.topk over the same scores (its sort, without the words), all medians of CUDA events.
+TFLOP/s count the products of the causal pairs, 2 HI DI each; GB/s count one write (scores) or one read
+(selection) of each causal score.
+"""
+
+import argparse
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from gsa_kernels import adaptive_budget, select_top_k, visible_mask
+from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
+from gsa_kernels.selection.op import (
+    ROW_CHUNK_BYTES,
+    Selection,
+    chunk_view,
+    mask_from_words,
+    new_outputs,
+    row_chunks,
+    score_buffer,
+    score_rows,
+    select_chunk,
+    select_keys,
+)
+
+HEADS, DIM = 4, 64
+K_BASE, K_MIN, K_MAX = 2048, 256, 4096
+
+
+@dataclass
+class Row:
+    length: int
+    scores_ms: float
+    selection_ms: float
+    select_keys_ms: float
+    topk_ms: float
+    scores_tflops: float
+    scores_gbps: float
+    selection_gbps: float
+    mean_k: float
+    correct: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+
+    about = {
+        "commit": _commit(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": args.dtype,
+        "heads x dim": f"{HEADS} x {DIM}",
+        "k": f"base {K_BASE}, {K_MIN} to {K_MAX}",
+    }
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    columns = ["length", "scores ms", "selection ms", "select_keys ms", "topk ms"]
+    columns += ["TFLOP/s", "write GB/s", "read GB/s", "mean k", "correct"]
+    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    rows = []
+    for length in args.lengths:
+        row = measure(length, getattr(torch, args.dtype))
+        rows.append(row)
+        cells = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in asdict(row).values()]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def measure(length: int, dtype: torch.dtype) -> Row:
+    generator = torch.Generator("cuda").manual_seed(length)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+    # The keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+    q_idx, k_idx, weights = draw(1, length, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, length, HEADS)
+    rule = (K_BASE, K_MIN, min(K_MAX, length), "inverse")
+
+    def select(ema: torch.Tensor) -> Selection:
+        return select_keys(
+            q_idx, k_idx, weights, ema, k_base=K_BASE, k_min=K_MIN, k_max=K_MAX, mode="inverse"
+        )
+
+    ema = select(torch.ones((), device="cuda")).variance.mean()
+    selection = select(ema)
+
+    inputs = score_inputs(q_idx, k_idx, weights)
+    chunks = list(row_chunks(1, length, score_tiles(inputs).rows, ROW_CHUNK_BYTES))
+    buffer = score_buffer(inputs, chunks)
+    outputs = new_outputs(inputs)
+    views = [(rows, chunk_view(buffer, 1, rows)) for rows in chunks]
+
+    def scores_pass() -> None:
+        for rows, view in views:
+            write_scores(inputs, rows.start, rows.stop, view)
+
+    def selection_pass() -> None:
+        # What the chunks before the last left in the buffer is overwritten, but scores all the same.
+        for rows, view in views:
+            select_chunk(view, rows, outputs, inputs, ema, rule, 0)
+
+    def topk_pass() -> None:
+        for rows, view in views:
+            view[..., : rows.stop].topk(min(K_BASE, rows.stop), sorted=False)
+
+    scores_ms = median_ms(scores_pass)
+    selection_ms = median_ms(selection_pass)
+    pairs = length * (length + 1) / 2
+    return Row(
+        length=length,
+        scores_ms=scores_ms,
+        selection_ms=selection_ms,
+        select_keys_ms=median_ms(lambda: select(ema)),
+        topk_ms=median_ms(topk_pass),
+        scores_tflops=2 * HEADS * DIM * pairs / scores_ms / 1e9,
+        scores_gbps=4 * pairs / scores_ms / 1e6,
+        selection_gbps=4 * pairs / selection_ms / 1e6,
+        mean_k=selection.budget.float().mean().item(),
+        correct=is_correct(inputs, selection, ema),
+    )
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    return float(triton.testing.do_bench(run, warmup=25, rep=150, return_mode="median"))
+
+
+def is_correct(inputs: ScoreInputs, selection: Selection, ema: torch.Tensor, sample: int = 64) -> bool:
+    """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
+    length = inputs.q_idx.shape[1]
+    sample = min(sample, length)
+    for start in (0, (length - sample) // 2, length - sample):
+        rows = torch.arange(start, start + sample, device="cuda")
+        visible = visible_mask(length, query_positions=rows)
+        scores = score_rows(inputs.q_idx, inputs.k_idx, inputs.weight_logits, start, start + sample)
+        scores = torch.where(visible, scores, 0)
+        budget = adaptive_budget(
+            selection.variance[:, rows],
+            ema,
+            visible.sum(-1),
+            k_base=K_BASE,
+            k_min=K_MIN,
+            k_max=K_MAX,
+            mode="inverse",
+        )
+        wanted = select_top_k(scores, visible, budget)
+        found = mask_from_words(selection.words[:, rows], length)
+        if not (torch.equal(budget.int(), selection.budget[:, rows]) and torch.equal(wanted, found)):
+            return False
+    return True
+
+
+def _commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

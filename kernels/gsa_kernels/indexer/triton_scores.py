@@ -1,0 +1,262 @@
+"""Indexer scores on the GPU (GSA, equation 7): tiles of [queries, keys] in fp32, causal tiles only.
+
+The arithmetic limits this kernel, not the memory: per (query, key) pair it does HI sigmoids, so for half
+precision inputs sigmoid(z) is 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11).
+fp32 inputs get the exact sigmoid and IEEE products.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.checks import check_shape
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEADS = 8
+
+
+class Tiles(NamedTuple):
+    """Shape of the work of one program."""
+
+    rows: int
+    cols: int
+    per_program: int  # key tiles a program walks over, so that loading its queries costs little
+    warps: int
+    stages: int
+
+
+HALF_TILES = Tiles(rows=64, cols=64, per_program=8, warps=4, stages=3)
+FLOAT_TILES = Tiles(rows=32, cols=64, per_program=4, warps=4, stages=1)
+_MIN_DIM, _MAX_DIM = 16, 128
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """Checked and contiguous inputs of one indexer. Made by `score_inputs`."""
+
+    q_idx: torch.Tensor  # [B, L, HI, DI]
+    k_idx: torch.Tensor  # [B, L, DI]
+    weight_logits: torch.Tensor  # [B, L, HI]
+    score_bias: torch.Tensor | None  # [HI]
+    weight_bias: torch.Tensor | None  # [HI]
+    activation: Literal["sigmoid", "relu"]
+    document_starts: torch.Tensor | None  # int32 [B, L]
+
+
+def score_inputs(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    *,
+    score_bias: torch.Tensor | None = None,
+    weight_bias: torch.Tensor | None = None,
+    activation: Literal["sigmoid", "relu"] = "sigmoid",
+    document_starts: torch.Tensor | None = None,
+) -> ScoreInputs:
+    """Check shapes, dtypes and devices; detach, and make contiguous what the kernel reads."""
+    check_shape("q_idx", q_idx, "[B, L, HI, DI]", (None, None, None, None))
+    batch, length, heads, dim = q_idx.shape
+    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, length, dim))
+    check_shape("weight_logits", weight_logits, "[B, L, HI]", (batch, length, heads))
+    if batch < 1 or length < 1:
+        raise ValueError(f"q_idx has shape {tuple(q_idx.shape)}; pass at least one sequence and one token")
+    if not 1 <= heads <= _MAX_HEADS:
+        raise ValueError(f"q_idx has {heads} heads; pass 1 to {_MAX_HEADS}")
+    if not _MIN_DIM <= dim <= _MAX_DIM:
+        raise ValueError(f"q_idx has head size {dim}; pass {_MIN_DIM} to {_MAX_DIM}")
+    if q_idx.dtype not in (*HALF_DTYPES, torch.float32):
+        raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass bfloat16, float16 or float32")
+    if k_idx.dtype != q_idx.dtype:
+        raise ValueError(f"k_idx has dtype {k_idx.dtype} and q_idx {q_idx.dtype}; pass one dtype for both")
+    if activation not in ("sigmoid", "relu"):
+        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
+
+    # fp64 weights or biases would be rounded to fp32 in silence.
+    optional = {"score_bias": score_bias, "weight_bias": weight_bias}
+    for name, bias in optional.items():
+        if bias is not None and activation == "relu":
+            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
+        if bias is not None:
+            check_shape(name, bias, "[HI]", (heads,))
+    for name, tensor in {"weight_logits": weight_logits, **optional}.items():
+        if tensor is not None and tensor.dtype not in (*HALF_DTYPES, torch.float32):
+            raise ValueError(f"{name} has dtype {tensor.dtype}; pass bfloat16, float16 or float32")
+    if document_starts is not None:
+        check_shape("document_starts", document_starts, "[B, L]", (batch, length))
+        if document_starts.dtype != torch.int32:
+            raise ValueError(f"document_starts has dtype {document_starts.dtype}; pass int32")
+    others = {"k_idx": k_idx, "weight_logits": weight_logits, "document_starts": document_starts, **optional}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q_idx.device:
+            raise ValueError(f"{name} is on {tensor.device} and q_idx on {q_idx.device}; pass one device")
+
+    return ScoreInputs(
+        q_idx=q_idx.detach().contiguous(),
+        k_idx=k_idx.detach().contiguous(),
+        weight_logits=weight_logits.detach().contiguous(),
+        score_bias=_contiguous(score_bias),
+        weight_bias=_contiguous(weight_bias),
+        activation=activation,
+        document_starts=_contiguous(document_starts),
+    )
+
+
+def score_tiles(inputs: ScoreInputs) -> Tiles:
+    return HALF_TILES if inputs.q_idx.dtype in HALF_DTYPES else FLOAT_TILES
+
+
+def write_scores(inputs: ScoreInputs, row_start: int, row_stop: int, out: torch.Tensor) -> None:
+    """out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop.
+
+    Written where key s is visible to r, and on the rest of such tiles as far as out's last column;
+    elsewhere `out` keeps what it held.
+
+    Args:
+        out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
+    """
+    batch, length, heads, dim = inputs.q_idx.shape
+    rows, columns = row_stop - row_start, out.shape[2]
+    half = inputs.q_idx.dtype in HALF_DTYPES
+    tiles = score_tiles(inputs)
+    key_tiles = triton.cdiv(row_stop, tiles.cols)
+    grid = (triton.cdiv(key_tiles, tiles.per_program), triton.cdiv(rows, tiles.rows), batch)
+    _scores_kernel[grid](
+        inputs.q_idx,
+        inputs.k_idx,
+        inputs.weight_logits,
+        inputs.score_bias,
+        inputs.weight_bias,
+        inputs.document_starts,
+        out,
+        row_start,
+        row_stop,
+        columns,
+        length,
+        out.stride(0),
+        out.stride(1),
+        dim**-0.5,
+        HI=heads,
+        DI=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_COLS=tiles.cols,
+        TILES=tiles.per_program,
+        SIGMOID=inputs.activation == "sigmoid",
+        # The interpreter, which runs on the CPU, has no inline assembly.
+        TANH=half and inputs.q_idx.is_cuda,
+        PRECISION="tf32" if half else "ieee",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+@triton.jit
+def _fast_tanh(x):
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+# Row ranges vary from launch to launch: specialising on them would only compile more variants.
+@triton.jit(do_not_specialize=["row_start", "row_stop", "length"])
+def _scores_kernel(
+    q_ptr,
+    k_ptr,
+    weight_ptr,
+    score_bias_ptr,
+    weight_bias_ptr,
+    starts_ptr,
+    out_ptr,
+    row_start,
+    row_stop,
+    columns,
+    length,
+    out_stride_b,
+    out_stride_r,
+    scale,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    TILES: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TANH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
+    batch = tl.program_id(2).to(tl.int64)
+    first_row = row_start + tl.program_id(1) * BLOCK_ROWS
+    end_col = tl.minimum(first_row + BLOCK_ROWS, row_stop)
+    first_col = tl.program_id(0) * (TILES * BLOCK_COLS)
+    if first_col >= end_col:  # above the diagonal
+        return
+    end_col = tl.minimum(end_col, first_col + TILES * BLOCK_COLS)
+
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    row_ok = rows < row_stop
+    tokens = batch * length + rows
+    if starts_ptr is not None:
+        starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647)
+        # Tiles before every query's document are skipped too.
+        skipped = tl.maximum(tl.min(starts), first_col) // BLOCK_COLS * BLOCK_COLS
+        first_col = tl.maximum(first_col, skipped)
+
+    dims = tl.arange(0, BLOCK_D)
+    dim_ok = dims < DI
+    # Triton has no starred tuples: these grow by addition.
+    queries = ()
+    weights = ()
+    biases = ()
+    base = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    for head in tl.static_range(HI):
+        query_ptrs = q_ptr + (tokens[:, None] * HI + head) * DI + dims[None, :]
+        query = tl.load(query_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
+        queries = queries + (query,)  # type: ignore[assignment] # noqa: RUF005
+        weight = tl.load(weight_ptr + tokens * HI + head, mask=row_ok, other=0.0).to(tl.float32)
+        bias = 0.0
+        if SIGMOID:
+            if weight_bias_ptr is not None:
+                weight += tl.load(weight_bias_ptr + head).to(tl.float32)
+            weight = tl.sigmoid(weight)
+            if score_bias_ptr is not None:
+                bias = tl.load(score_bias_ptr + head).to(tl.float32)
+        if SIGMOID and TANH:  # w sigmoid(z) = w/2 + w/2 tanh(z/2)
+            weight = weight * 0.5
+            bias = bias * 0.5
+            base += weight
+        weights = weights + (weight,)  # type: ignore[assignment] # noqa: RUF005
+        biases = biases + (bias,)  # type: ignore[assignment] # noqa: RUF005
+    if TANH and SIGMOID:
+        scale = scale * 0.5
+
+    for col in range(first_col, end_col, BLOCK_COLS):
+        cols = col + tl.arange(0, BLOCK_COLS)
+        key_ptrs = k_ptr + (batch * length + cols[:, None]) * DI + dims[None, :]
+        keys = tl.load(key_ptrs, mask=(cols < length)[:, None] & dim_ok[None, :], other=0.0)
+        keys = tl.trans(keys)
+        scores = tl.zeros([BLOCK_ROWS, BLOCK_COLS], dtype=tl.float32)
+        if TANH and SIGMOID:
+            scores += base[:, None]
+        for head in tl.static_range(HI):
+            logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
+            if SIGMOID:
+                logits += biases[head]
+                activated = _fast_tanh(logits) if TANH else tl.sigmoid(logits)
+            else:
+                activated = tl.maximum(logits, 0.0)
+            scores += weights[head][:, None] * activated
+        out_ptrs = (
+            out_ptr
+            + batch * out_stride_b
+            + (rows - row_start).to(tl.int64)[:, None] * out_stride_r
+            + cols[None, :]
+        )
+        tl.store(out_ptrs, scores, mask=row_ok[:, None] & (cols < columns)[None, :])

@@ -1,0 +1,119 @@
+"""Device functions shared by the selection kernels: order, search for the k-th key, budget."""
+
+import triton
+import triton.language as tl
+
+KEYS_PER_WARP = 2048
+"""64 in each thread: half of its registers. With fewer keys per warp, each round's scalar work, which every
+warp does, costs as much as its counting; measured on an H200, 1024 are 10% slower."""
+
+INT_MIN = tl.constexpr(-(2**31))
+INT_MAX = tl.constexpr(2**31 - 1)
+
+
+def search_options(num_keys: int, min_warps: int = 4) -> dict[str, int]:
+    """Launch options of a kernel that keeps `num_keys` int32 keys in registers."""
+    warps = min(max(num_keys // KEYS_PER_WARP, min_warps), 32)
+    # 64K registers per multiprocessor; the limit keeps at least 16 warps on it.
+    return {"num_warps": warps, "maxnreg": min(128, 65536 // (32 * warps))}
+
+
+@triton.jit
+def order_key(x):
+    """fp32 -> int32 with the same order; -0.0 and 0.0 are one value, as they are to a comparison.
+
+    INT_MAX, which only a NaN could give, is left free: `find_cut` needs a key above all others.
+    """
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), INT_MAX - 1)
+
+
+@triton.jit
+def find_cut(keys, indices, num_valid, k):
+    """The cut (threshold, last) such that exactly min(k, num_valid) entries are on or above it.
+
+    An entry is above the cut if key > threshold, or key == threshold and index <= last: the k largest keys,
+    ties to the lower index. The entries stay in registers; each round counts those at or above one
+    threshold, and the search ends as soon as a threshold has exactly k of them, after about 8 to 17
+    rounds on scores without ties. The threshold is interpolated between the ends' counts, a little beyond k so that
+    the far end moves; where that did not halve the entries in between, the next round bisects the keys.
+
+    Args:
+        keys: int32 of any shape, INT_MIN where there is no entry
+        indices: int32 of the same shape, distinct and not negative
+        num_valid: int32 scalar, the number of entries
+        k: int32 scalar
+
+    Returns:
+        threshold, last: int32 scalars; no INT_MIN key is above this cut
+    """
+    low = tl.min(tl.where(keys == INT_MIN, INT_MAX, keys))
+    high = tl.max(keys) + 1
+    count = num_valid
+    count_high = num_valid * 0
+    interpolate = num_valid > 0
+    # Invariant: count entries are >= low, count >= k; count_high entries are >= high, count_high < k.
+    while (count > k) & (high != low + 1):
+        # Unsigned: the distance of two int32 keys may not fit in int32.
+        span = (high - low).to(tl.uint32)
+        between = (count - count_high).to(tl.float32)
+        beyond = 0.25 * tl.sqrt(between)
+        target = tl.where(count - k > k - count_high, k + beyond, k - beyond)
+        target = tl.minimum(tl.maximum(target, count_high + 0.25), count - 0.25)
+        step = (span.to(tl.float32) * ((count - target) / between)).to(tl.uint32)
+        step = tl.minimum(tl.maximum(step, 1), span - 1)
+        middle = low + tl.where(interpolate, step, span >> 1).to(tl.int32)
+        found = tl.sum((keys >= middle).to(tl.int32))
+        if found >= k:
+            low = middle
+            count = found
+        else:
+            high = middle
+            count_high = found
+        # Two rounds in a row halve the entries or the keys in between: at most 2 * 32 + 17 rounds.
+        interpolate = (interpolate == 0) | ((count - count_high) * 2 <= between)
+
+    threshold = low
+    last = count * 0 + INT_MAX
+    if count > k:
+        # More entries equal the threshold than fit: the same search over their indices.
+        wanted = k - count_high
+        below = count * 0 - 1
+        last = tl.max(tl.where(keys == threshold, indices, 0))
+        # Invariant: fewer than `wanted` of them have index <= below, at least `wanted` index <= last.
+        while last - below > 1:
+            centre = below + ((last - below) >> 1)
+            if tl.sum(((keys == threshold) & (indices <= centre)).to(tl.int32)) >= wanted:
+                last = centre
+            else:
+                below = centre
+    return threshold, last
+
+
+@triton.jit
+def above_cut(keys, indices, threshold, last):
+    return (keys > threshold) | ((keys == threshold) & (indices <= last))
+
+
+@triton.jit
+def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE: tl.constexpr):
+    """k_t as `budget/reference.py` has it, with the quotient in fp64: int32 scalar."""
+    base = k_base.to(tl.float64)
+    raw = base
+    if MODE != "off":
+        ema = tl.load(ema_ptr).to(tl.float64)
+        var = variance.to(tl.float64)
+        raw = base * ema / var if MODE == "inverse" else base * var / ema
+        raw = tl.where((ema == 0.0) | (raw != raw), base, raw)
+    # Clamped before the cast, which then is the floor: the limits are whole numbers and positive.
+    raw = tl.minimum(tl.maximum(raw, k_min.to(tl.float64)), k_max.to(tl.float64))
+    return tl.minimum(raw.to(tl.int32), num_visible)
+
+
+@triton.jit
+def window_words(word_index, first, row):
+    """int32 words in which exactly the bits of the keys first .. row are set."""
+    low = tl.minimum(tl.maximum(first - word_index * 32, 0), 32).to(tl.int64)
+    high = tl.minimum(tl.maximum(row + 1 - word_index * 32, 0), 32).to(tl.int64)
+    one = low * 0 + 1
+    return tl.where(high > low, (one << high) - (one << low), 0).to(tl.int32)

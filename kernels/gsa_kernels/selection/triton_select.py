@@ -1,0 +1,118 @@
+"""Moments, budget and exact top-k of one row of scores, all in one program with the row in registers."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.selection.triton_search import (
+    INT_MIN,
+    above_cut,
+    find_cut,
+    order_key,
+    row_budget,
+    search_options,
+    window_words,
+)
+
+
+def select_rows(
+    scores: torch.Tensor,
+    chunk_start: int,
+    rows: range,
+    block: int,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    document_starts: torch.Tensor | None,
+    variance_ema: torch.Tensor,
+    budget_rule: tuple[int, int, int, str],
+    local_window: int,
+) -> None:
+    """Select for `rows`, all of them below `block`.
+
+    Args:
+        scores: fp32 [B, R, columns], the chunk of rows from `chunk_start` on; the row stride a multiple of 16
+        block: a power of two
+        outputs: words int32 [B, L, W] holding zeros, budget int32 [B, L], variance fp32 [B, L]
+        budget_rule: k_base, k_min, k_max, mode
+    """
+    words, budget, variance = outputs
+    k_base, k_min, k_max, mode = budget_rule
+    _select_rows_kernel[(len(rows), scores.shape[0])](
+        scores,
+        document_starts,
+        variance_ema,
+        words,
+        budget,
+        variance,
+        rows.start,
+        chunk_start,
+        budget.shape[1],
+        words.shape[2],
+        scores.stride(0),
+        scores.stride(1),
+        k_base,
+        k_min,
+        k_max,
+        local_window,
+        MODE=mode,
+        BLOCK=block,
+        **search_options(block),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "chunk_start", "length", "k_base", "k_min", "k_max", "local_window"]
+)
+def _select_rows_kernel(
+    scores_ptr,
+    starts_ptr,
+    ema_ptr,
+    words_ptr,
+    budget_ptr,
+    variance_ptr,
+    first_row,
+    chunk_start,
+    length,
+    words_per_row,
+    stride_b,
+    stride_r,
+    k_base,
+    k_min,
+    k_max,
+    local_window,
+    MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = first_row + tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    token = batch * length + row
+    start = row * 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + token)
+    num_visible = tl.maximum(row - start + 1, 0)
+    columns = tl.arange(0, BLOCK)
+    visible = (columns >= start) & (columns <= row)
+
+    row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
+    # A limit that is known to be a multiple of 16 keeps the masked load 16 bytes wide.
+    limit = (row // 16 + 1) * 16
+    x = tl.load(row_ptr + columns, mask=columns < limit, other=0.0)
+
+    # Two passes, from the first visible score: equal scores have variance 0 to the bit.
+    origin = tl.load(row_ptr + tl.minimum(start, row))
+    divisor = tl.maximum(num_visible, 1).to(tl.float32)
+    distance = tl.where(visible, x - origin, 0.0)
+    mean = tl.sum(distance) / divisor
+    deviation = tl.where(visible, distance - mean, 0.0)
+    variance = tl.sum(deviation * deviation) / divisor
+    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
+
+    keys = tl.where(visible, order_key(x), INT_MIN)
+    threshold, last = find_cut(keys, columns, num_visible, k)
+    bits = above_cut(keys, columns, threshold, last).to(tl.int32) << (columns & 31)
+    # Distinct bits: their sum is their union, bit 31 included.
+    words = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), axis=1)
+    word_index = tl.arange(0, BLOCK // 32)
+    words |= window_words(word_index, tl.maximum(row - local_window + 1, start), row)
+    tl.store(words_ptr + token * words_per_row + word_index, words, mask=word_index < words_per_row)
+    tl.store(budget_ptr + token, k)
+    tl.store(variance_ptr + token, variance)

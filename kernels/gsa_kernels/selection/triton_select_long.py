@@ -1,0 +1,238 @@
+"""Exact top-k of rows too long for registers: by the maxima of groups of 8 neighbouring keys.
+
+The k groups with the best maxima (ties to the lower group) hold the k best keys: each key outside them is
+preceded by the best key of each of those k groups. So one program finds these groups among L / 8 maxima,
+and a second one selects among their 8 k keys. Both searches are exact and have no case in which they fail;
+the row itself is read once in full. A group's 8 keys are one byte of the row's words.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.selection.triton_search import (
+    INT_MIN,
+    above_cut,
+    find_cut,
+    order_key,
+    row_budget,
+    search_options,
+    window_words,
+)
+
+GROUP = 8
+_TILE = 4096  # keys a program reads at a time
+_SMALLEST_LIST = 64  # groups
+
+
+def select_long_rows(
+    scores: torch.Tensor,
+    chunk_start: int,
+    rows: range,
+    block: int,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    document_starts: torch.Tensor | None,
+    variance_ema: torch.Tensor,
+    budget_rule: tuple[int, int, int, str],
+    local_window: int,
+) -> None:
+    """Select for `rows`, all of them below `block`. The arguments are those of `select_rows`."""
+    words, budget, variance = outputs
+    k_base, k_min, k_max, mode = budget_rule
+    batch, length = budget.shape
+    grid = (len(rows), batch)
+    padded_groups, list_length = _padded_groups(rows.stop), _list_length(k_max)
+    group_keys = torch.empty((batch, len(rows), padded_groups), dtype=torch.int32, device=scores.device)
+    group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
+    num_groups = max(block // GROUP, 128)
+    _best_groups_kernel[grid](
+        scores,
+        document_starts,
+        variance_ema,
+        group_keys,
+        group_list,
+        budget,
+        variance,
+        rows.start,
+        chunk_start,
+        length,
+        scores.stride(0),
+        scores.stride(1),
+        padded_groups,
+        list_length,
+        k_base,
+        k_min,
+        k_max,
+        MODE=mode,
+        GROUP=GROUP,
+        TILE=_TILE,
+        NUM_GROUPS=num_groups,
+        **search_options(num_groups, min_warps=8),
+    )
+    # The budget is known on the device only: all sizes are launched, and each row belongs to one of them.
+    sizes = [size for size in (list_length // 4, list_length // 2) if size >= _SMALLEST_LIST] + [list_length]
+    for above, size in zip([0, *sizes[:-1]], sizes, strict=True):
+        _select_in_groups_kernel[grid](
+            scores,
+            document_starts,
+            group_list,
+            budget,
+            words,
+            words.view(torch.uint8),
+            rows.start,
+            chunk_start,
+            length,
+            words.shape[2],
+            scores.stride(0),
+            scores.stride(1),
+            list_length,
+            above,
+            local_window,
+            GROUP=GROUP,
+            SIZE=size,
+            **search_options(size * GROUP),
+        )
+
+
+def _padded_groups(row_stop: int) -> int:
+    return triton.cdiv(triton.cdiv(row_stop, GROUP), 16) * 16
+
+
+def _list_length(k_max: int) -> int:
+    return max(triton.next_power_of_2(k_max), _SMALLEST_LIST)
+
+
+@triton.jit(do_not_specialize=["first_row", "chunk_start", "length", "k_base", "k_min", "k_max"])
+def _best_groups_kernel(
+    scores_ptr,
+    starts_ptr,
+    ema_ptr,
+    group_keys_ptr,
+    group_list_ptr,
+    budget_ptr,
+    variance_ptr,
+    first_row,
+    chunk_start,
+    length,
+    stride_b,
+    stride_r,
+    padded_groups,
+    list_length,
+    k_base,
+    k_min,
+    k_max,
+    MODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+):
+    """Moments and budget k of a row, and the ascending list of its k best groups."""
+    row = first_row + tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    token = batch * length + row
+    start = row * 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + token)
+    num_visible = tl.maximum(row - start + 1, 0)
+    row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
+    scratch_row = batch * tl.num_programs(0) + tl.program_id(0)
+    group_keys_ptr += scratch_row * padded_groups
+    group_list_ptr += scratch_row * list_length
+
+    tile_groups = tl.arange(0, TILE // GROUP)
+    within = tl.arange(0, GROUP)[None, :]
+    first_group = start // GROUP
+    end_group = row // GROUP + 1
+    divisor = tl.maximum(num_visible, 1).to(tl.float32)
+
+    # Moments about the mean of the first keys: near the row's mean, so that nothing cancels, and equal
+    # scores have variance 0 to the bit.
+    origin = tl.load(row_ptr + tl.minimum(start, row))
+    columns = (first_group + tile_groups)[:, None] * GROUP + within
+    visible = (columns >= start) & (columns <= row)
+    x = tl.load(row_ptr + columns, mask=((first_group + tile_groups) < end_group)[:, None], other=0.0)
+    near = tl.sum(visible.to(tl.int32))
+    centre = origin + tl.sum(tl.where(visible, x - origin, 0.0)) / tl.maximum(near, 1).to(tl.float32)
+
+    sums = tl.zeros([TILE // GROUP, GROUP], dtype=tl.float32)
+    squares = tl.zeros([TILE // GROUP, GROUP], dtype=tl.float32)
+    for tile in range(first_group, end_group, TILE // GROUP):
+        groups = tile + tile_groups
+        columns = groups[:, None] * GROUP + within
+        visible = (columns >= start) & (columns <= row)
+        x = tl.load(row_ptr + columns, mask=(groups < end_group)[:, None], other=0.0)
+        distance = tl.where(visible, x - centre, 0.0)
+        sums += distance
+        squares += distance * distance
+        best = tl.max(tl.where(visible, x, float("-inf")), axis=1)
+        tl.store(group_keys_ptr + groups, order_key(best), mask=groups < end_group)
+    mean = tl.sum(sums) / divisor
+    variance = tl.maximum(tl.sum(squares) / divisor - mean * mean, 0.0)
+    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
+    tl.store(budget_ptr + token, k)
+    tl.store(variance_ptr + token, variance)
+
+    tl.debug_barrier()  # the maxima were written by other threads of this program
+    groups = first_group + tl.arange(0, NUM_GROUPS)
+    keys = tl.load(group_keys_ptr + groups, mask=groups < end_group, other=INT_MIN)
+    num_valid = tl.maximum(end_group - first_group, 0)
+    threshold, last = find_cut(keys, groups, num_valid, k)
+    chosen = above_cut(keys, groups, threshold, last)
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(group_list_ptr + place, groups, mask=chosen)
+
+
+@triton.jit(do_not_specialize=["first_row", "chunk_start", "length", "above", "local_window"])
+def _select_in_groups_kernel(
+    scores_ptr,
+    starts_ptr,
+    group_list_ptr,
+    budget_ptr,
+    words_ptr,
+    bytes_ptr,
+    first_row,
+    chunk_start,
+    length,
+    words_per_row,
+    stride_b,
+    stride_r,
+    list_length,
+    above,
+    local_window,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Select among the keys of the listed groups, for rows whose budget k is in (above, SIZE]."""
+    row = first_row + tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    token = batch * length + row
+    k = tl.load(budget_ptr + token)
+    if (k <= above) | (k > SIZE):
+        return
+    start = row * 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + token)
+    row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
+    group_list_ptr += (batch * tl.num_programs(0) + tl.program_id(0)) * list_length
+
+    slots = tl.arange(0, SIZE)
+    listed = slots < tl.minimum(k, row // GROUP - start // GROUP + 1)
+    groups = tl.load(group_list_ptr + slots, mask=listed, other=0)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(row_ptr + columns, mask=listed[:, None], other=0.0)
+    valid = listed[:, None] & (columns >= start) & (columns <= row)
+    keys = tl.where(valid, order_key(x), INT_MIN)
+    threshold, last = find_cut(keys, columns, tl.sum(valid.to(tl.int32)), k)
+    selected = above_cut(keys, columns, threshold, last)
+    bits = tl.sum(selected.to(tl.int32) << tl.arange(0, GROUP)[None, :], axis=1)
+    tl.store(bytes_ptr + token * words_per_row * 4 + groups, bits.to(tl.uint8), mask=listed)
+
+    if local_window > 0:
+        tl.debug_barrier()  # these words hold bytes that other threads wrote
+        near = tl.maximum(row - local_window + 1, start)
+        row_words_ptr = words_ptr + token * words_per_row
+        for word in range(near // 32, row // 32 + 1, 128):
+            index = word + tl.arange(0, 128)
+            in_row = index <= row // 32
+            old = tl.load(row_words_ptr + index, mask=in_row, other=0)
+            tl.store(row_words_ptr + index, old | window_words(index, near, row), mask=in_row)
