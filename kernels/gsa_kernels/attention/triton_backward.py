@@ -1,0 +1,131 @@
+"""Backward of attention over selected keys, deterministic: one kernel per side, every sum in one program.
+
+With U the gradient of the gated output: dO = U * sigmoid(gate), delta = sum_d dO O = sum_d U out and
+dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). So the gated output serves for everything, and the
+ungated one is not kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_backward_keys import backward_keys, key_tiles
+from gsa_kernels.attention.triton_backward_queries import backward_queries, query_tiles
+from gsa_kernels.attention.triton_tiles import (
+    LOG2E,
+    Tiles,
+)
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    words: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    gate_logits: torch.Tensor | None,
+    scale: float,
+    tiles: tuple[Tiles, Tiles] | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v and gate_logits from that of `out`.
+
+    Args:
+        tiles: of the query side and the key side
+        splits: parts into which the query heads of a key-value head are divided; each part is a program
+            of its own and their gradients are added at the end
+    """
+    head_size = q.shape[3]
+    side_q, side_k = tiles or (query_tiles(head_size, q.dtype), key_tiles(head_size, q.dtype))
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, gate_logits)
+    grad_q = backward_queries(grad_attended, q, k, v, delta, lse2, words, document_starts, scale, side_q)
+    grad_k, grad_v = backward_keys(
+        grad_attended, q, k, v, delta, lse2, words, document_starts, scale, side_k, splits
+    )
+    return grad_q, grad_k, grad_v, grad_gate
+
+
+def backward_rows(
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gate_logits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """What is needed once per query and head.
+
+    Returns:
+        gradient of the ungated output [B, L, H, D], gradient of gate_logits or None,
+        delta and lse * log2(e), fp32 [B, H, L]
+    """
+    batch, length, heads, head_size = out.shape
+    gated = gate_logits is not None
+    grad_attended = torch.empty_like(out) if gated else grad
+    grad_gate = torch.empty_like(gate_logits) if gate_logits is not None else None
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    rows = 32
+    _rows_kernel[(batch * heads, triton.cdiv(length, rows))](
+        grad,
+        out,
+        gate_logits,
+        lse,
+        grad_attended,
+        grad_gate,
+        delta,
+        lse2,
+        *grad.stride()[:3],
+        *out.stride()[:3],
+        *(gate_logits.stride()[:3] if gate_logits is not None else (0, 0, 0)),
+        *grad_attended.stride()[:3],
+        *(grad_gate.stride()[:3] if grad_gate is not None else (0, 0, 0)),
+        length,
+        heads,
+        D=head_size,
+        ROWS=rows,
+        HAS_GATE=gated,
+        num_warps=4,
+    )
+    return grad_attended, grad_gate, delta, lse2
+
+
+@triton.jit
+def _rows_kernel(
+    grad, out, gate, lse, grad_attended, grad_gate, delta, lse2,
+    stride_ub, stride_ul, stride_uh,
+    stride_ob, stride_ol, stride_oh,
+    stride_gb, stride_gl, stride_gh,
+    stride_ab, stride_al, stride_ah,
+    stride_sb, stride_sl, stride_sh,
+    length, heads,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    dims = tl.arange(0, D)[None, :]
+    valid = rows < length
+    mask = valid[:, None]
+
+    grad += batch * stride_ub + head * stride_uh
+    out += batch * stride_ob + head * stride_oh
+    u = tl.load(grad + rows[:, None] * stride_ul + dims, mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(out + rows[:, None] * stride_ol + dims, mask=mask, other=0.0).to(tl.float32)
+    product = u * o
+    position = (batch * heads + head) * length + rows
+    tl.store(delta + position, tl.sum(product, 1), mask=valid)
+    tl.store(lse2 + position, tl.load(lse + position, mask=valid, other=0.0) * _LOG2E, mask=valid)
+    if HAS_GATE:
+        gate += batch * stride_gb + head * stride_gh
+        grad_attended += batch * stride_ab + head * stride_ah
+        grad_gate += batch * stride_sb + head * stride_sh
+        logits = tl.load(gate + rows[:, None] * stride_gl + dims, mask=mask, other=0.0).to(tl.float32)
+        attended = u * tl.sigmoid(logits)
+        target = grad_attended + rows[:, None] * stride_al + dims
+        tl.store(target, attended.to(grad_attended.dtype.element_ty), mask=mask)
+        # 1 - sigmoid(x) = sigmoid(-x), which does not cancel where the gate is open.
+        by_gate = product * tl.sigmoid(-logits)
+        target = grad_gate + rows[:, None] * stride_sl + dims
+        tl.store(target, by_gate.to(grad_gate.dtype.element_ty), mask=mask)

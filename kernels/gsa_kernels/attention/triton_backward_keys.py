@@ -1,0 +1,296 @@
+"""The gradients of k and v: one program per tile of keys walks over the queries that see it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_tiles import (
+    LOG2E,
+    Tiles,
+    expand_words,
+    input_precision,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+from gsa_kernels.attention.triton_words import transpose_words
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
+    """For the gradients of k and v."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1, tma=False)
+    # A third stage would leave room for one program per multiprocessor only at head size 128.
+    return Tiles(64, 64, 4, 3 if head_size <= 64 else 2)
+
+
+def backward_keys(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    delta: torch.Tensor,
+    lse2: torch.Tensor,
+    words: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    scale: float,
+    tiles: Tiles,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of k and v: [B, L, Hkv, D]"""
+    batch, length, heads, head_size = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    key_blocks = triton.cdiv(length, tiles.keys)
+    if splits is None:
+        splits = _choose_splits(batch * kv_heads * key_blocks, group, q.device)
+    if splits == 1:
+        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        targets = grad_k[None], grad_v[None]
+    else:
+        parts = torch.empty(
+            2, splits, batch, length, kv_heads, head_size, dtype=torch.float32, device=q.device
+        )
+        targets = parts[0], parts[1]
+    last_rows = None
+    if document_starts is not None:
+        # Rows below last_rows[b, i] may see key block i: the later documents start after it.
+        ends = torch.arange(1, key_blocks + 1, device=q.device, dtype=torch.int32) * tiles.keys - 1
+        ends = ends.expand(batch, key_blocks).contiguous()
+        last_rows = torch.searchsorted(document_starts, ends, right=True, out_int32=True)
+    turned = transpose_words(words) if words is not None else None
+    tma = use_tma(tiles, q, grad)
+    _keys_kernel[(batch * kv_heads * splits, key_blocks)](
+        tile_source(q, tiles.queries, tma),
+        k,
+        v,
+        tile_source(grad, tiles.queries, tma),
+        delta,
+        lse2,
+        turned,
+        document_starts,
+        last_rows,
+        *targets,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad.stride()[:3],
+        *targets[0].stride()[:4],
+        *targets[1].stride()[:4],
+        length,
+        heads,
+        kv_heads,
+        triton.cdiv(length, 32),
+        scale,
+        scale * LOG2E,
+        GROUP=group,
+        SPLITS=splits,
+        D=head_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_WORDS=words is not None,
+        HAS_DOCUMENTS=document_starts is not None,
+        EVEN=length % max(tiles.queries, tiles.keys) == 0,
+        TMA=tma,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if splits > 1:
+        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        rows = 16
+        _sum_parts_kernel[(batch * kv_heads, triton.cdiv(length, rows), 2)](
+            parts,
+            grad_k,
+            grad_v,
+            *grad_k.stride()[:3],
+            *grad_v.stride()[:3],
+            batch,
+            length,
+            kv_heads,
+            SPLITS=splits,
+            D=head_size,
+            ROWS=rows,
+            num_warps=4,
+        )
+    return grad_k, grad_v
+
+
+def _choose_splits(programs: int, group: int, device: torch.device) -> int:
+    """Smallest divisor of the group that gives the device three programs per multiprocessor, or the group.
+
+    Programs differ in length by the causal triangle: with fewer, the longest one sets the time.
+    """
+    multiprocessors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    )
+    fitting = (n for n in range(1, group) if group % n == 0 and programs * n >= 3 * multiprocessors)
+    return next(fitting, group)
+
+
+@triton.jit
+def _keys_kernel(
+    q, k, v, grad, delta, lse2, turned, document_starts, last_rows, grad_k, grad_v,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_vb, stride_vl, stride_vh,
+    stride_ub, stride_ul, stride_uh,
+    stride_xs, stride_xb, stride_xl, stride_xh,
+    stride_ys, stride_yb, stride_yl, stride_yh,
+    length, heads, kv_heads, word_columns, scale, scale_log2,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradients of one tile of keys of one key-value head, from GROUP / SPLITS query heads.
+
+    Works on transposed tiles [KEYS, QUERIES]: probabilities and their gradients are then left operands that
+    stay in registers. The first tiles of keys are seen by most queries and go first.
+    """
+    split = tl.program_id(0) % SPLITS
+    kv_head = tl.program_id(0) // SPLITS % kv_heads
+    batch = tl.program_id(0) // (SPLITS * kv_heads)
+    block = tl.program_id(1)
+    start = block * KEYS
+    columns = start + tl.arange(0, KEYS)
+    valid = columns < length
+    batch64 = batch.to(tl.int64)
+
+    k_tile = load_rows(
+        k, batch, kv_head, start, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, False
+    )
+    v_tile = load_rows(
+        v, batch, kv_head, start, stride_vb, stride_vl, stride_vh, length, KEYS, D, EVEN, False
+    )
+    last = length
+    if HAS_DOCUMENTS:
+        document_starts += batch64 * length
+        last = tl.load(last_rows + batch64 * tl.num_programs(1) + block)
+    if HAS_WORDS:
+        turned += batch64 * word_columns * length
+    first = start // QUERIES * QUERIES
+    # Dense attention: rows from `below` on see the whole tile (of their own document).
+    below = tl.cdiv(start + KEYS, QUERIES) * QUERIES
+
+    acc_k = tl.zeros([KEYS, D], tl.float32)
+    acc_v = tl.zeros([KEYS, D], tl.float32)
+    for member in range(GROUP // SPLITS):
+        head = kv_head * GROUP + split * (GROUP // SPLITS) + member
+        if HAS_WORDS:
+            acc_k, acc_v = _pull_to_keys(
+                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+                first, last, acc_k, acc_v,
+                stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
+                length, heads, word_columns, scale_log2,
+                D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, False, EVEN, TMA, PRECISION,
+            )  # fmt: skip
+        else:
+            acc_k, acc_v = _pull_to_keys(
+                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+                first, tl.minimum(below, last), acc_k, acc_v,
+                stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
+                length, heads, word_columns, scale_log2,
+                D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
+            )  # fmt: skip
+            acc_k, acc_v = _pull_to_keys(
+                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+                below, last, acc_k, acc_v,
+                stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
+                length, heads, word_columns, scale_log2,
+                D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+            )  # fmt: skip
+
+    local = (columns - start)[:, None]
+    dims = tl.arange(0, D)[None, :]
+    head64, split64, start64 = kv_head.to(tl.int64), split.to(tl.int64), start.to(tl.int64)
+    grad_k += split64 * stride_xs + batch64 * stride_xb + head64 * stride_xh + start64 * stride_xl
+    grad_v += split64 * stride_ys + batch64 * stride_yb + head64 * stride_yh + start64 * stride_yl
+    target = grad_k + (local * stride_xl + dims)
+    tl.store(target, (acc_k * scale).to(grad_k.dtype.element_ty), mask=valid[:, None])
+    target = grad_v + (local * stride_yl + dims)
+    tl.store(target, acc_v.to(grad_v.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts, grad_k, grad_v, stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh,
+    batches, length, kv_heads, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts [2, SPLITS, B, L, Hkv, D] of the gradients of k and v, in one fixed order."""
+    batch = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = tl.program_id(0) % kv_heads
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    dims = tl.arange(0, D)[None, :]
+    total = tl.zeros([ROWS, D], tl.float32)
+    for split in range(SPLITS):
+        part = (tl.program_id(2) * SPLITS + split) * batches + batch
+        position = ((part * length + rows) * kv_heads + head) * D + dims
+        total += tl.load(parts + position, mask=rows < length, other=0.0)
+    if tl.program_id(2) == 0:
+        target = grad_k + (batch * stride_kb + rows * stride_kl + head * stride_kh + dims)
+        tl.store(target, total.to(grad_k.dtype.element_ty), mask=rows < length)
+    else:
+        target = grad_v + (batch * stride_vb + rows * stride_vl + head * stride_vh + dims)
+        tl.store(target, total.to(grad_v.dtype.element_ty), mask=rows < length)
+
+
+@triton.jit
+def _pull_to_keys(
+    k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+    first, last, acc_k, acc_v,
+    stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
+    length, heads, word_columns, scale_log2,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc_v += P^T dO and acc_k += dS^T Q over queries first .. last; first is a multiple of QUERIES."""
+    head_rows = (batch.to(tl.int64) * heads + head) * length
+    if HAS_WORDS:
+        # Word [row // 32 + j, columns] of the tile; a row's offset is 64-bit, and a scalar.
+        base = turned + tl.cast(first // 32, tl.int64) * length
+        word0, word1, word2, word3 = load_words(
+            base + columns, length, valid, word_columns - first // 32, QUERIES, EVEN
+        )
+    for row in range(first, last, QUERIES):
+        rows = row + tl.arange(0, QUERIES)
+        if HAS_WORDS:
+            ahead = row + QUERIES
+            if EVEN:
+                ahead = tl.minimum(ahead, length - QUERIES)
+            base = turned + tl.cast(ahead // 32, tl.int64) * length
+            next0, next1, next2, next3 = load_words(
+                base + columns, length, valid, word_columns - ahead // 32, QUERIES, EVEN
+            )
+        q_tile = load_rows(
+            q, batch, head, row, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
+        )
+        u_tile = load_rows(
+            grad, batch, head, row, stride_ub, stride_ul, stride_uh, length, QUERIES, D, EVEN, TMA
+        )
+        if EVEN:
+            row_lse2 = tl.load(lse2 + head_rows + rows)
+            row_delta = tl.load(delta + head_rows + rows)
+        else:
+            row_lse2 = tl.load(lse2 + head_rows + rows, mask=rows < length, other=0.0)
+            row_delta = tl.load(delta + head_rows + rows, mask=rows < length, other=0.0)
+        logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        by_probs = tl.dot(v_tile, tl.trans(u_tile), input_precision=PRECISION)
+        probs = tl.exp2(logits * scale_log2 - row_lse2[None, :])
+        if HAS_WORDS:
+            probs = tl.where(expand_words(word0, word1, word2, word3, QUERIES), probs, 0.0)
+        elif CAUSAL:
+            hit = columns[:, None] <= rows[None, :]
+            if HAS_DOCUMENTS:
+                first_keys = tl.load(document_starts + rows, mask=rows < length, other=0)
+                hit = hit & (columns[:, None] >= first_keys[None, :])
+            probs = tl.where(hit, probs, 0.0)
+        acc_v = tl.dot(probs.to(u_tile.dtype), u_tile, acc_v, input_precision=PRECISION)
+        by_logits = probs * (by_probs - row_delta[None, :])
+        acc_k = tl.dot(by_logits.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
+        if HAS_WORDS:
+            word0, word1, word2, word3 = next0, next1, next2, next3
+    return acc_k, acc_v

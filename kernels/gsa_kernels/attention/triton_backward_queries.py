@@ -1,0 +1,191 @@
+"""The gradient of q: one program per tile of queries walks over the keys."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_tiles import (
+    LOG2E,
+    Tiles,
+    causal_hit,
+    expand_words,
+    input_precision,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
+    """For the gradient of q."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1, tma=False)
+    return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3)
+
+
+def backward_queries(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    delta: torch.Tensor,
+    lse2: torch.Tensor,
+    words: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    scale: float,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Gradient of q: [B, L, H, D]"""
+    batch, length, heads, head_size = q.shape
+    grad_q = torch.empty_like(q)
+    tma = use_tma(tiles, k, v)
+    _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](
+        q,
+        tile_source(k, tiles.keys, tma),
+        tile_source(v, tiles.keys, tma),
+        grad,
+        delta,
+        lse2,
+        words,
+        document_starts,
+        grad_q,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad.stride()[:3],
+        *(words.stride()[:2] if words is not None else (0, 0)),
+        *grad_q.stride()[:3],
+        length,
+        heads,
+        triton.cdiv(length, 32),
+        scale,
+        scale * LOG2E,
+        GROUP=heads // k.shape[2],
+        D=head_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_WORDS=words is not None,
+        HAS_DOCUMENTS=document_starts is not None,
+        EVEN=length % max(tiles.queries, tiles.keys) == 0,
+        TMA=tma,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return grad_q
+
+
+@triton.jit
+def _queries_kernel(
+    q, k, v, grad, delta, lse2, words, document_starts, grad_q,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_vb, stride_vl, stride_vh,
+    stride_ub, stride_ul, stride_uh,
+    stride_wb, stride_wl,
+    stride_db, stride_dl, stride_dh,
+    length, heads, word_columns, scale, scale_log2,
+    GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradient of one tile of queries of one head. The last tiles go first."""
+    batch = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    kv_head = head // GROUP
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    rows = start + tl.arange(0, QUERIES)
+    valid = rows < length
+    batch64 = batch.to(tl.int64)
+
+    q_tile = load_rows(
+        q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, False
+    )
+    u_tile = load_rows(
+        grad, batch, head, start, stride_ub, stride_ul, stride_uh, length, QUERIES, D, EVEN, False
+    )
+    position = (batch64 * heads + head) * length + rows
+    row_lse2 = tl.load(lse2 + position, mask=valid, other=0.0)
+    row_delta = tl.load(delta + position, mask=valid, other=0.0)
+
+    first = 0
+    first_keys = rows
+    if HAS_DOCUMENTS:
+        first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
+        first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
+    last = tl.minimum(start + QUERIES, length)
+    if HAS_WORDS:
+        words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
+        diagonal = last
+    else:
+        diagonal = start // KEYS * KEYS
+
+    acc = tl.zeros([QUERIES, D], tl.float32)
+    acc = _pull_to_queries(
+        q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, rows, valid, first_keys,
+        first, diagonal, acc,
+        stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
+        length, word_columns, scale_log2,
+        D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+    )  # fmt: skip
+    if not HAS_WORDS:
+        acc = _pull_to_queries(
+            q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, rows, valid, first_keys,
+            tl.maximum(first, diagonal), last, acc,
+            stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
+            length, word_columns, scale_log2,
+            D, QUERIES, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
+        )  # fmt: skip
+
+    grad_q += batch64 * stride_db + head.to(tl.int64) * stride_dh + start.to(tl.int64) * stride_dl
+    target = grad_q + ((rows - start)[:, None] * stride_dl + tl.arange(0, D)[None, :])
+    tl.store(target, (acc * scale).to(grad_q.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _pull_to_queries(
+    q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, rows, valid, first_keys,
+    first, last, acc,
+    stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
+    length, word_columns, scale_log2,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc += sum over keys first .. last of dS K; first is a multiple of KEYS."""
+    local = tl.arange(0, QUERIES) * stride_wl
+    if HAS_WORDS:
+        word0, word1, word2, word3 = load_words(
+            words + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
+        )
+    for column in range(first, last, KEYS):
+        if HAS_WORDS:
+            # Those of the next tile, so that nothing waits for them.
+            ahead = column + KEYS
+            if EVEN:
+                ahead = tl.minimum(ahead, length - KEYS)
+            next0, next1, next2, next3 = load_words(
+                words + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
+            )
+        k_tile = load_rows(
+            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+        )
+        v_tile = load_rows(
+            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, length, KEYS, D, EVEN, TMA
+        )
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        by_probs = tl.dot(u_tile, tl.trans(v_tile), input_precision=PRECISION)
+        probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
+        if HAS_WORDS:
+            probs = tl.where(expand_words(word0, word1, word2, word3, KEYS), probs, 0.0)
+        elif CAUSAL:
+            hit = causal_hit(rows, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
+            probs = tl.where(hit, probs, 0.0)
+        by_logits = probs * (by_probs - row_delta[:, None])
+        acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+        if HAS_WORDS:
+            word0, word1, word2, word3 = next0, next1, next2, next3
+    return acc

@@ -1,0 +1,235 @@
+"""Forward of attention over selected keys: flash attention whose mask is bits, gate G1 in the epilogue."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_tiles import (
+    FLOOR,
+    LN2,
+    LOG2E,
+    MASKED,
+    Tiles,
+    causal_hit,
+    expand_words,
+    input_precision,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+
+
+def forward_tiles(dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1, tma=False)
+    # Two programs per multiprocessor: one multiplies while the other takes its exponentials.
+    return Tiles(64, 64, 4, 3)
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    words: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    gate_logits: torch.Tensor | None,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments as in `masked_attention`, checked by it.
+
+    Returns:
+        out: [B, L, H, D], gated if `gate_logits` is given, in the memory order of q
+        lse: fp32 [B, H, L], natural logarithm
+    """
+    batch, length, heads, head_size = q.shape
+    kv_heads = k.shape[2]
+    tiles = tiles or forward_tiles(q.dtype)
+    tma = use_tma(tiles, k, v)
+    out = torch.empty_like(q)
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    grid = (batch * heads, triton.cdiv(length, tiles.queries))
+    _forward_kernel[grid](
+        q,
+        tile_source(k, tiles.keys, tma),
+        tile_source(v, tiles.keys, tma),
+        gate_logits,
+        words,
+        document_starts,
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *(gate_logits.stride()[:3] if gate_logits is not None else (0, 0, 0)),
+        *(words.stride()[:2] if words is not None else (0, 0)),
+        *out.stride()[:3],
+        length,
+        heads,
+        triton.cdiv(length, 32),
+        scale * LOG2E,
+        GROUP=heads // kv_heads,
+        D=head_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_WORDS=words is not None,
+        HAS_DOCUMENTS=document_starts is not None,
+        HAS_GATE=gate_logits is not None,
+        EVEN=length % max(tiles.queries, tiles.keys) == 0,
+        TMA=tma,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out, lse
+
+
+@triton.jit
+def _forward_kernel(
+    q,
+    k,
+    v,
+    gate,
+    words,
+    document_starts,
+    out,
+    lse,
+    stride_qb,
+    stride_ql,
+    stride_qh,
+    stride_kb,
+    stride_kl,
+    stride_kh,
+    stride_vb,
+    stride_vl,
+    stride_vh,
+    stride_gb,
+    stride_gl,
+    stride_gh,
+    stride_wb,
+    stride_wl,
+    stride_ob,
+    stride_ol,
+    stride_oh,
+    length,
+    heads,
+    word_columns,
+    scale_log2,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: one tile of queries of one head, all its keys. The last tiles see most keys and go first."""
+    batch = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    kv_head = head // GROUP
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    rows = start + tl.arange(0, QUERIES)
+    valid = rows < length
+    batch64 = batch.to(tl.int64)
+
+    q_tile = load_rows(
+        q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, False
+    )
+    maximum = tl.full([QUERIES], FLOOR, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, D], tl.float32)
+
+    first = 0
+    first_keys = rows
+    if HAS_DOCUMENTS:
+        first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
+        # Starts never decrease along the sequence: the tile's first row sees furthest back.
+        first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
+    last = tl.minimum(start + QUERIES, length)
+    if HAS_WORDS:
+        words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
+        diagonal = last
+    else:
+        diagonal = start // KEYS * KEYS
+
+    # Two passes over one body: keys before the diagonal, then (dense attention only) those on it.
+    maximum, total, acc = _attend(
+        q_tile, k, v, words, batch, kv_head, rows, valid, first_keys, first, diagonal, maximum, total, acc,
+        stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
+        length, word_columns, scale_log2,
+        D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+    )  # fmt: skip
+    if not HAS_WORDS:
+        maximum, total, acc = _attend(
+            q_tile, k, v, words, batch, kv_head, rows, valid, first_keys, tl.maximum(first, diagonal), last,
+            maximum, total, acc,
+            stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
+            length, word_columns, scale_log2,
+            D, QUERIES, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
+        )  # fmt: skip
+
+    # A row without any key, which a selection never has, gives 0 and not NaN.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
+    dims = tl.arange(0, D)[None, :]
+    if HAS_GATE:
+        gate += batch64 * stride_gb + head.to(tl.int64) * stride_gh + start.to(tl.int64) * stride_gl
+        gate_pointers = gate + ((rows - start)[:, None] * stride_gl + dims)
+        logits = tl.load(gate_pointers, mask=valid[:, None], other=0.0)
+        acc = acc * tl.sigmoid(logits.to(tl.float32))
+    out += batch64 * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_ol
+    out_pointers = out + ((rows - start)[:, None] * stride_ol + dims)
+    tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
+    lse += (batch64 * heads + head) * length
+    tl.store(lse + rows, (maximum + tl.log2(total)) * LN2, mask=valid)
+
+
+@triton.jit
+def _attend(
+    q_tile, k, v, words, batch, kv_head, rows, valid, first_keys, first, last, maximum, total, acc,
+    stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
+    length, word_columns, scale_log2,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the keys first .. last (from a multiple of KEYS) to the running softmax of one tile."""
+    local = tl.arange(0, QUERIES) * stride_wl
+    if HAS_WORDS:
+        word0, word1, word2, word3 = load_words(
+            words + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
+        )
+    for column in range(first, last, KEYS):
+        if HAS_WORDS:
+            # Those of the next tile, so that nothing waits for them.
+            ahead = column + KEYS
+            if EVEN:
+                ahead = tl.minimum(ahead, length - KEYS)
+            next0, next1, next2, next3 = load_words(
+                words + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
+            )
+        k_tile = load_rows(
+            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+        )
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if HAS_WORDS:
+            logits = tl.where(expand_words(word0, word1, word2, word3, KEYS), logits, MASKED)
+        elif CAUSAL:
+            hit = causal_hit(rows, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
+            logits = tl.where(hit, logits, MASKED)
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
+        probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(probs, 1)
+        v_tile = load_rows(
+            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, length, KEYS, D, EVEN, TMA
+        )
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        maximum = new_maximum
+        if HAS_WORDS:
+            word0, word1, word2, word3 = next0, next1, next2, next3
+    return maximum, total, acc

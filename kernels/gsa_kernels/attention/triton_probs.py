@@ -1,0 +1,152 @@
+"""Probabilities of attention summed over heads: the target of the indexer's loss."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.triton_tiles import (
+    LOG2E,
+    Tiles,
+    causal_hit,
+    expand_words,
+    input_precision,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+from gsa_kernels.checks import check_at_least, check_shape
+
+
+def probs_tiles(dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1, tma=False)
+    return Tiles(64, 128, 4, 3)
+
+
+@torch.no_grad()
+def head_sum_probs_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    words: torch.Tensor | None,
+    row_start: int,
+    rows: int,
+    *,
+    document_starts: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for s in S_t, 0 elsewhere; t = row_start .. + rows.
+
+    Args:
+        q: [B, L, H, D]
+        k: [B, L, Hkv, D]
+        lse: fp32 [B, H, L], from `masked_attention` with the same words: each head's row sums to 1
+        words, document_starts: as in `masked_attention`
+
+    Returns:
+        fp32 [B, rows, L], without gradient
+    """
+    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None)
+    batch, length, heads, head_size = q.shape
+    check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
+    check_at_least("row_start", row_start, 0)
+    check_at_least("rows", rows, 1)
+    if row_start + rows > length:
+        raise ValueError(f"row_start + rows is {row_start + rows}; pass rows of a sequence of {length}")
+    tiles = tiles or probs_tiles(q.dtype)
+    tma = use_tma(tiles, q, k)
+    lse = lse.contiguous()
+    out = torch.empty(batch, rows, length, dtype=torch.float32, device=q.device)
+    if document_starts is not None:
+        document_starts = document_starts.contiguous()
+    grid = (triton.cdiv(length, tiles.keys), triton.cdiv(rows, tiles.queries), batch)
+    _probs_kernel[grid](
+        tile_source(q, tiles.queries, tma),
+        tile_source(k, tiles.keys, tma),
+        lse,
+        words,
+        document_starts,
+        out,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *(words.stride()[:2] if words is not None else (0, 0)),
+        row_start,
+        row_start + rows,
+        length,
+        triton.cdiv(length, 32),
+        scale * LOG2E,
+        KV_HEADS=k.shape[2],
+        GROUP=heads // k.shape[2],
+        D=head_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_WORDS=words is not None,
+        HAS_DOCUMENTS=document_starts is not None,
+        EVEN=length % max(tiles.queries, tiles.keys) == 0 and rows % tiles.queries == 0,
+        TMA=tma,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+@triton.jit
+def _probs_kernel(
+    q, k, lse, words, document_starts, out,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_wb, stride_wl,
+    row_start, row_end, length, word_columns, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of the result, summed over all heads."""
+    batch = tl.program_id(2)
+    batch64 = batch.to(tl.int64)
+    column = tl.program_id(0) * KEYS
+    start = row_start + tl.program_id(1) * QUERIES
+    rows = start + tl.arange(0, QUERIES)
+    columns = column + tl.arange(0, KEYS)
+    valid = rows < row_end
+    total = tl.zeros([QUERIES, KEYS], tl.float32)
+
+    seen = column < start + QUERIES
+    if HAS_DOCUMENTS:
+        document_starts += batch64 * length
+        seen = seen & (column + KEYS > tl.load(document_starts + start))
+    if seen:
+        for kv_head in range(KV_HEADS):
+            k_tile = load_rows(
+                k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+            )
+            for member in range(GROUP):
+                head = kv_head * GROUP + member
+                q_tile = load_rows(
+                    q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
+                )
+                position = (batch64 * (KV_HEADS * GROUP) + head) * length + rows
+                row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * 1.4426950408889634
+                logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                total += tl.exp2(logits * scale_log2 - row_lse2[:, None])
+        if HAS_WORDS:
+            words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
+            local = tl.arange(0, QUERIES) * stride_wl
+            word0, word1, word2, word3 = load_words(
+                words + local + column // 32, 1, valid, word_columns - column // 32, KEYS, EVEN
+            )
+            hit = expand_words(word0, word1, word2, word3, KEYS)
+        else:
+            first_keys = rows
+            if HAS_DOCUMENTS:
+                first_keys = tl.load(document_starts + rows, mask=valid, other=0)
+            hit = causal_hit(rows, columns, first_keys, HAS_DOCUMENTS)
+        # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
+        total = tl.where(hit, total, 0.0)
+    out += (batch64 * (row_end - row_start) + (start - row_start)) * length
+    target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * length + columns[None, :])
+    tl.store(target, total, mask=valid[:, None] & (columns < length)[None, :])

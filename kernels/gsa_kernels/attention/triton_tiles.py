@@ -1,0 +1,148 @@
+"""What the attention kernels share: loading tiles, expanding selection words, the tile shapes.
+
+A selection is int32 words [B, L, W], W = ceil(L / 32): bit (s % 32) of word s // 32 in row t is set when
+key s is in S_t.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Stands for minus infinity: finite, so that inf - inf never appears. A row's running maximum starts at FLOOR,
+# above every masked logit (MASKED): before the row's first key its probabilities are exactly 0.
+MASKED = tl.constexpr(-1.0e30)
+FLOOR = tl.constexpr(-1.0e20)
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = 1.4426950408889634
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut and launched."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    tma: bool = True
+    """Load tiles by the bulk copy engine where strides and alignment allow it."""
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """fp32 products are exact fp32 ("ieee"); the argument does not matter to bf16 and fp16."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def use_tma(tiles: Tiles, *tensors: torch.Tensor) -> bool:
+    """The copy engine wants 16-byte aligned bases and strides, and Hopper."""
+    if not tiles.tma:
+        return False
+    if not interpreted() and torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
+        return False
+    return all(
+        t.data_ptr() % 16 == 0 and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def tile_source(tensor: torch.Tensor, rows: int, tma: bool) -> torch.Tensor | TensorDescriptor:
+    """What a kernel gets for a [B, L, H, D] tensor that it reads by tiles [rows, D]."""
+    return TensorDescriptor.from_tensor(tensor, [1, rows, 1, tensor.shape[-1]]) if tma else tensor
+
+
+@triton.jit
+def load_rows(
+    source,
+    batch,
+    head,
+    start,
+    stride_b,
+    stride_l,
+    stride_h,
+    length,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[ROWS, D]: rows start .. start + ROWS of one head; rows beyond the length are 0."""
+    if TMA:
+        return source.load([batch, start, head, 0]).reshape([ROWS, D])
+    else:  # noqa: RET505 (the compiler reads what follows a return)
+        # The 64-bit part is a scalar: the tile's own offsets fit 32 bits and are calculated once.
+        base = source + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+        base += tl.cast(start, tl.int64) * stride_l
+        rows = tl.arange(0, ROWS)
+        pointers = base + (rows[:, None] * stride_l + tl.arange(0, D)[None, :])
+        if EVEN:
+            return tl.load(pointers)
+        else:  # noqa: RET505
+            return tl.load(pointers, mask=(start + rows)[:, None] < length, other=0.0)
+
+
+@triton.jit
+def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """The WIDTH / 32 words of each row of a tile, four vectors [ROWS] of which the first ones count.
+
+    Vectors and not one [ROWS, words] tile: they have fewer elements than the program has threads, so that the
+    compiler loads them straight into the layout of the logits instead of exchanging them through shared memory.
+
+    Args:
+        pointers: [ROWS], to the first word of each row; the next one is `step` further
+        valid: bool [ROWS], and `left` words to the end of the rows: what there is to read, if not EVEN
+    """
+    word0 = _load_word(pointers, valid & (left > 0), EVEN)
+    word1, word2, word3 = word0, word0, word0
+    if WIDTH >= 64:
+        word1 = _load_word(pointers + step, valid & (left > 1), EVEN)
+    if WIDTH >= 128:
+        word2 = _load_word(pointers + 2 * step, valid & (left > 2), EVEN)
+        word3 = _load_word(pointers + 3 * step, valid & (left > 3), EVEN)
+    return word0, word1, word2, word3
+
+
+@triton.jit
+def _load_word(pointers, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    else:  # noqa: RET505 (the compiler reads what follows a return)
+        return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
+    """[ROWS] words -> bool [ROWS, WIDTH]: bit c % 32 of word c // 32, for WIDTH = 32, 64 or 128.
+
+    In the layout of a product, bits 1 and 2 of a thread's column numbers come from its lane and the rest are
+    known at compile time. So the shift is taken in two parts: the first is one instruction per word, the
+    second folds into the test, and choosing the word folds away.
+    """
+    columns = tl.arange(0, WIDTH)
+    of_lane = (columns & 6)[None, :]
+    of_register = (columns & 25)[None, :]
+    bits = (word0[:, None] >> of_lane) >> of_register
+    if WIDTH >= 64:
+        bits = tl.where((columns & 32)[None, :] != 0, (word1[:, None] >> of_lane) >> of_register, bits)
+    if WIDTH >= 128:
+        high = tl.where(
+            (columns & 32)[None, :] != 0,
+            (word3[:, None] >> of_lane) >> of_register,
+            (word2[:, None] >> of_lane) >> of_register,
+        )
+        bits = tl.where((columns & 64)[None, :] != 0, high, bits)
+    return (bits & 1) != 0
+
+
+@triton.jit
+def causal_hit(rows, columns, first_keys, HAS_DOCUMENTS: tl.constexpr):
+    """bool [ROWS, COLUMNS] of dense attention: first_keys[row] <= column <= row."""
+    hit = columns[None, :] <= rows[:, None]
+    if HAS_DOCUMENTS:
+        hit = hit & (columns[None, :] >= first_keys[:, None])
+    return hit
