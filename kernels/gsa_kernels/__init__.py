@@ -8,7 +8,7 @@ from gsa_kernels.attention.reference import AttentionOutput, sparse_attention
 from gsa_kernels.budget.reference import adaptive_budget, score_moments
 from gsa_kernels.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import indexer_scores
-from gsa_kernels.indexer_kl.reference import indexer_kl, renormalise_target, sum_over_blocks
+from gsa_kernels.kl.reference import indexer_kl, renormalise_target, sum_over_blocks
 from gsa_kernels.selection.reference import expand_block_selection, local_window_mask, select_top_k
 from gsa_kernels.statistics.reference import adjacent_overlap, union_ratio
 from gsa_kernels.visibility.reference import visible_mask

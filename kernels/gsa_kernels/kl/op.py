@@ -1,0 +1,274 @@
+"""The indexer's loss (GSA, equations 14 and 15) and its gradients, by Triton kernels.
+
+The KL is linear in its upstream gradient, a scalar per loss. So one forward pass computes value and
+gradients, chunk of rows by chunk of rows, and the backward pass only scales: nothing of size L x L is kept.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
+
+TargetRows = Callable[[int, int], torch.Tensor]
+"""(row_start, rows) -> fp32 [B, rows, L]: attention probabilities of these queries, summed over the heads."""
+
+SAMPLED_ROWS = 128
+"""Rows per tile that `row_fraction` takes or leaves."""
+
+
+def indexer_kl_loss(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    target_rows: TargetRows,
+    *,
+    score_bias: torch.Tensor | None = None,
+    weight_bias: torch.Tensor | None = None,
+    activation: Literal["sigmoid", "relu"] = "sigmoid",
+    inverse_temperature: float | torch.Tensor = 1.0,
+    words: torch.Tensor | None = None,
+    document_starts: torch.Tensor | None = None,
+    row_chunk_bytes: int = 256 * 2**20,
+    row_fraction: float = 1.0,
+    seed: int | None = None,
+    return_rows: bool = False,
+    blocks: Blocks | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Sum over the rows t of KL(p_t || softmax_{s in support}(beta I[t, s])).
+
+    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`. Gradients go to q_idx, k_idx,
+    weight_logits, both biases and the inverse temperature; none to the target.
+
+    Scores are exact for fp32 inputs. For bf16 and fp16 the products are accumulated in fp32 and sigmoid is
+    the hardware's approximation (about 1e-5 of a score). Results do not change from run to run, nor with
+    `row_chunk_bytes`.
+
+    Args:
+        q_idx: [B, L, HI, DI]
+        k_idx: [B, L, DI]
+        weight_logits: [B, L, HI]
+        target_rows: gives the target of a range of rows, at any positive scale; what it holds off the
+            support is ignored. Called once per chunk, without gradients.
+        score_bias, weight_bias: [HI]
+        inverse_temperature: beta, a number or a tensor of one element
+        words: int32 [B, L, ceil(L / 32)], bit s % 32 of word s // 32 in row t set: key s is in S_t. The
+            support is then S_t, without it all visible keys.
+        document_starts: int32 [B, L], the first key that a row sees; 0 if None
+        row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
+        row_fraction: below 1, an unbiased estimate from that share of the row tiles, rescaled
+        seed: chooses these tiles; the same on every tensor-parallel rank
+        return_rows: give also the KL of each row, without gradient; NaN for rows left out of the estimate
+        blocks: block shapes, for measurements
+
+    Returns:
+        0-d fp32, or (0-d fp32, fp32 [B, L])
+    """
+    batch, length, _ = _check_inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, activation)
+    if words is not None:
+        check_shape("words", words, "[B, L, ceil(L / 32)]", (batch, length, -(-length // 32)))
+        _check_int32("words", words)
+    if document_starts is not None:
+        check_shape("document_starts", document_starts, "[B, L]", (batch, length))
+        _check_int32("document_starts", document_starts)
+    if isinstance(inverse_temperature, torch.Tensor):
+        if inverse_temperature.numel() != 1:
+            raise ValueError(
+                f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
+            )
+        beta = inverse_temperature
+    else:
+        beta = torch.full((), inverse_temperature, dtype=torch.float32, device=q_idx.device)
+    check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
+    if not 0 < row_fraction <= 1:
+        raise ValueError(f"row_fraction is {row_fraction}; pass a number in (0, 1]")
+    if row_fraction < 1 and seed is None:
+        raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")
+
+    differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
+    with_gradients = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in differentiable
+    )
+    settings = {
+        "target_rows": target_rows,
+        "activation": activation,
+        "words": words,
+        "document_starts": document_starts,
+        "row_chunk_bytes": row_chunk_bytes,
+        "ranges": _row_ranges(length, row_fraction, seed),
+        "blocks": blocks,
+        "with_gradients": with_gradients,
+    }
+    total, rows = _IndexerKL.apply(*differentiable, settings)
+    return (total, rows) if return_rows else total
+
+
+class _IndexerKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_idx: torch.Tensor,
+        k_idx: torch.Tensor,
+        weight_logits: torch.Tensor,
+        score_bias: torch.Tensor | None,
+        weight_bias: torch.Tensor | None,
+        beta: torch.Tensor,
+        settings: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
+        total, rows, gradients = _value_and_gradients(*differentiable, **settings)
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(*gradients)
+        ctx.set_materialize_grads(False)
+        return total, rows
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        scale = upstream[0]
+        if scale is None:
+            return (None,) * 7
+        scaled = [
+            gradient * scale.to(gradient.dtype) if wanted and gradient is not None else None
+            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        ]
+        return (*scaled, None)
+
+
+def _value_and_gradients(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    score_bias: torch.Tensor | None,
+    weight_bias: torch.Tensor | None,
+    beta: torch.Tensor,
+    *,
+    target_rows: TargetRows,
+    activation: str,
+    words: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    row_chunk_bytes: int,
+    ranges: tuple[list[tuple[int, int]], float],
+    blocks: Blocks | None,
+    with_gradients: bool,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """The sum, the KL of each row [B, L], and the gradients in the order of the first six arguments."""
+    batch, length, heads, _ = q_idx.shape
+    inputs = Inputs(
+        q_idx=q_idx.contiguous(),
+        k_idx=k_idx.contiguous(),
+        weight_logits=weight_logits.contiguous(),
+        score_bias=None if score_bias is None else score_bias.contiguous(),
+        weight_bias=None if weight_bias is None else weight_bias.contiguous(),
+        beta=beta.detach().reshape(1).to(torch.float32),
+        words=None if words is None else words.contiguous(),
+        document_starts=None if document_starts is None else document_starts.contiguous(),
+        kind=score_kind(q_idx.dtype, activation, q_idx.device),
+    )
+    chosen = choose_blocks(inputs) if blocks is None else blocks
+    # Rows that are left out have no gradient; without gradients only the KL of a row is written.
+    allocate = torch.empty_like if with_gradients and ranges[1] == 1 else torch.zeros_like
+    outputs = Outputs(
+        row_results=allocate(q_idx.new_empty(batch, length, 1 + 3 * heads, dtype=torch.float32)),
+        dq=allocate(inputs.q_idx) if with_gradients else None,
+        dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
+        dw=allocate(inputs.weight_logits) if with_gradients else None,
+    )
+    sampled, factor = ranges
+    chunk_rows = row_chunk_bytes // (4 * batch * length) // chosen.rows * chosen.rows
+    for start, stop in sampled:
+        for row_start in range(start, stop, max(chunk_rows, chosen.rows)):
+            rows = min(max(chunk_rows, chosen.rows), stop - row_start)
+            target = target_rows(row_start, rows).detach()
+            _check_target(target, batch, rows, length, q_idx.device)
+            run_chunk(inputs, outputs, target, row_start, rows, chosen)
+
+    # fp64: tens of thousands of rows, some of both signs.
+    sums = outputs.row_results.sum((0, 1), dtype=torch.float64) * factor
+    kl_rows = outputs.row_results[..., 0]
+    if factor != 1:
+        kl_rows = _only_sampled(kl_rows, sampled)
+    if outputs.dq is None or outputs.dk is None or outputs.dw is None:
+        return sums[0].float(), kl_rows, (None,) * 6
+    if factor != 1:
+        for gradient in (outputs.dq, outputs.dk, outputs.dw):
+            gradient.mul_(factor)
+    gradients = (
+        outputs.dq,
+        outputs.dk.to(k_idx.dtype),
+        outputs.dw,
+        None if score_bias is None else sums[1 + 2 * heads :].to(score_bias.dtype),
+        None if weight_bias is None else sums[1 + heads : 1 + 2 * heads].to(weight_bias.dtype),
+        sums[1 : 1 + heads].sum().to(beta.dtype).reshape(beta.shape),
+    )
+    return sums[0].float(), kl_rows, gradients
+
+
+def _row_ranges(length: int, fraction: float, seed: int | None) -> tuple[list[tuple[int, int]], float]:
+    """Ranges [start, stop) of rows to compute, and the factor that makes their sum an unbiased estimate."""
+    if fraction == 1:
+        return [(0, length)], 1.0
+    tiles = math.ceil(length / SAMPLED_ROWS)
+    kept = max(1, round(fraction * tiles))
+    generator = torch.Generator()
+    generator.manual_seed(int(seed or 0))
+    chosen = sorted(torch.randperm(tiles, generator=generator)[:kept].tolist())
+    ranges: list[tuple[int, int]] = []
+    for tile in chosen:
+        start, stop = tile * SAMPLED_ROWS, min((tile + 1) * SAMPLED_ROWS, length)
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges, tiles / kept
+
+
+def _only_sampled(kl_rows: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    out = torch.full_like(kl_rows, float("nan"))
+    for start, stop in ranges:
+        out[:, start:stop] = kl_rows[:, start:stop]
+    return out
+
+
+def _check_inputs(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    score_bias: torch.Tensor | None,
+    weight_bias: torch.Tensor | None,
+    activation: str,
+) -> tuple[int, int, int]:
+    """Shapes and dtypes; B, L and HI."""
+    check_shape("q_idx", q_idx, "[B, L, HI, DI]", (None, None, None, None))
+    batch, length, heads, dim = q_idx.shape
+    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, length, dim))
+    check_shape("weight_logits", weight_logits, "[B, L, HI]", (batch, length, heads))
+    check_at_least("L", length, 1)
+    if q_idx.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass fp32, bf16 or fp16, or use the reference")
+    if k_idx.dtype != q_idx.dtype:
+        raise ValueError(f"k_idx has dtype {k_idx.dtype}; pass {q_idx.dtype}, as q_idx has")
+    if activation not in ("sigmoid", "relu"):
+        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
+    for name, bias in (("score_bias", score_bias), ("weight_bias", weight_bias)):
+        if bias is not None and activation == "relu":
+            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
+        if bias is not None:
+            check_shape(name, bias, "[HI]", (heads,))
+    return batch, length, heads
+
+
+def _check_int32(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; pass int32")
+
+
+def _check_target(target: torch.Tensor, batch: int, rows: int, length: int, device: torch.device) -> None:
+    check_shape("target_rows(...)", target, "[B, rows, L]", (batch, rows, length))
+    if target.dtype != torch.float32 or target.device != device or target.stride(2) != 1:
+        raise ValueError(
+            f"target_rows(...) gave {target.dtype} on {target.device} with strides {target.stride()}; "
+            f"pass float32 on {device}, contiguous in the keys"
+        )

@@ -1,0 +1,231 @@
+"""Block shapes, scratch memory and launches of the indexer-KL kernels for one chunk of rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.kl import triton_scores as kinds
+from gsa_kernels.kl.triton_grad import grad_kernel
+from gsa_kernels.kl.triton_reduce import reduce_keys_kernel, reduce_rows_kernel
+from gsa_kernels.kl.triton_stats import stats_kernel
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles."""
+
+    rows: int
+    stats_keys: int
+    stats_warps: int
+    grad_keys: int
+    grad_warps: int
+    segment: int
+    stats_stages: int = 2
+    grad_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every chunk of rows reads; all contiguous, shapes as in `indexer_kl_loss`."""
+
+    q_idx: torch.Tensor
+    k_idx: torch.Tensor
+    weight_logits: torch.Tensor
+    score_bias: torch.Tensor | None
+    weight_bias: torch.Tensor | None
+    beta: torch.Tensor
+    words: torch.Tensor | None
+    document_starts: torch.Tensor | None
+    kind: int
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
+
+    row_results: torch.Tensor
+    """[B, L, 1 + 3 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j, d/d b_j. See `reduce_rows_kernel`."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    """fp32, added to: the caller starts it at 0."""
+
+    dw: torch.Tensor | None
+
+
+def choose_blocks(inputs: Inputs) -> Blocks:
+    """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
+    _, length, heads, dim = inputs.q_idx.shape
+    width = heads * max(16, triton.next_power_of_2(dim))
+    if inputs.q_idx.dtype == torch.bfloat16 and width <= 256:
+        return Blocks(64, 64, 4, 32, 4, segment=256 if length <= 8192 else 1024)
+    if inputs.q_idx.dtype == torch.float32:
+        # Without matrix units, and with one stage: otherwise the products spill by the kilobyte.
+        return Blocks(32 if width <= 256 else 16, 32, 8, 32, 8, segment=256, stats_stages=1, grad_stages=1)
+    return Blocks(32, 32, 4, 32, 4, segment=256)
+
+
+def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised: every element that is read was written before. The tests poison it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def run_chunk(
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, row_start: int, rows: int, blocks: Blocks
+) -> None:
+    """All kernels for rows row_start .. row_start + rows.
+
+    Args:
+        target: fp32 [B, rows, L], last dimension contiguous
+    """
+    for launch in chunk_launches(inputs, outputs, target, row_start, rows, blocks).values():
+        launch()
+
+
+def chunk_launches(
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, row_start: int, rows: int, blocks: Blocks
+) -> dict[str, Callable[[], object]]:
+    """The kernels of `run_chunk` by name, in the order in which they must run."""
+    batch, length, heads, dim = inputs.q_idx.shape
+    device = inputs.q_idx.device
+    block_d = max(16, triton.next_power_of_2(dim))
+    tiles = triton.cdiv(rows, blocks.rows)
+    padded = tiles * blocks.rows
+    segments = triton.cdiv(row_start + rows, blocks.segment)
+    with_gradients = outputs.dq is not None
+    fp32 = torch.float32
+
+    row_stats = scratch(3, segments, batch, padded, dtype=fp32, device=device)
+    first_keys = scratch(batch, tiles, dtype=torch.int32, device=device)
+    row_sums = scratch(1 + 2 * heads, segments, batch, padded, dtype=fp32, device=device)
+    dq_parts = dk_parts = row_sums  # never read or written without gradients
+    if with_gradients:
+        dq_parts = scratch(segments, batch, tiles, heads, block_d, blocks.rows, dtype=fp32, device=device)
+        dk_parts = scratch(batch, tiles, block_d, length, dtype=fp32, device=device)
+
+    # An absent tensor is passed as q_idx, which the kernel then does not touch.
+    absent = inputs.q_idx
+    has_score_bias = inputs.score_bias is not None
+    has_weight_bias = inputs.weight_bias is not None
+    score_bias = inputs.score_bias if inputs.score_bias is not None else absent
+    weight_bias = inputs.weight_bias if inputs.weight_bias is not None else absent
+    words = inputs.words if inputs.words is not None else absent
+    starts = inputs.document_starts if inputs.document_starts is not None else absent
+    num_words = inputs.words.shape[2] if inputs.words is not None else 0
+    scale = dim**-0.5
+    reads = (inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta)
+    sizes = (length, num_words, row_start, rows, target.stride(0), target.stride(1), scale)
+    constants = {
+        "HI": heads,
+        "DI": dim,
+        "BLOCK_D": block_d,
+        "BM": blocks.rows,
+        "SEGMENT": blocks.segment,
+        "KIND": inputs.kind,
+        "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
+        "SCORE_BIAS": has_score_bias,
+        "WEIGHT_BIAS": has_weight_bias,
+        "HAS_WORDS": inputs.words is not None,
+        "HAS_STARTS": inputs.document_starts is not None,
+    }
+    grid = (segments, tiles, batch)
+    launches: dict[str, Callable[[], object]] = {}
+    launches["stats"] = partial(
+        stats_kernel[grid],
+        *reads,
+        target,
+        words,
+        starts,
+        row_stats,
+        first_keys,
+        *sizes,
+        BN=blocks.stats_keys,
+        num_warps=blocks.stats_warps,
+        num_stages=blocks.stats_stages,
+        **constants,
+    )
+    launches["gradients"] = partial(
+        grad_kernel[grid],
+        *reads,
+        target,
+        words,
+        starts,
+        row_stats,
+        first_keys,
+        row_sums,
+        dq_parts,
+        dk_parts,
+        *sizes,
+        BN=blocks.grad_keys,
+        WITH_GRADIENTS=with_gradients,
+        WIDE=inputs.q_idx.dtype == torch.float16,
+        num_warps=blocks.grad_warps,
+        num_stages=blocks.grad_stages,
+        **constants,
+    )
+    block_rows = 16
+    launches["reduce rows"] = partial(
+        reduce_rows_kernel[(padded // block_rows, batch, heads if with_gradients else 1)],
+        inputs.weight_logits,
+        weight_bias,
+        inputs.beta,
+        first_keys,
+        row_sums,
+        dq_parts,
+        outputs.row_results,
+        outputs.dq if outputs.dq is not None else absent,
+        outputs.dw if outputs.dw is not None else absent,
+        length,
+        row_start,
+        rows,
+        segments,
+        scale,
+        HI=heads,
+        DI=dim,
+        BLOCK_D=block_d,
+        BM=blocks.rows,
+        BR=block_rows,
+        SEGMENT=blocks.segment,
+        KIND=inputs.kind,
+        WEIGHT_BIAS=has_weight_bias,
+        WITH_GRADIENTS=with_gradients,
+        num_warps=4,
+    )
+    if outputs.dk is not None:
+        block_keys, block_dims = 32, 16
+        grid = (triton.cdiv(row_start + rows, block_keys), block_d // block_dims, batch)
+        launches["reduce keys"] = partial(
+            reduce_keys_kernel[grid],
+            first_keys,
+            dk_parts,
+            outputs.dk,
+            length,
+            row_start,
+            rows,
+            tiles,
+            scale,
+            DI=dim,
+            BLOCK_D=block_d,
+            BM=blocks.rows,
+            BK=block_keys,
+            BD=block_dims,
+            HAS_STARTS=inputs.document_starts is not None,
+            num_warps=4,
+        )
+    return launches
+
+
+def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
+    """Which form of the score the kernels compute (see triton_scores): exact for fp32, fast for halves."""
+    constant: tl.constexpr
+    if activation == "relu":
+        constant = kinds.RELU
+    elif dtype == torch.float32:
+        constant = kinds.SIGMOID
+    else:
+        constant = kinds.TANH if device.type == "cuda" else kinds.TANH_PLAIN
+    return int(constant.value)

@@ -1,0 +1,128 @@
+"""Third step of a chunk: add up the partial sums, in a fixed order, so that every run gives the same bits.
+
+The parts of dq, dk and d/d b_j carry log2(e) (see triton_grad), which is taken out here.
+"""
+
+import triton
+import triton.language as tl
+
+from gsa_kernels.kl.triton_scores import LN_2, head_weight, head_weight_slope
+
+
+@triton.jit
+def reduce_rows_kernel(
+    weight_logits,  # [B, L, HI]
+    weight_bias,  # [HI]
+    beta,  # [1] fp32
+    first_keys,  # [B, tiles] int32
+    row_sums,  # [1 + 2 HI, segments, B, tiles * BM] fp32
+    dq_parts,  # [segments, B, tiles, HI, BLOCK_D, BM] fp32
+    row_results,  # out: [B, L, 1 + 3 HI] fp32: KL; then by head d/d beta (to be summed), d/d w_j, d/d b_j
+    dq,  # out: [B, L, HI, DI]
+    dw,  # out: [B, L, HI]
+    L,
+    row_start,
+    num_rows,
+    num_segments,
+    scale,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    WEIGHT_BIAS: tl.constexpr,
+    WITH_GRADIENTS: tl.constexpr,
+):
+    """Grid (tiles * BM / BR, B, HI, or 1 without gradients): BR rows of one row tile, one head.
+
+    The loops are unrolled so that several loads are under way: they wait for memory, not for sums.
+    """
+    b = tl.program_id(1)
+    head = tl.program_id(2)
+    padded_rows = tl.num_programs(0) * BR
+    local = tl.program_id(0) * BR + tl.arange(0, BR)
+    tile = tl.program_id(0) * BR // BM
+    valid = local < num_rows
+    row_index = b.to(tl.int64) * L + row_start + local
+    last = row_start + tl.minimum(tile * BM + BM, num_rows) - 1
+    first = tl.load(first_keys + b * (padded_rows // BM) + tile)
+    first_segment = first // SEGMENT
+    last_segment = last // SEGMENT
+
+    segment_stride = tl.num_programs(1).to(tl.int64) * padded_rows
+    plane = num_segments * segment_stride
+    row_offsets = b.to(tl.int64) * padded_rows + local
+    results = row_results + row_index * (1 + 3 * HI)
+
+    if head == 0:
+        kl = tl.zeros([BR], tl.float32)
+        for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
+            kl += tl.load(row_sums + segment * segment_stride + row_offsets)
+        tl.store(results, kl, mask=valid)
+
+    if WITH_GRADIENTS:
+        d = tl.arange(0, BLOCK_D)
+        grad_a = tl.zeros([BR], tl.float32)
+        grad_z = tl.zeros([BR], tl.float32)
+        dq_head = tl.zeros([BLOCK_D, BR], tl.float32)
+        dq_tile = dq_parts + (b.to(tl.int64) * (padded_rows // BM) + tile) * (HI * BLOCK_D * BM)
+        dq_tile += head * BLOCK_D * BM + tl.program_id(0) * BR % BM
+        for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
+            offsets = segment * segment_stride + row_offsets
+            grad_a += tl.load(row_sums + (1 + head) * plane + offsets)
+            grad_z += tl.load(row_sums + (1 + HI + head) * plane + offsets)
+            dq_part = dq_tile + segment * segment_stride * (HI * BLOCK_D)
+            dq_head += tl.load(dq_part + d[:, None] * BM + tl.arange(0, BR)[None, :])
+
+        logit = tl.load(weight_logits + row_index * HI + head, mask=valid, other=0.0).to(tl.float32)
+        if WEIGHT_BIAS:
+            logit += tl.load(weight_bias + head).to(tl.float32)
+        weight = head_weight(logit, KIND)
+        grad_w = tl.load(beta) * grad_a * head_weight_slope(weight, KIND)
+        tl.store(results + 1 + head, weight * grad_a, mask=valid)
+        tl.store(results + 1 + HI + head, grad_w, mask=valid)
+        tl.store(results + 1 + 2 * HI + head, grad_z * LN_2, mask=valid)
+        tl.store(dw + row_index * HI + head, grad_w.to(dw.dtype.element_ty), mask=valid)
+        tl.store(
+            dq + (row_index * HI + head)[None, :] * DI + d[:, None],
+            (dq_head * (scale * LN_2)).to(dq.dtype.element_ty),
+            mask=(d < DI)[:, None] & valid[None, :],
+        )
+
+
+@triton.jit
+def reduce_keys_kernel(
+    first_keys,  # [B, tiles] int32
+    dk_parts,  # [B, tiles, BLOCK_D, L] fp32
+    dk,  # in and out: [B, L, DI] fp32, of the chunks before
+    L,
+    row_start,
+    num_rows,
+    num_tiles,
+    scale,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+):
+    """Grid (ceil(keys / BK), BLOCK_D / BD, B): BK keys over the row tiles that see any of them."""
+    b = tl.program_id(2).to(tl.int64)
+    key = tl.program_id(0) * BK
+    cols = key + tl.arange(0, BK)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = (d < DI)[:, None] & (cols < L)[None, :]
+    out = dk + (b * L + cols)[None, :] * DI + d[:, None]
+    total = tl.load(out, mask=inside, other=0.0)
+    first_tile = tl.maximum(key - row_start, 0) // BM
+    for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
+        # Only what a tile's rows see was written.
+        written = cols < row_start + tl.minimum(tile * BM + BM, num_rows)
+        if HAS_STARTS:
+            written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
+        part = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]
+        total += scale * LN_2 * tl.load(part, mask=written[None, :], other=0.0)
+    tl.store(out, total, mask=inside)

@@ -1,0 +1,120 @@
+"""First pass over a chunk of rows: log-sum-exp of the scores and sum of the target, over the support."""
+
+# Tuples grow by addition, for Triton has no starred ones.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
+import triton
+import triton.language as tl
+
+from gsa_kernels.kl.triton_scores import (
+    LOG2_E,
+    NOT_A_SCORE,
+    load_biases,
+    load_head_weights,
+    load_keys,
+    load_queries,
+    load_target,
+    score_tile,
+    support_tile,
+)
+
+
+@triton.jit
+def stats_kernel(
+    q_idx,  # [B, L, HI, DI]
+    k_idx,  # [B, L, DI]
+    weight_logits,  # [B, L, HI]
+    score_bias,  # [HI]
+    weight_bias,  # [HI]
+    beta,  # [1] fp32
+    target,  # [B, rows, L] fp32
+    words,  # [B, L, W] int32
+    document_starts,  # [B, L] int32
+    row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
+    first_keys,  # out: [B, tiles] int32, the first key that any row of the tile sees
+    L,
+    W,
+    row_start,
+    num_rows,
+    target_stride_b,
+    target_stride_row,
+    scale,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SCORE_BIAS: tl.constexpr,
+    WEIGHT_BIAS: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+):
+    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments that no row sees write nothing.
+
+    Scores are in units of log 2, so that exp2 serves.
+    """
+    segment = tl.program_id(0)
+    num_tiles = tl.num_programs(1)
+    tile = num_tiles - 1 - tl.program_id(1)
+    b = tl.program_id(2)
+    local = tile * BM + tl.arange(0, BM)
+    valid = local < num_rows
+    rows = tl.where(valid, row_start + local, -1)
+    row_index = b.to(tl.int64) * L + row_start + local
+    last = row_start + tl.minimum(tile * BM + BM, num_rows) - 1
+
+    first = 0
+    starts = rows
+    if HAS_STARTS:
+        starts = tl.load(document_starts + row_index, mask=valid, other=L)
+        first = tl.min(starts, 0)
+    if segment == 0:
+        tl.store(first_keys + b * num_tiles + tile, first)
+
+    begin = tl.maximum(segment * SEGMENT, first // BN * BN)
+    end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
+    if begin < end:
+        queries = load_queries(q_idx, row_index, valid, HI, DI, BLOCK_D)
+        weights = load_head_weights(weight_logits, weight_bias, row_index, valid, HI, KIND, WEIGHT_BIAS)
+        factor = tl.load(beta) * LOG2_E
+        scaled = ()
+        for j in tl.static_range(HI):
+            scaled = scaled + (weights[j] * factor,)
+        biases = load_biases(score_bias, HI, SCORE_BIAS)
+        target_tile = target + b.to(tl.int64) * target_stride_b
+        target_tile += (tile * BM).to(tl.int64) * target_stride_row
+        target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+
+        k_sequence = k_idx + b.to(tl.int64) * L * DI
+        maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
+        exp_sum = tl.zeros([BM], tl.float32)
+        target_sum = tl.zeros([BM], tl.float32)
+        for key in range(begin, end, BN):
+            cols = key + tl.arange(0, BN)
+            keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
+            scores = score_tile(queries, keys, scaled, biases, scale, HI, KIND, PRECISION)
+            support = support_tile(
+                words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
+            )
+            target_sum += tl.sum(load_target(target_rows, rows, cols, L, support), 1)
+            # A sum, not a choice: at fp32 products in 4 warps Triton 3.6 handed a wrong mask to this choice.
+            # NOT_A_SCORE swallows any score.
+            scores += tl.where(support, 0.0, NOT_A_SCORE)
+            # Rows without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
+            # it by 0, and so does the merge of the segments.
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + tl.sum(
+                tl.exp2(scores - new_maximum[:, None]), 1
+            )
+            maximum = new_maximum
+
+        padded_rows = num_tiles * BM
+        plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(2) * padded_rows
+        out = row_stats + (segment.to(tl.int64) * tl.num_programs(2) + b) * padded_rows + local
+        tl.store(out, maximum)
+        tl.store(out + plane, exp_sum)
+        tl.store(out + 2 * plane, target_sum)
