@@ -92,6 +92,9 @@ class GSAConfig:
     """Aligned blocks of this many queries share the selection of their first query; 1 = the paper."""
     selection_reuse: int = 1
     """Layers in groups of this many share the selection of the group's first layer; 1 = the paper."""
+    attention_impl: Literal["auto", "triton", "reference"] = "auto"
+    """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: triton on a GPU where its
+    kernels cover the config, else reference; the run says at its start which it is."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_run_name(config),
         *_check_model(config),
         *_check_gsa(config),
+        *_check_kernels(config),
         *_check_layout(config, world_size),
         *_check_batch(config, world_size),
         *_check_recompute(config),
@@ -223,6 +224,27 @@ def _check_gsa(config: Config) -> list[str]:
             )
         )
     return lines
+
+
+def unsupported_by_kernels(config: Config) -> list[str]:
+    """Why the fused kernels cannot run this config, as `field = value: reason`; empty when they can."""
+    reasons = []
+    if config.model.head_dim not in (32, 64, 128):
+        reasons.append(f"model.head_dim = {config.model.head_dim}: the kernels have 32, 64 and 128")
+    if config.gsa.attention == "sparse" and config.gsa.selection_block > 1:
+        reasons.append(
+            f"gsa.selection_block = {config.gsa.selection_block}: the kernels select for each query"
+        )
+    return reasons
+
+
+def _check_kernels(config: Config) -> list[str]:
+    if config.gsa.attention_impl != "triton":
+        return []
+    return [
+        problem_line("gsa.attention_impl", "triton", f"cannot run {reason}", "change that, or use reference")
+        for reason in unsupported_by_kernels(config)
+    ]
 
 
 def _layers_per_stage(config: Config) -> int:

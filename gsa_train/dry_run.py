@@ -2,9 +2,9 @@
 
 Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
 boundaries ignored, budget k_base; see model/flops.py). An estimate: the memory. It counts weights, gradients,
-optimizer state and the large activations of the reference attention, which keeps L x L tensors; it leaves out
-elementwise temporaries, communication buffers, the allocator's fragmentation and the CUDA context, so leave a
-margin of some 20%. `precision: auto` is counted as bf16.
+optimizer state and the large activations (`attention_impl: reference` keeps L x L tensors, the fused kernels do
+not; `auto` is counted as on a GPU). It leaves out elementwise temporaries, communication buffers, the allocator's
+fragmentation and the CUDA context, so leave a margin of some 20%. `precision: auto` is counted as bf16.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config_checks import check_data, data_parallel_size
+from gsa_train.config_checks import check_data, data_parallel_size, unsupported_by_kernels
 from gsa_train.model.flops import count_parameters, flops_per_token, indexer_layers
 
 MAX_LAYOUT_LINES = 32
+KERNEL_CHUNK_BYTES = 256 * 2**20  # gsa_kernels.selection.op and indexer_kl.op: row_chunk_bytes
 GIB = 2**30
 
 
@@ -143,23 +144,23 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     shards = replicas if parallel.distributed_optimizer else 1
 
     # Activations. A warm-up keeps none: its base runs without a graph, and each layer's indexer learns on the spot.
-    layer, square = _layer_bytes(config, phase, value_bytes)
+    layer = _layer_bytes(config, phase, value_bytes)
     layers = model.num_layers // parallel.pipeline
     sequence_shards = parallel.tensor if _is_sequence_parallel(config) else 1
     tokens = train.micro_batch_size * train.seq_len_tokens
     if phase.train == "indexer":
-        kept, working = 0.0, layer + square
+        kept, working = 0.0, layer.linear + layer.scratch
     elif train.recompute == "none":
-        kept, working = layers * (layer + square), square
+        kept, working = layers * (layer.linear + layer.square), layer.scratch
     elif train.recompute == "selective":
         # The selections stay: choosing again in the backward pass could choose otherwise.
         selecting = indexer_layers(model, gsa) // parallel.pipeline if phase.attention == "sparse" else 0
-        kept = layers * layer + selecting * tokens * train.seq_len_tokens
-        working = 2 * square
+        kept = layers * layer.linear + selecting * layer.selection
+        working = layer.square + layer.scratch
     else:
         unit = train.recompute_num_layers
         kept = layers // unit * value_bytes * tokens * model.hidden_size / sequence_shards
-        working = unit * (layer + square) + square
+        working = unit * (layer.linear + layer.square) + layer.scratch
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     in_flight = min(parallel.pipeline - stage, micro_batches)  # 1F1B
 
@@ -192,8 +193,20 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
     return base, count.indexer / parallel.pipeline
 
 
-def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> tuple[float, float]:
-    """Bytes that one layer keeps for one micro-batch: those that grow with L, and those with L x L."""
+@dataclass(frozen=True)
+class _LayerBytes:
+    """What one layer needs for one micro-batch."""
+
+    linear: float
+    """Kept for the backward pass, growing with L."""
+    square: float
+    """Kept for the backward pass, growing with L x L; the selection is a part of it."""
+    selection: float
+    scratch: float
+    """In use while the layer runs."""
+
+
+def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> _LayerBytes:
     model, gsa, train = config.model, config.gsa, config.train
     tensor = config.parallel.tensor
     sequence_shards = tensor if _is_sequence_parallel(config) else 1
@@ -211,12 +224,16 @@ def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> tuple[
         values += gsa.indexer_heads * gsa.indexer_dim + gsa.indexer_dim + gsa.indexer_heads
     tokens = train.micro_batch_size * train.seq_len_tokens
     linear = tokens * (value_bytes * values + 4 * singles)
-
+    uses_kernels = gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
+    if uses_kernels:  # the selection is bits; probabilities and scores exist for a chunk of rows
+        selection = tokens * train.seq_len_tokens / 8 if uses_indexer else 0.0
+        return _LayerBytes(linear, selection, selection, 2 * KERNEL_CHUNK_BYTES if uses_indexer else 0.0)
     # Per query and key, in fp32: each head's softmax and its masked copy. One byte each: visible and selected.
     pairs = 4 * 2 * model.num_heads / tensor + 2
     if uses_indexer:  # each indexer head's activation, then I, the target and log softmax(I)
         pairs += 4 * (gsa.indexer_heads + 3) / gsa.selection_block
-    return linear, tokens * train.seq_len_tokens * pairs
+    square = tokens * train.seq_len_tokens * pairs
+    return _LayerBytes(linear, square, tokens * train.seq_len_tokens, square)
 
 
 def _memory(config: Config, world_size: int) -> list[str]:

@@ -107,14 +107,15 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
-    """Everything that shapes the weights or gives them their meaning must be as it was."""
+    """Everything that shapes the weights or gives them their meaning must be as it was; who computes it may
+    change."""
     saved = yaml.safe_load(state.config_yaml)
     lines = []
     for section in ("model", "gsa"):
         now = dataclasses.asdict(getattr(config, section))
         for field, value in now.items():
             before = saved[section].get(field)
-            if before != value:
+            if before != value and f"{section}.{field}" != "gsa.attention_impl":
                 lines.append(f"  {section}.{field} = {value}: the checkpoint has {before}")
     if lines:
         raise ResumeError(

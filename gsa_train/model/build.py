@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
+from gsa_train.config_checks import unsupported_by_kernels
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.init import initialize_weights
 from gsa_train.model.mcore_config import GSATransformerConfig, to_mcore_config
@@ -17,6 +19,8 @@ from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
 from gsa_train.parallel import Parallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     """Build the stage, draw its weights, and hang the measuring hooks."""
     mcore_config = to_mcore_config(config, parallel)
     runtime = AttentionRuntime(stats=LayerStats(config.model.num_layers, parallel.device))
-    context = AttentionContext(runtime, recompute_core=config.train.recompute == "selective")
+    implementation = attention_implementation(config, parallel.device)
+    logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
+    context = AttentionContext(runtime, implementation, config.train.recompute == "selective")
     first = parallel.pipeline_rank == 0
     gpt = GPTModel(
         config=mcore_config,
@@ -64,6 +70,25 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         runtime=runtime,
         num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
     )
+
+
+def attention_implementation(config: Config, device: torch.device) -> str:
+    """The attention core to run: `triton` or `reference`.
+
+    Raises:
+        ValueError: `triton` is asked for on a device that has no such kernels.
+    """
+    chosen = config.gsa.attention_impl
+    if chosen == "triton" and device.type != "cuda":
+        raise ValueError("gsa.attention_impl = triton: there is no CUDA device; set it to reference or auto")
+    if chosen != "auto":
+        return chosen
+    if device.type != "cuda":
+        return "reference"
+    reasons = unsupported_by_kernels(config)
+    if reasons:
+        logger.warning("attention runs in plain torch, which is slow: %s", "; ".join(reasons))
+    return "reference" if reasons else "triton"
 
 
 def _measure_activations(runtime: AttentionRuntime, layer: int) -> Any:

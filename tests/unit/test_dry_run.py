@@ -120,8 +120,12 @@ def test_one_forward_one_backward_keeps_more_on_early_stages():
     assert estimate(few).activations == pytest.approx(2 * last)
 
 
+REFERENCE = "gsa.attention_impl=reference"
+
+
 def test_recomputation_saves_activations():
-    kept = {mode: estimate([f"train.recompute={mode}"]).activations for mode in ("none", "selective", "full")}
+    modes = ("none", "selective", "full")
+    kept = {mode: estimate([REFERENCE, f"train.recompute={mode}"]).activations for mode in modes}
     assert kept["none"] > 2 * kept["selective"] > 4 * kept["full"] > 0
     # Whole layers: one bf16 input of [4096, 2048] per recomputed unit.
     assert kept["full"] == 24 * 2 * 4096 * 2048
@@ -131,10 +135,18 @@ def test_recomputation_saves_activations():
 
 
 def test_squares_grow_with_the_square_of_the_length():
-    short, long = (estimate([f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
+    short, long = (estimate([REFERENCE, f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
     assert long.working == pytest.approx(4 * short.working)
     # Reference attention: two fp32 copies of [n_h, L, L], its gradients as many, and what the indexer keeps.
     assert short.working > 2 * 8 * 16 * 4096**2
+
+
+def test_the_kernels_keep_a_selection_as_bits_and_nothing_else_square():
+    short, long = (
+        estimate(["train.recompute=none", f"train.seq_len_tokens={length}"]) for length in (4096, 8192)
+    )
+    assert long.working == short.working
+    assert long.activations - 2 * short.activations == pytest.approx(24 * (8192**2 - 2 * 4096**2) / 8)
 
 
 def test_every_phase_and_stage_has_a_line():
