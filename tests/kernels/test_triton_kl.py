@@ -27,7 +27,7 @@ GPU = pytest.param(
 device_of = pytest.mark.parametrize("device", [CPU, GPU])
 
 # Small tiles: a sequence of 100 then has several row tiles, key tiles and segments.
-SMALL = Blocks(rows=32, stats_keys=32, stats_warps=4, grad_keys=32, grad_warps=4, segment=32)
+SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
 NAMES = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
 
 

@@ -57,6 +57,11 @@ class Outputs:
     dw: torch.Tensor | None
 
 
+FP32_WARPS = 8
+"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without words): the mask of the
+scores came out empty and the KL infinite, while the same mask on the target was right."""
+
+
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
     _, length, heads, dim = inputs.q_idx.shape
@@ -65,7 +70,8 @@ def choose_blocks(inputs: Inputs) -> Blocks:
         return Blocks(64, 64, 4, 32, 4, segment=256 if length <= 8192 else 1024)
     if inputs.q_idx.dtype == torch.float32:
         # Without matrix units, and with one stage: otherwise the products spill by the kilobyte.
-        return Blocks(32 if width <= 256 else 16, 32, 8, 32, 8, segment=256, stats_stages=1, grad_stages=1)
+        rows = 32 if width <= 256 else 16
+        return Blocks(rows, 32, FP32_WARPS, 32, FP32_WARPS, segment=256, stats_stages=1, grad_stages=1)
     return Blocks(32, 32, 4, 32, 4, segment=256)
 
 
@@ -82,6 +88,11 @@ def run_chunk(
     Args:
         target: fp32 [B, rows, L], last dimension contiguous
     """
+    fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
+    if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
+        raise ValueError(
+            f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
+        )
     for launch in chunk_launches(inputs, outputs, target, row_start, rows, blocks).values():
         launch()
 

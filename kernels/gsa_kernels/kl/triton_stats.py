@@ -101,9 +101,7 @@ def stats_kernel(
                 words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
             )
             target_sum += tl.sum(load_target(target_rows, rows, cols, L, support), 1)
-            # A sum, not a choice: at fp32 products in 4 warps Triton 3.6 handed a wrong mask to this choice.
-            # NOT_A_SCORE swallows any score.
-            scores += tl.where(support, 0.0, NOT_A_SCORE)
+            scores = tl.where(support, scores, NOT_A_SCORE)
             # Rows without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
             # it by 0, and so does the merge of the segments.
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
