@@ -8,7 +8,7 @@ THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n"
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: setup pretrain check test test-gpu clean
+.PHONY: setup pretrain check test test-gpu bench clean
 
 setup: .venv/.ready
 
@@ -37,6 +37,12 @@ test: setup
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
+
+bench:
+	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_gsa.py
+	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_attention.py
+	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_selection.py
+	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_kl.py
 
 clean:
 	rm -rf .venv build *.egg-info
