@@ -5,6 +5,7 @@ config -> parallel groups -> model -> checkpoint -> text -> for each phase: opti
 
 from __future__ import annotations
 
+import gc
 import logging
 
 from gsa_train.batches import TrainBatches, load_tokenizer, read_validation_blocks
@@ -61,6 +62,10 @@ def train(config: Config, arguments: Arguments) -> None:
         if span is spans[-1]:
             save(run, span, phase_optimizer)
         close_optimizer(model, phase_optimizer)
+        # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
+        # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
+        del phase_optimizer
+        gc.collect()
     batches.close()
     finish(run, spans[-1].phase)
     shutdown_parallel()

@@ -33,7 +33,8 @@ def main() -> int:
             print(error, file=sys.stderr)
         return 2
     if arguments.dry_run:
-        print(describe(config, arguments.world_size))
+        if is_main:
+            print(describe(config, arguments.world_size))
         return 0
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_train.resume import ResumeError

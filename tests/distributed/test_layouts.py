@@ -1,0 +1,103 @@
+"""Any layout trains what one rank trains: the same losses, indexer losses and gradient norms, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from helpers.runs import ALL_KEYS, QUICK, STEPS, Run, finished
+
+TENSOR = ("parallel.tensor=2",)
+PIPELINE = ("parallel.pipeline=2",)
+LAYOUTS = {
+    "tensor and sequence": (2, TENSOR),
+    "pipeline": (2, PIPELINE),
+    "data": (2, ()),
+    "tensor x pipeline": (4, TENSOR + PIPELINE),
+}
+FIRST_SPARSE_STEPS = 12  # 10 steps of warm-up and 2 sparse ones
+
+DENSE_PHASE = "phases=[{name: dense, attention: dense, steps: 20, lr: 1.35e-3, warmup_steps: 9}]"
+BASELINE = (*QUICK, "gsa.attention=dense", DENSE_PHASE)
+OPTIONS = (
+    *ALL_KEYS,
+    "gsa.indexer_rope=true",
+    "gsa.local_window=8",
+    "gsa.selection_block=4",
+    "gsa.selection_reuse=2",
+    "gsa.indexer_temperature=learned",
+    "model.qk_norm=true",
+    "model.tie_embeddings=true",
+)
+OVERALL = ("loss", "indexer_kl", "grad_norm")
+PER_LAYER = ("layer_indexer_kl", "layer_variance_ema")
+
+pytestmark = pytest.mark.slow
+
+
+def assert_same_training(
+    run: Run,
+    reference: Run,
+    relative: float,
+    steps: int = STEPS,
+    keys: Sequence[str] = (*OVERALL, *PER_LAYER),
+) -> None:
+    assert run.series("step") == reference.series("step") == list(range(1, STEPS + 1))
+    for key in keys:
+        pairs = zip(run.series(key)[:steps], reference.series(key)[:steps], strict=True)
+        for step, (value, expected) in enumerate(pairs, start=1):
+            assert value == pytest.approx(expected, rel=relative, abs=0, nan_ok=True), (key, step)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sparse_training_is_that_of_one_rank(name):
+    ranks, layout = LAYOUTS[name]
+    one, many = finished(), finished(*layout, ranks=ranks)
+    assert one.series("recall")[-1] < 0.99  # keys are left out
+    assert_same_training(many, one, relative=1e-6, steps=1)
+    assert_same_training(many, one, relative=1e-5, steps=FIRST_SPARSE_STEPS)
+    # Then a score near the k_t-th has flipped on its last bit, here or there.
+    assert_same_training(many, one, relative=1e-3, keys=OVERALL)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_where_no_selection_can_flip_all_steps_agree(name):
+    ranks, layout = LAYOUTS[name]
+    one, many = finished(*ALL_KEYS), finished(*ALL_KEYS, *layout, ranks=ranks)
+    assert one.series("recall")[-1] == pytest.approx(1)  # none is left out
+    assert_same_training(many, one, relative=1e-5)
+
+
+def test_tensor_parallel_without_sequence_parallel():
+    run = finished(*ALL_KEYS, *TENSOR, "parallel.sequence=false", ranks=2)
+    assert_same_training(run, finished(*ALL_KEYS), relative=1e-5)
+
+
+def test_the_dense_baseline_under_tensor_parallelism():
+    one = finished(*BASELINE)
+    assert one.series("indexer_kl") == [None] * STEPS
+    run = finished(*BASELINE, *TENSOR, ranks=2)
+    assert_same_training(run, one, relative=1e-5, keys=("loss", "grad_norm"))
+
+
+def test_all_options_under_tensor_and_pipeline_parallelism():
+    run = finished(*OPTIONS, *TENSOR, *PIPELINE, ranks=4)
+    assert_same_training(run, finished(*OPTIONS), relative=1e-5)
+
+
+def test_overlapped_communication_changes_nothing():
+    overlap = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
+    without = finished(*ALL_KEYS, ranks=2)
+    assert_same_training(finished(*ALL_KEYS, *overlap, ranks=2), without, relative=0)
+
+
+def test_a_replicated_optimizer_trains_as_a_sharded_one():
+    run = finished(*ALL_KEYS, "parallel.distributed_optimizer=false", ranks=2)
+    assert_same_training(run, finished(*ALL_KEYS, ranks=2), relative=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing_under_pipeline_parallelism(recompute):
+    run = finished(*ALL_KEYS, *PIPELINE, f"train.recompute={recompute}", ranks=2)
+    assert_same_training(run, finished(*ALL_KEYS, *PIPELINE, ranks=2), relative=0)

@@ -1,0 +1,106 @@
+"""The demo, shortened: what a run prints, learns and leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gsa_train.config import load_config
+from helpers.runs import CONFIG, Run, start
+
+STEPS, TOKENS = 40, 40 * 4 * 128
+SHORT = (
+    "train.seq_len_tokens=128",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "phases.0.steps=10",
+    "phases.0.warmup_steps=2",
+    "phases.1.steps=30",
+    "phases.1.warmup_steps=5",
+    "evaluate.every_steps=20",
+    "evaluate.max_blocks=16",
+    "checkpoint.every_steps=10",
+    "checkpoint.keep_last=2",
+    "logging.every_steps=5",
+    "logging.wandb=disabled",
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """On two ranks. Whenever one looks, `latest` names a complete checkpoint."""
+    run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2)
+    named = set()
+    while run.process.poll() is None:
+        if latest := run.latest:
+            assert (run.checkpoints / latest / "metadata.json").exists() or run.latest != latest
+            named.add(latest)
+        time.sleep(0.005)
+    assert "step_00000010" in named
+    return run.wait()
+
+
+def test_the_loss_falls(demo):
+    loss = demo.series("loss")
+    assert all(math.isfinite(value) for value in loss)
+    assert loss[-1] < loss[0] - 0.5
+
+
+def test_metrics_hold_the_first_the_last_and_every_fifth_step_of_each_phase(demo):
+    assert demo.series("step") == [1, 5, 10, 11, 15, 20, 25, 30, 35, 40]
+    assert demo.series("phase") == ["warm-up"] * 3 + ["sparse"] * 7
+    wanted = {"step", "phase", "loss", "indexer_kl", "recall", "grad_norm", "lr", "tokens"}
+    wanted |= {"tokens_per_second", "mfu", "data_wait"}
+    for record in demo.steps():
+        assert wanted <= record.keys()
+        assert record["tokens"] == record["step"] * 4 * 128
+        assert 0 < record["recall"] <= 1
+        assert record["tokens_per_second"] > 0
+        assert record["mfu"] is None  # no peak rate is known for a CPU
+        assert 0 <= record["data_wait"] <= 1
+
+
+def test_validation_is_logged_at_its_steps_and_once_at_the_end(demo):
+    validations = [record for record in demo.records() if record.get("event") == "validation"]
+    assert [record["step"] for record in validations] == [20, 40]
+    assert validations[1]["validation_loss"] < validations[0]["validation_loss"]
+
+
+def test_the_summary_has_every_key(demo):
+    summary = json.loads((demo.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (STEPS, TOKENS)
+    assert summary["val_perplexity"] == pytest.approx(math.exp(summary["val_loss"]))
+    assert 1 < summary["bigram_perplexity"] < summary["unigram_perplexity"] < 4096
+    assert summary["val_perplexity"] < 4096
+    assert 0 < summary["random_recall"] < 1
+    assert 0 < summary["recall"] < 1
+
+
+def test_the_resolved_config_repeats_the_run(demo):
+    config = load_config(demo.folder / "config.yaml")
+    assert config == load_config(CONFIG, [*SHORT, f"run.dir={demo.folder.parent}", "run.name=run"])
+    for checkpoint in demo.checkpoints.glob("step_*"):
+        assert load_config(checkpoint / "config.yaml") == config
+
+
+def test_the_last_two_checkpoints_are_kept(demo):
+    names = {path.name for path in demo.checkpoints.iterdir()}
+    assert names == {"step_00000030", "step_00000040", "latest"}
+    assert demo.latest == "step_00000040"
+
+
+def test_plots_and_tensorboard_are_written(demo):
+    plots = [*(demo.folder / "plots").glob("*.png")]
+    assert plots
+    assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+    events = EventAccumulator(str(demo.folder / "tensorboard"))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert [step for step, _ in logged] == demo.series("step")
+    assert [value for _, value in logged] == pytest.approx(demo.series("loss"))

@@ -1,0 +1,152 @@
+"""A config that cannot run is refused within seconds: one message, exit code 2, nothing started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.runs import CONFIG, REPOSITORY
+
+# Runs the launcher and then says which of the heavy packages it loaded.
+REPORT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("loaded:", [name for name in ("torch", "megatron", "gsa_train.parallel") if name in sys.modules])
+"""
+
+
+def launch(*arguments: str, ranks: int = 1, config: str = CONFIG) -> subprocess.CompletedProcess[str]:
+    """One rank of a job that announces `ranks`."""
+    command = [sys.executable, "-c", REPORT, "launch/pretrain.py", "--config", config, *arguments]
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "RANK": "0"}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def message_of(result: subprocess.CompletedProcess[str]) -> str:
+    """What a refused start wrote to stderr."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == "loaded: []\n"  # so no process group was made
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+WRONG = {
+    "misspelled field": (
+        "train.micro_batchsize=2",
+        "train.micro_batchsize = 2: unknown key; did you mean train.micro_batch_size?",
+    ),
+    "misspelled section": ("modle.num_layers=2", "modle = {...}: unknown key; did you mean model?"),
+    "wrong type": (
+        "model.num_layers=four",
+        "model.num_layers = four: not an integer; write for example model.num_layers=4",
+    ),
+    "unknown choice": (
+        "train.recompute=some",
+        "train.recompute = some: not one of none, selective, full; write for example train.recompute=none",
+    ),
+    "heads over tensor ranks": (
+        "parallel.tensor=4 model.num_heads=6",
+        "model.num_heads = 6: not a multiple of parallel.tensor = 4; set model.num_heads to 4 or 8",
+    ),
+    "layers over stages": (
+        "parallel.pipeline=4 model.num_layers=6",
+        "model.num_layers = 6: not a multiple of parallel.pipeline = 4; set model.num_layers to 4 or 8",
+    ),
+    "batch over ranks": (
+        "train.global_batch_size=10 train.micro_batch_size=2",
+        "train.global_batch_size = 10: not a multiple of train.micro_batch_size = 2 x 4 data-parallel ranks",
+    ),
+    "budget upside down": (
+        "gsa.k_min=100",
+        "gsa.k_min = 100: above gsa.k_base = 64; need k_min <= k_base <= k_max",
+    ),
+    "sparse phase without an indexer": (
+        "gsa.attention=dense",
+        "phases.1.attention = sparse: needs an indexer, and gsa.attention = dense builds none; set",
+    ),
+    "missing training folder": (
+        "data.train_dir=/no/such",
+        "data.train_dir = /no/such: no such folder; create it, or set data.train_dir",
+    ),
+    "missing tokenizer": (
+        "data.tokenizer=/no/such",
+        "data.tokenizer = /no/such: no such file; set it to a sentencepiece model",
+    ),
+    "ranks that do not divide": (
+        "parallel.tensor=3",
+        "world size = 4: not a multiple of parallel.tensor = 3 x parallel.pipeline = 1; start 3 or 6 ranks",
+    ),
+    "no value": ("run.seed=", "run.seed = '': no value after the =; write run.seed=VALUE"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_named_with_its_field_and_the_remedy(name):
+    overrides, expected = WRONG[name]
+    message = message_of(launch(*overrides.split(), ranks=4))
+    assert expected in message
+    assert message.startswith(f"{CONFIG}: ")
+
+
+def test_several_mistakes_come_in_one_message():
+    message = message_of(launch("model.num_layers=four", "gsa.k_min=100", "train.grad_clp=1"))
+    assert message.startswith(f"{CONFIG}: 3 problems\n")
+    assert [line.split(" = ")[0].strip() for line in message.splitlines()[1:]] == [
+        "model.num_layers",
+        "train.grad_clp",
+        "gsa.k_min",
+    ]
+
+
+def test_a_duplicate_key_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("model:\n  num_layers: 2\n  num_layers: 4\n")
+    message = message_of(launch(config=str(path)))
+    assert "line 3: the key num_layers is already set in line 2" in message
+
+
+def test_a_missing_config_file_is_named():
+    message = message_of(launch(config="configs/none.yaml"))
+    assert "configs/none.yaml" in message
+    assert "No such file" in message
+
+
+def test_wrong_use_shows_the_usage():
+    assert "not allowed with argument" in message_of(launch("--no-resume", "--resume-from", "."))
+
+
+def test_a_dry_run_prints_what_the_run_would_be():
+    result = launch("--dry-run", "--world-size", "4", "parallel.tensor=2")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout.startswith("demo on 4 ranks\n")
+    for section in ("Layout", "Parameters", "Tokens", "Floating-point operations", "Memory per rank", "Data"):
+        assert f"\n{section}" in result.stdout
+    assert result.stdout.endswith("loaded: []\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [(["gsa.k_min=100"], 1, "gsa.k_min = 100: above"), (["--dry-run"], 0, "demo on 2 ranks")],
+    ids=["wrong config", "dry run"],
+)
+def test_two_ranks_speak_with_one_voice(arguments, code, line):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*torchrun, "launch/pretrain.py", "--config", CONFIG, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == code  # torchrun's own: 1 when a rank failed
+    assert (result.stdout + result.stderr).count(line) == 1

@@ -1,0 +1,47 @@
+"""A checkpoint goes on in a layout other than the one that wrote it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import SMALL, Run, finished, kill, start
+
+SPLIT = ("parallel.tensor=2", "parallel.pipeline=2")
+SAVED = [5, 15]  # in the warm-up, in the sparse phase
+
+pytestmark = pytest.mark.slow
+
+
+def first_step_after(checkpoint: Path, run_dir: Path, *layout: str, ranks: int) -> dict[str, object]:
+    run = start(run_dir, *SMALL, *layout, "--resume-from", str(checkpoint), ranks=ranks)
+    run.wait_until(run.steps)
+    kill(run)
+    return run.steps()[0]
+
+
+def assert_next_step_is_that_of(run: Run, saved: int, record: dict[str, object]) -> None:
+    expected = run.steps()[saved]
+    assert record["step"] == expected["step"] == saved + 1
+    assert record["tokens"] == expected["tokens"]
+    for key in ("loss", "indexer_kl", "layer_indexer_kl", "layer_variance_ema"):
+        assert record[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(saved, ranks, tmp_path):
+    split = finished(*SPLIT, ranks=4)
+    record = first_step_after(split.checkpoints / f"step_{saved:08d}", tmp_path, ranks=ranks)
+    assert_next_step_is_that_of(split, saved, record)
+
+
+def test_data_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
+    data_parallel = finished(ranks=2)
+    # A run folder stands for its latest checkpoint, and the file may be set back to an earlier one.
+    shutil.copytree(data_parallel.checkpoints, tmp_path / "copy" / "checkpoints")
+    (tmp_path / "copy" / "checkpoints" / "latest").write_text("step_00000015")
+    record = first_step_after(tmp_path / "copy", tmp_path, *SPLIT, ranks=4)
+    assert_next_step_is_that_of(data_parallel, 15, record)
