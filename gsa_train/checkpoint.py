@@ -9,7 +9,6 @@ had never stopped. It loads into any layout.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import re
@@ -36,8 +35,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, unshare_step_counts
 from gsa_train.parallel import Parallel
-
-logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 LATEST = "latest"

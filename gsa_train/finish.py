@@ -20,7 +20,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
         if config.evaluate.ngram_baselines:
-            samples = run.step * config.train.global_batch_size
+            samples = run.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
             baselines = ngram_perplexities(run.validation_blocks, run.tokenizer, samples, config)
         summary = {
             "steps": run.step,

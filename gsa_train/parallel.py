@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 
 from gsa_train.config import ParallelConfig  # noqa: E402
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

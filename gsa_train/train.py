@@ -6,7 +6,6 @@ config -> parallel groups -> model -> checkpoint -> text -> for each phase: opti
 from __future__ import annotations
 
 import gc
-import logging
 
 from gsa_train.batches import TrainBatches, load_tokenizer, read_validation_blocks
 from gsa_train.checkpoint import load_checkpoint
@@ -20,8 +19,6 @@ from gsa_train.phases import phase_spans
 from gsa_train.resume import choose_start
 from gsa_train.run_folder import open_run_folder
 from gsa_train.trainer import Run, run_phase, save
-
-logger = logging.getLogger(__name__)
 
 
 def train(config: Config, arguments: Arguments) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
 from gsa_train.step import train_step
-
-logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
