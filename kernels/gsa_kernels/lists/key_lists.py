@@ -50,6 +50,9 @@ class KeyLists:
     length: int
     """L: queries and keys of a sequence."""
 
+    max_count: int
+    """A bound on `counts` that the host knows: what sizes buffers without waiting for the device."""
+
 
 def key_lists_from_mask(mask: torch.Tensor, queries: int = 32) -> KeyLists:
     """The definition of the format, in plain torch: bool [B, L, L] -> lists without a full part.
@@ -78,6 +81,7 @@ def key_lists_from_mask(mask: torch.Tensor, queries: int = 32) -> KeyLists:
         counts=counts.to(torch.int32),
         queries=queries,
         length=length,
+        max_count=int(counts.max()),
     )
 
 
