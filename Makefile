@@ -5,6 +5,8 @@ BIN := .venv/bin
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
+# Processes for the tests that start none of their own.
+CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
@@ -26,13 +28,14 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not slow and not gpu' tests/unit tests/kernels
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
 
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not gpu' --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
 
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:
