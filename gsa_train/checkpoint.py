@@ -214,10 +214,26 @@ def load_checkpoint(
     Args:
         with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh.
     """
+    content = _load(checkpoint, model, phase_optimizer if with_optimizer else None, parallel)
+    if with_optimizer:
+        phase_optimizer.optimizer.load_state_dict(content["optimizer"])
+        unshare_step_counts(phase_optimizer.optimizer)
+    else:
+        phase_optimizer.optimizer.reload_model_params()
+
+
+def load_weights(checkpoint: Path, model: Model, parallel: Parallel) -> None:
+    """Fill a model that will not be trained. Collective."""
+    _load(checkpoint, model, None, parallel)
+
+
+def _load(
+    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer | None, parallel: Parallel
+) -> dict[str, Any]:
     metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
     metadata["dp_cp_group"] = parallel.groups.dp_cp
-    wanted = _sharded_state(model, phase_optimizer if with_optimizer else None, metadata, is_loading=True)
-    content = dist_checkpointing.load(
+    wanted = _sharded_state(model, phase_optimizer, metadata, is_loading=True)
+    content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),
         FullyParallelLoadStrategyWrapper(
@@ -226,11 +242,7 @@ def load_checkpoint(
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )
     model.gpt.load_state_dict(content["model"])
-    if with_optimizer:
-        phase_optimizer.optimizer.load_state_dict(content["optimizer"])
-        unshare_step_counts(phase_optimizer.optimizer)
-    else:
-        phase_optimizer.optimizer.reload_model_params()
+    return content
 
 
 def _sharded_state(

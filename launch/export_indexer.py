@@ -1,0 +1,46 @@
+"""Save what a checkpoint's indexers make of real text, for `kernels/bench/bench_long.py --selection FILE`:
+
+python launch/export_indexer.py RUN_DIR --seq-len-tokens 131072 --layers 0 5 11 --out FILE.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gsa_train.config import ConfigError, load_config
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Save the indexer projections of a checkpoint on validation text."
+    )
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, with its config.yaml"
+    )
+    parser.add_argument("--seq-len-tokens", type=int, required=True, metavar="L")
+    parser.add_argument("--layers", type=int, nargs="+", default=[0], help="from 0 (default: 0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the run's config")
+    arguments = parser.parse_intermixed_args()
+    try:
+        config = load_config(arguments.run_dir / "config.yaml", arguments.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    # Here, so that a wrong config is reported before torch and megatron-core are loaded.
+    from gsa_data.shards import DataFault
+    from gsa_train.export_indexer import export_indexer
+
+    try:
+        export_indexer(config, arguments.run_dir, arguments.seq_len_tokens, arguments.layers, arguments.out)
+    except (ValueError, DataFault) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Indexer projections of a checkpoint on text: what the benchmarks of real selections read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from unit.test_checkpoint import run_state
+
+from gsa_train.checkpoint import load_weights, save_checkpoint
+from gsa_train.export_indexer import capture_indexers
+from gsa_train.optim import build_optimizer, close_optimizer
+from helpers.single_rank import (
+    EOS,
+    SPARSE,
+    named_weights,
+    random_batches,
+    random_blocks,
+    single_rank,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+
+def test_projections_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    config = tiny_config([SPARSE])
+    trained = tiny_model(config)
+    optimizer = build_optimizer(trained, SPARSE, config)
+    take_step(trained, optimizer, random_batches(config), config, lr=1e-2)
+    folder = save_checkpoint(tmp_path, run_state(1), trained, optimizer, single_rank(), keep_last=1)
+    close_optimizer(trained, optimizer)
+    loaded = tiny_model(config)
+    load_weights(folder, loaded, single_rank())
+    for name, weight in named_weights(trained).items():
+        assert torch.equal(weight, named_weights(loaded)[name])
+
+    blocks = random_blocks(config)[:1].numpy()
+    one = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=1))
+    found = capture_indexers(loaded, blocks, [0, 1], EOS, one, single_rank())
+    assert sorted(found) == [0, 1]
+    heads, dim = config.gsa.indexer_heads, config.gsa.indexer_dim
+    queries = found[1]["queries"]
+    assert queries is not None
+    assert queries.shape == (1, config.train.seq_len_tokens, heads, dim)
+    ema, bias = found[1]["variance_ema"], found[1]["score_bias"]
+    assert loaded.attentions[1].variance is not None
+    assert torch.equal(ema, loaded.attentions[1].variance.ema)
+    assert loaded.attentions[1].indexer is not None
+    assert torch.equal(bias, loaded.attentions[1].indexer.score_bias)
+    # Nothing is left hanging, and another pass sees the same.
+    assert all(not attention.indexer._forward_hooks for attention in loaded.attentions)
+    again = capture_indexers(loaded, blocks, [1], EOS, one, single_rank())
+    assert list(again) == [1]
+    assert torch.equal(again[1]["queries"], queries)
+
+
+def test_a_layer_without_indexer_is_refused() -> None:
+    config = tiny_config([SPARSE], gsa={"selection_reuse": 2})
+    model = tiny_model(config)
+    with pytest.raises(ValueError, match="layer 1 has no indexer; choose among 0"):
+        capture_indexers(model, random_blocks(config)[:1].numpy(), [1], EOS, config, single_rank())
