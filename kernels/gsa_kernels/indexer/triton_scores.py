@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_shape
+from gsa_kernels.checks import check_at_least, check_shape
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEADS = 8
@@ -37,13 +37,14 @@ _MIN_DIM, _MAX_DIM = 16, 128
 class ScoreInputs:
     """Checked and contiguous inputs of one indexer. Made by `score_inputs`."""
 
-    q_idx: torch.Tensor  # [B, L, HI, DI]
+    q_idx: torch.Tensor  # [B, R, HI, DI]
     k_idx: torch.Tensor  # [B, L, DI]
-    weight_logits: torch.Tensor  # [B, L, HI]
+    weight_logits: torch.Tensor  # [B, R, HI]
     score_bias: torch.Tensor | None  # [HI]
     weight_bias: torch.Tensor | None  # [HI]
     activation: Literal["sigmoid", "relu"]
-    document_starts: torch.Tensor | None  # int32 [B, L]
+    document_starts: torch.Tensor | None  # int32 [B, R]
+    query_stride: int  # row r is the query at position r * query_stride; R = ceil(L / query_stride)
 
 
 def score_inputs(
@@ -55,12 +56,20 @@ def score_inputs(
     weight_bias: torch.Tensor | None = None,
     activation: Literal["sigmoid", "relu"] = "sigmoid",
     document_starts: torch.Tensor | None = None,
+    query_stride: int = 1,
 ) -> ScoreInputs:
-    """Check shapes, dtypes and devices; detach, and make contiguous what the kernel reads."""
-    check_shape("q_idx", q_idx, "[B, L, HI, DI]", (None, None, None, None))
-    batch, length, heads, dim = q_idx.shape
-    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, length, dim))
-    check_shape("weight_logits", weight_logits, "[B, L, HI]", (batch, length, heads))
+    """Check shapes, dtypes and devices; detach, and make contiguous what the kernel reads.
+
+    Row r of q_idx and weight_logits is the query at position r * query_stride: R = ceil(L / query_stride)
+    rows. k_idx and document_starts have all L positions.
+    """
+    check_at_least("query_stride", query_stride, 1)
+    check_shape("q_idx", q_idx, "[B, R, HI, DI]", (None, None, None, None))
+    batch, rows, heads, dim = q_idx.shape
+    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, rows if query_stride == 1 else None, dim))
+    length = k_idx.shape[1]
+    check_shape("q_idx", q_idx, "[B, R, HI, DI]", (batch, -(-length // query_stride), heads, dim))
+    check_shape("weight_logits", weight_logits, "[B, R, HI]", (batch, rows, heads))
     if batch < 1 or length < 1:
         raise ValueError(f"q_idx has shape {tuple(q_idx.shape)}; pass at least one sequence and one token")
     if not 1 <= heads <= _MAX_HEADS:
@@ -100,7 +109,8 @@ def score_inputs(
         score_bias=_contiguous(score_bias),
         weight_bias=_contiguous(weight_bias),
         activation=activation,
-        document_starts=_contiguous(document_starts),
+        document_starts=None if document_starts is None else document_starts[:, ::query_stride].contiguous(),
+        query_stride=query_stride,
     )
 
 
@@ -108,20 +118,29 @@ def score_tiles(inputs: ScoreInputs) -> Tiles:
     return HALF_TILES if inputs.q_idx.dtype in HALF_DTYPES else FLOAT_TILES
 
 
-def write_scores(inputs: ScoreInputs, row_start: int, row_stop: int, out: torch.Tensor) -> None:
+def write_scores(
+    inputs: ScoreInputs,
+    row_start: int,
+    row_stop: int,
+    out: torch.Tensor,
+    *,
+    key_stride: int = 1,
+    wanted: torch.Tensor | None = None,
+) -> None:
     """out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop.
 
-    Written where key s is visible to r, and on the rest of such tiles as far as out's last column;
+    Written where key s is visible to row r, and on the rest of such tiles as far as out's last column;
     elsewhere `out` keeps what it held.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
+        key_stride: inputs.k_idx[:, s] is some key at s * key_stride <= position < (s + 1) * key_stride
+        wanted: int32 [B, row_stop - row_start]; tiles of rows in which all are 0 are left out
     """
-    batch, length, heads, dim = inputs.q_idx.shape
+    batch, num_rows, _, dim = inputs.q_idx.shape
     rows, columns = row_stop - row_start, out.shape[2]
-    half = inputs.q_idx.dtype in HALF_DTYPES
     tiles = score_tiles(inputs)
-    key_tiles = triton.cdiv(row_stop, tiles.cols)
+    key_tiles = triton.cdiv((row_stop - 1) * inputs.query_stride // key_stride + 1, tiles.cols)
     grid = (triton.cdiv(key_tiles, tiles.per_program), triton.cdiv(rows, tiles.rows), batch)
     _scores_kernel[grid](
         inputs.q_idx,
@@ -130,27 +149,41 @@ def write_scores(inputs: ScoreInputs, row_start: int, row_stop: int, out: torch.
         inputs.score_bias,
         inputs.weight_bias,
         inputs.document_starts,
+        wanted,
         out,
         row_start,
         row_stop,
         columns,
-        length,
+        num_rows,
+        inputs.k_idx.shape[1],
         out.stride(0),
         out.stride(1),
         dim**-0.5,
-        HI=heads,
-        DI=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_ROWS=tiles.rows,
-        BLOCK_COLS=tiles.cols,
-        TILES=tiles.per_program,
-        SIGMOID=inputs.activation == "sigmoid",
-        # The interpreter, which runs on the CPU, has no inline assembly.
-        TANH=half and inputs.q_idx.is_cuda,
-        PRECISION="tf32" if half else "ieee",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        STRIDE=inputs.query_stride,
+        KEY_STRIDE=key_stride,
+        **score_options(inputs),
     )
+
+
+def score_options(inputs: ScoreInputs) -> dict[str, int | str]:
+    """Constants and launch options that every kernel which calculates scores shares."""
+    heads, dim = inputs.q_idx.shape[2:]
+    half = inputs.q_idx.dtype in HALF_DTYPES
+    tiles = score_tiles(inputs)
+    return {
+        "HI": heads,
+        "DI": dim,
+        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK_COLS": tiles.cols,
+        "TILES": tiles.per_program,
+        "SIGMOID": inputs.activation == "sigmoid",
+        # The interpreter, which runs on the CPU, has no inline assembly.
+        "TANH": half and inputs.q_idx.is_cuda,
+        "PRECISION": "tf32" if half else "ieee",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -164,51 +197,22 @@ def _fast_tanh(x):
     )
 
 
-# Row ranges vary from launch to launch: specialising on them would only compile more variants.
-@triton.jit(do_not_specialize=["row_start", "row_stop", "length"])
-def _scores_kernel(
+@triton.jit
+def load_queries(
     q_ptr,
-    k_ptr,
     weight_ptr,
     score_bias_ptr,
     weight_bias_ptr,
-    starts_ptr,
-    out_ptr,
-    row_start,
-    row_stop,
-    columns,
-    length,
-    out_stride_b,
-    out_stride_r,
-    scale,
+    tokens,
+    row_ok,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    TILES: tl.constexpr,
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
-    batch = tl.program_id(2).to(tl.int64)
-    first_row = row_start + tl.program_id(1) * BLOCK_ROWS
-    end_col = tl.minimum(first_row + BLOCK_ROWS, row_stop)
-    first_col = tl.program_id(0) * (TILES * BLOCK_COLS)
-    if first_col >= end_col:  # above the diagonal
-        return
-    end_col = tl.minimum(end_col, first_col + TILES * BLOCK_COLS)
-
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
-    row_ok = rows < row_stop
-    tokens = batch * length + rows
-    if starts_ptr is not None:
-        starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647)
-        # Tiles before every query's document are skipped too.
-        skipped = tl.maximum(tl.min(starts), first_col) // BLOCK_COLS * BLOCK_COLS
-        first_col = tl.maximum(first_col, skipped)
-
+    """Per head the queries [BLOCK_ROWS, BLOCK_D], their weights and the bias; and what every score starts from."""
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     # Triton has no starred tuples: these grow by addition.
@@ -234,25 +238,141 @@ def _scores_kernel(
             base += weight
         weights = weights + (weight,)  # type: ignore[assignment] # noqa: RUF005
         biases = biases + (bias,)  # type: ignore[assignment] # noqa: RUF005
+    return queries, weights, biases, base
+
+
+@triton.jit
+def tile_scores(
+    queries,
+    weights,
+    biases,
+    base,
+    key_ptr,
+    col,
+    length,
+    scale,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TANH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores [BLOCK_ROWS, BLOCK_COLS] of the keys from `col` on; every kernel gets the same bits.
+
+    Args:
+        key_ptr: the sequence's keys [length, DI]
+    """
+    cols = col + tl.arange(0, BLOCK_COLS)
+    dims = tl.arange(0, BLOCK_D)
+    key_ptrs = key_ptr + cols[:, None] * DI + dims[None, :]
+    keys = tl.load(key_ptrs, mask=(cols < length)[:, None] & (dims < DI)[None, :], other=0.0)
+    keys = tl.trans(keys)
     if TANH and SIGMOID:
         scale = scale * 0.5
+    scores = tl.zeros([BLOCK_ROWS, BLOCK_COLS], dtype=tl.float32)
+    if TANH and SIGMOID:
+        scores += base[:, None]
+    for head in tl.static_range(HI):
+        logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
+        if SIGMOID:
+            logits += biases[head]
+            activated = _fast_tanh(logits) if TANH else tl.sigmoid(logits)
+        else:
+            activated = tl.maximum(logits, 0.0)
+        scores += weights[head][:, None] * activated
+    return scores
 
+
+# Row ranges vary from launch to launch: specialising on them would only compile more variants.
+@triton.jit(do_not_specialize=["row_start", "row_stop", "num_rows", "length"])
+def _scores_kernel(
+    q_ptr,
+    k_ptr,
+    weight_ptr,
+    score_bias_ptr,
+    weight_bias_ptr,
+    starts_ptr,
+    wanted_ptr,
+    out_ptr,
+    row_start,
+    row_stop,
+    columns,
+    num_rows,
+    length,
+    out_stride_b,
+    out_stride_r,
+    scale,
+    STRIDE: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    TILES: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TANH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
+    batch = tl.program_id(2).to(tl.int64)
+    first_row = row_start + tl.program_id(1) * BLOCK_ROWS
+    end_col = (tl.minimum(first_row + BLOCK_ROWS, row_stop) - 1) * STRIDE // KEY_STRIDE + 1
+    first_col = tl.program_id(0) * (TILES * BLOCK_COLS)
+    if first_col >= end_col:  # above the diagonal
+        return
+    end_col = tl.minimum(end_col, first_col + TILES * BLOCK_COLS)
+
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    row_ok = rows < row_stop
+    tokens = batch * num_rows + rows
+    if wanted_ptr is not None:
+        wanted = tl.load(wanted_ptr + batch * (row_stop - row_start) + rows - row_start, mask=row_ok, other=0)
+        if tl.max(wanted) == 0:
+            return
+    if starts_ptr is not None:
+        starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647) // KEY_STRIDE
+        # Tiles before every query's document are skipped too.
+        skipped = tl.maximum(tl.min(starts), first_col) // BLOCK_COLS * BLOCK_COLS
+        first_col = tl.maximum(first_col, skipped)
+
+    queries, weights, biases, base = load_queries(
+        q_ptr,
+        weight_ptr,
+        score_bias_ptr,
+        weight_bias_ptr,
+        tokens,
+        row_ok,
+        HI,
+        DI,
+        BLOCK_D,
+        BLOCK_ROWS,
+        SIGMOID,
+        TANH,
+    )
     for col in range(first_col, end_col, BLOCK_COLS):
+        scores = tile_scores(
+            queries,
+            weights,
+            biases,
+            base,
+            k_ptr + batch * length * DI,
+            col,
+            length,
+            scale,
+            HI,
+            DI,
+            BLOCK_D,
+            BLOCK_ROWS,
+            BLOCK_COLS,
+            SIGMOID,
+            TANH,
+            PRECISION,
+        )
         cols = col + tl.arange(0, BLOCK_COLS)
-        key_ptrs = k_ptr + (batch * length + cols[:, None]) * DI + dims[None, :]
-        keys = tl.load(key_ptrs, mask=(cols < length)[:, None] & dim_ok[None, :], other=0.0)
-        keys = tl.trans(keys)
-        scores = tl.zeros([BLOCK_ROWS, BLOCK_COLS], dtype=tl.float32)
-        if TANH and SIGMOID:
-            scores += base[:, None]
-        for head in tl.static_range(HI):
-            logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
-            if SIGMOID:
-                logits += biases[head]
-                activated = _fast_tanh(logits) if TANH else tl.sigmoid(logits)
-            else:
-                activated = tl.maximum(logits, 0.0)
-            scores += weights[head][:, None] * activated
         out_ptrs = (
             out_ptr
             + batch * out_stride_b

@@ -11,13 +11,21 @@ import triton
 
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
+from gsa_kernels.selection.candidates import (
+    MOST_CANDIDATES,
+    MOST_KEYS,
+    candidate_room,
+    sample_keys,
+    select_by_candidates,
+)
 from gsa_kernels.selection.triton_select import select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
 
-ROW_CHUNK_BYTES = 256 * 2**20
+ROW_CHUNK_BYTES = 512 * 2**20
 # Rows below this many keys are selected in registers. One program has 256 KiB of them.
 REGISTER_KEYS = 32768
 _SMALLEST_BLOCK = 2048  # smaller ones gain less than their launch costs
+_TILE_MULTIPLE = 64  # of the rows where another method begins: no tile of rows is split
 _COLUMN_MULTIPLE = 128  # of the score buffer's rows, so that loads are aligned and tiles unmasked
 
 
@@ -29,13 +37,13 @@ class Selection:
     """
 
     words: torch.Tensor
-    """int32 [B, L, W], W = ceil(L / 32)."""
+    """int32 [B, R, W], W = ceil(L / 32); R = L rows, or one per block of queries."""
 
     budget: torch.Tensor
-    """int32 [B, L]: k_t, the keys of the top-k. The local window may add more to the words."""
+    """int32 [B, R]: k_t, the keys of the top-k. The local window may add more to the words."""
 
     variance: torch.Tensor
-    """fp32 [B, L]: population variance of the row's scores over its visible keys."""
+    """fp32 [B, R]: population variance of the row's scores over its visible keys."""
 
 
 @torch.no_grad()
@@ -54,7 +62,9 @@ def select_keys(
     mode: Literal["inverse", "direct", "off"],
     document_starts: torch.Tensor | None = None,
     local_window: int = 0,
+    selection_block: int = 1,
     row_chunk_bytes: int = ROW_CHUNK_BYTES,
+    candidates_from: int | None = None,
 ) -> Selection:
     """S_t = the k_t visible keys of highest score, ties to the lower index, and the last `local_window` keys.
 
@@ -64,30 +74,66 @@ def select_keys(
     inputs give equal bits.
 
     Args:
-        q_idx: [B, L, HI, DI], bfloat16, float16 or float32
+        q_idx: [B, R, HI, DI], bfloat16, float16 or float32; row r is the query at r * selection_block
         k_idx: [B, L, DI], dtype of q_idx
-        weight_logits: w, [B, L, HI]
+        weight_logits: w, [B, R, HI]
         variance_ema: 0-d fp32, the layer's moving average from before this step
         score_bias: b, [HI], zero if None
         weight_bias: c, [HI], zero if None
         document_starts: int32 [B, L], position of the first token of the query's document; 0 if None
         local_window: keys, the query's own included; they do not count towards k_t
+        selection_block: b; only the first query of each aligned block of b selects, R = ceil(L / b).
         row_chunk_bytes: size of the buffer of scores; at least one tile of rows is calculated at a time.
             More bytes fill the device better: at 128K tokens, 512 MiB are a tenth faster than 256 MiB.
+        candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
+            of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
+            the variance. No rows if None, the default until it is measured to be faster.
     """
-    inputs = score_inputs(
-        q_idx,
-        k_idx,
-        weight_logits,
-        score_bias=score_bias,
-        weight_bias=weight_bias,
-        activation=activation,
-        document_starts=document_starts,
-    )
+    with launching_on(q_idx):
+        selector = make_selector(
+            score_inputs(
+                q_idx,
+                k_idx,
+                weight_logits,
+                score_bias=score_bias,
+                weight_bias=weight_bias,
+                activation=activation,
+                document_starts=document_starts,
+                query_stride=selection_block,
+            ),
+            variance_ema,
+            k_base=k_base,
+            k_min=k_min,
+            k_max=k_max,
+            mode=mode,
+            local_window=local_window,
+            row_chunk_bytes=row_chunk_bytes,
+            candidates_from=candidates_from,
+        )
+        outputs = new_outputs(selector.inputs)
+        for rows in selector.chunks:
+            selector.select(rows, outputs)
+    return Selection(*outputs)
+
+
+def make_selector(
+    inputs: ScoreInputs,
+    variance_ema: torch.Tensor,
+    *,
+    k_base: int,
+    k_min: int,
+    k_max: int,
+    mode: str,
+    local_window: int,
+    row_chunk_bytes: int,
+    candidates_from: int | None,
+) -> "Selector":
+    """Check what `select_keys` says of these arguments."""
+    device = inputs.q_idx.device
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
-    if variance_ema.dtype != torch.float32 or variance_ema.device != q_idx.device:
+    if variance_ema.dtype != torch.float32 or variance_ema.device != device:
         raise ValueError(
-            f"variance_ema is {variance_ema.dtype} on {variance_ema.device}; pass float32 on {q_idx.device}"
+            f"variance_ema is {variance_ema.dtype} on {variance_ema.device}; pass float32 on {device}"
         )
     check_at_least("k_base", k_base, 1)
     check_at_least("k_min", k_min, 1)
@@ -98,19 +144,84 @@ def select_keys(
     check_at_least("local_window", local_window, 0)
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
-    batch, length = q_idx.shape[:2]
+    length = inputs.k_idx.shape[1]
+    if candidates_from is not None and (candidates_from < 1 or candidates_from % _TILE_MULTIPLE):
+        raise ValueError(
+            f"candidates_from is {candidates_from}; pass a positive multiple of {_TILE_MULTIPLE}, or None"
+        )
     # No row has more than L keys: limits above L would only cost registers.
     budget_rule = (k_base, min(k_min, length), min(k_max, length), mode)
-    local_window = min(local_window, length)
-    with _launching_on(q_idx):
-        outputs = new_outputs(inputs)
-        chunks = list(row_chunks(batch, length, score_tiles(inputs).rows, row_chunk_bytes))
-        buffer = score_buffer(inputs, chunks)
-        for rows in chunks:
-            scores = chunk_view(buffer, batch, rows)
+    return Selector(
+        inputs,
+        variance_ema,
+        budget_rule,
+        min(local_window, length),
+        row_chunk_bytes,
+        candidates_from or length,
+    )
+
+
+class Selector:
+    """Scores and selects chunk by chunk, in one buffer of scores."""
+
+    def __init__(
+        self,
+        inputs: ScoreInputs,
+        variance_ema: torch.Tensor,
+        budget_rule: tuple[int, int, int, str],
+        local_window: int,
+        row_chunk_bytes: int,
+        candidates_from: int,
+    ) -> None:
+        """budget_rule: k_base, k_min, k_max, mode; the others as `select_keys` has them"""
+        self.inputs, self.variance_ema = inputs, variance_ema
+        self.budget_rule, self.local_window = budget_rule, local_window
+        batch, num_rows = inputs.q_idx.shape[:2]
+        tile_rows, stride = score_tiles(inputs).rows, inputs.query_stride
+        chunks = row_chunks(batch, num_rows, tile_rows, row_chunk_bytes, stride)
+        # Blocks of queries make few rows, which are not worth more launches.
+        enough = stride == 1 and candidate_room(budget_rule[2]) <= MOST_CANDIDATES and num_rows <= MOST_KEYS
+        self.candidates_from = candidates_from if enough else num_rows
+        self.chunks = [part for rows in chunks for part in _split(rows, self.candidates_from)]
+        self.sample = sample_keys(inputs) if self.candidates_from < num_rows else None
+        self.buffer = score_buffer(inputs, self.chunks)
+
+    def by_candidates(self, rows: range) -> bool:
+        """Whether that is how the chunk is selected."""
+        return rows.start >= self.candidates_from
+
+    def select(
+        self,
+        rows: range,
+        outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        words_start: int = 0,
+    ) -> None:
+        """One of the chunks.
+
+        Args:
+            outputs: words int32 [B, rows, W] of zeros, of which row r has [:, r - words_start]; budget int32
+                [B, R]; variance fp32 [B, R]
+        """
+        inputs = self.inputs
+        scores = chunk_view(self.buffer, inputs.q_idx.shape[0], rows, inputs.query_stride)
+        rule, window = self.budget_rule, self.local_window
+        if self.sample is not None and self.by_candidates(rows):
+            blocks = list(_row_blocks(rows))
+            select_by_candidates(
+                inputs,
+                self.sample,
+                rows,
+                blocks,
+                scores,
+                outputs,
+                words_start,
+                self.variance_ema,
+                rule,
+                window,
+            )
+        else:
             write_scores(inputs, rows.start, rows.stop, scores)
-            select_chunk(scores, rows, outputs, inputs, variance_ema, budget_rule, local_window)
-    return Selection(*outputs)
+            select_chunk(scores, rows, outputs, inputs, self.variance_ema, rule, window, words_start)
 
 
 @torch.no_grad()
@@ -125,8 +236,9 @@ def score_rows(
     weight_bias: torch.Tensor | None = None,
     activation: Literal["sigmoid", "relu"] = "sigmoid",
     document_starts: torch.Tensor | None = None,
+    selection_block: int = 1,
 ) -> torch.Tensor:
-    """The scores `select_keys` ranks, to the bit, of the queries row_start <= t < row_stop.
+    """The scores `select_keys` ranks, to the bit, of the rows row_start <= r < row_stop.
 
     Returns:
         fp32 [B, row_stop - row_start, L]; entries of invisible keys are unspecified (NaN is possible).
@@ -139,13 +251,14 @@ def score_rows(
         weight_bias=weight_bias,
         activation=activation,
         document_starts=document_starts,
+        query_stride=selection_block,
     )
-    batch, length = q_idx.shape[:2]
-    if not 0 <= row_start < row_stop <= length:
+    batch, num_rows, length = *q_idx.shape[:2], k_idx.shape[1]
+    if not 0 <= row_start < row_stop <= num_rows:
         raise ValueError(
-            f"row_start is {row_start} and row_stop {row_stop}; pass 0 <= start < stop <= {length}"
+            f"row_start is {row_start} and row_stop {row_stop}; pass 0 <= start < stop <= {num_rows}"
         )
-    with _launching_on(q_idx):
+    with launching_on(q_idx):
         scores = torch.empty((batch, row_stop - row_start, length), dtype=torch.float32, device=q_idx.device)
         write_scores(inputs, row_start, row_stop, scores)
     return scores
@@ -172,15 +285,17 @@ def mask_from_words(words: torch.Tensor, num_keys: int) -> torch.Tensor:
     return bits.bool().flatten(-2)[..., :num_keys]
 
 
-def row_chunks(batch: int, length: int, tile: int, chunk_bytes: int) -> Iterator[range]:
+def row_chunks(
+    batch: int, num_rows: int, tile: int, chunk_bytes: int, query_stride: int = 1
+) -> Iterator[range]:
     """Row ranges whose scores, up to the last row's diagonal, fit in `chunk_bytes`; whole tiles of rows."""
     start = 0
-    entries = chunk_bytes // (4 * batch)
-    while start < length:
-        # rows * (start + rows) <= entries, with the width rounded up
-        width = start + _COLUMN_MULTIPLE
+    entries = chunk_bytes // (4 * batch * query_stride)
+    while start < num_rows:
+        # rows * (start + rows) * query_stride <= entries * query_stride, with the width rounded up
+        width = start + triton.cdiv(_COLUMN_MULTIPLE, query_stride)
         rows = int((math.sqrt(width * width + 4 * entries) - width) / 2)
-        stop = min(start + max(rows // tile, 1) * tile, length)
+        stop = min(start + max(rows // tile, 1) * tile, num_rows)
         yield range(start, stop)
         start = stop
 
@@ -188,24 +303,24 @@ def row_chunks(batch: int, length: int, tile: int, chunk_bytes: int) -> Iterator
 def score_buffer(inputs: ScoreInputs, chunks: list[range]) -> torch.Tensor:
     """A flat fp32 buffer that holds the scores of the largest chunk."""
     batch = inputs.q_idx.shape[0]
-    size = max(batch * len(rows) * _score_columns(rows) for rows in chunks)
+    size = max(batch * len(rows) * _score_columns(rows, inputs.query_stride) for rows in chunks)
     return torch.empty(size, dtype=torch.float32, device=inputs.q_idx.device)
 
 
 def new_outputs(inputs: ScoreInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """words, of zeros since only what is selected gets written, budget and variance."""
-    batch, length = inputs.q_idx.shape[:2]
+    batch, num_rows = inputs.q_idx.shape[:2]
     device = inputs.q_idx.device
     return (
-        torch.zeros((batch, length, -(-length // 32)), dtype=torch.int32, device=device),
-        torch.empty((batch, length), dtype=torch.int32, device=device),
-        torch.empty((batch, length), dtype=torch.float32, device=device),
+        torch.zeros((batch, num_rows, -(-inputs.k_idx.shape[1] // 32)), dtype=torch.int32, device=device),
+        torch.empty((batch, num_rows), dtype=torch.int32, device=device),
+        torch.empty((batch, num_rows), dtype=torch.float32, device=device),
     )
 
 
-def chunk_view(buffer: torch.Tensor, batch: int, rows: range) -> torch.Tensor:
+def chunk_view(buffer: torch.Tensor, batch: int, rows: range, query_stride: int = 1) -> torch.Tensor:
     """The start of the flat `buffer` as [B, rows, columns], columns enough for the last row."""
-    columns = _score_columns(rows)
+    columns = _score_columns(rows, query_stride)
     return buffer[: batch * len(rows) * columns].view(batch, len(rows), columns)
 
 
@@ -217,9 +332,10 @@ def select_chunk(
     variance_ema: torch.Tensor,
     budget_rule: tuple[int, int, int, str],
     local_window: int,
+    words_start: int = 0,
 ) -> None:
     """Select for the rows whose scores are in `scores`, each size of row by the kernel made for it."""
-    for part, block in _row_blocks(rows):
+    for part, block in _row_blocks(rows, inputs.query_stride):
         select = select_rows if block <= REGISTER_KEYS else select_long_rows
         select(
             scores,
@@ -231,24 +347,34 @@ def select_chunk(
             variance_ema,
             budget_rule,
             local_window,
+            inputs.query_stride,
+            words_start,
         )
 
 
-def _row_blocks(rows: range) -> Iterator[tuple[range, int]]:
+def _split(rows: range, at: int) -> list[range]:
+    if rows.start < at < rows.stop:
+        return [range(rows.start, at), range(at, rows.stop)]
+    return [rows]
+
+
+def _row_blocks(rows: range, query_stride: int = 1) -> Iterator[tuple[range, int]]:
     """Split at the powers of two: a row's block, and so its result, depends on its position alone."""
     start = rows.start
+    # Where rows are few, a launch for the short ones alone would leave most of the device idle.
+    smallest = _SMALLEST_BLOCK * min(query_stride, 4)
     while start < rows.stop:
-        block = max(_SMALLEST_BLOCK, 1 << start.bit_length())
-        stop = min(block, rows.stop)
+        block = max(smallest, 1 << (start * query_stride).bit_length())
+        stop = min(triton.cdiv(block, query_stride), rows.stop)
         yield range(start, stop), block
         start = stop
 
 
-def _score_columns(rows: range) -> int:
-    return -(-rows.stop // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+def _score_columns(rows: range, query_stride: int) -> int:
+    return triton.cdiv((rows.stop - 1) * query_stride + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
 
-def _launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
     if tensor.is_cuda:
         return torch.cuda.device(tensor.device)

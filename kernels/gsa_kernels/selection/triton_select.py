@@ -25,13 +25,17 @@ def select_rows(
     variance_ema: torch.Tensor,
     budget_rule: tuple[int, int, int, str],
     local_window: int,
+    query_stride: int = 1,
+    words_start: int = 0,
 ) -> None:
-    """Select for `rows`, all of them below `block`.
+    """Select for `rows`, all of whose positions, r * query_stride, are below `block`.
 
     Args:
         scores: fp32 [B, R, columns], the chunk of rows from `chunk_start` on; the row stride a multiple of 16
         block: a power of two
-        outputs: words int32 [B, L, W] holding zeros, budget int32 [B, L], variance fp32 [B, L]
+        outputs: words int32 [B, rows, W] holding zeros, of which row r has [:, r - words_start]; budget int32
+            [B, R], variance fp32 [B, R]
+        document_starts: int32 [B, R]
         budget_rule: k_base, k_min, k_max, mode
     """
     words, budget, variance = outputs
@@ -46,6 +50,8 @@ def select_rows(
         rows.start,
         chunk_start,
         budget.shape[1],
+        words_start,
+        words.shape[1],
         words.shape[2],
         scores.stride(0),
         scores.stride(1),
@@ -53,6 +59,7 @@ def select_rows(
         k_min,
         k_max,
         local_window,
+        STRIDE=query_stride,
         MODE=mode,
         BLOCK=block,
         **search_options(block),
@@ -60,7 +67,17 @@ def select_rows(
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "chunk_start", "length", "k_base", "k_min", "k_max", "local_window"]
+    do_not_specialize=[
+        "first_row",
+        "chunk_start",
+        "num_rows",
+        "words_start",
+        "words_rows",
+        "k_base",
+        "k_min",
+        "k_max",
+        "local_window",
+    ]
 )
 def _select_rows_kernel(
     scores_ptr,
@@ -71,7 +88,9 @@ def _select_rows_kernel(
     variance_ptr,
     first_row,
     chunk_start,
-    length,
+    num_rows,
+    words_start,
+    words_rows,
     words_per_row,
     stride_b,
     stride_r,
@@ -79,26 +98,28 @@ def _select_rows_kernel(
     k_min,
     k_max,
     local_window,
+    STRIDE: tl.constexpr,
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    token = batch * length + row
+    token = batch * num_rows + row
+    position = row * STRIDE
     start = row * 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + token)
-    num_visible = tl.maximum(row - start + 1, 0)
+    num_visible = tl.maximum(position - start + 1, 0)
     columns = tl.arange(0, BLOCK)
-    visible = (columns >= start) & (columns <= row)
+    visible = (columns >= start) & (columns <= position)
 
     row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
     # A limit that is known to be a multiple of 16 keeps the masked load 16 bytes wide.
-    limit = (row // 16 + 1) * 16
+    limit = (position // 16 + 1) * 16
     x = tl.load(row_ptr + columns, mask=columns < limit, other=0.0)
 
     # Two passes, from the first visible score: equal scores have variance 0 to the bit.
-    origin = tl.load(row_ptr + tl.minimum(start, row))
+    origin = tl.load(row_ptr + tl.minimum(start, position))
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
     distance = tl.where(visible, x - origin, 0.0)
     mean = tl.sum(distance) / divisor
@@ -112,7 +133,8 @@ def _select_rows_kernel(
     # Distinct bits: their sum is their union, bit 31 included.
     words = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), axis=1)
     word_index = tl.arange(0, BLOCK // 32)
-    words |= window_words(word_index, tl.maximum(row - local_window + 1, start), row)
-    tl.store(words_ptr + token * words_per_row + word_index, words, mask=word_index < words_per_row)
+    words |= window_words(word_index, tl.maximum(position - local_window + 1, start), position)
+    words_ptr += (batch * words_rows + row - words_start) * words_per_row
+    tl.store(words_ptr + word_index, words, mask=word_index < words_per_row)
     tl.store(budget_ptr + token, k)
     tl.store(variance_ptr + token, variance)

@@ -35,19 +35,28 @@ def select_long_rows(
     variance_ema: torch.Tensor,
     budget_rule: tuple[int, int, int, str],
     local_window: int,
+    query_stride: int = 1,
+    words_start: int = 0,
+    wanted: torch.Tensor | None = None,
 ) -> None:
-    """Select for `rows`, all of them below `block`. The arguments are those of `select_rows`."""
+    """Select for `rows`, all positions of which are below `block`. The arguments are those of `select_rows`.
+
+    Args:
+        wanted: int32 [B, R], of the chunk; rows where it is 0 are left alone
+    """
     words, budget, variance = outputs
     k_base, k_min, k_max, mode = budget_rule
-    batch, length = budget.shape
+    batch, num_rows = budget.shape
     grid = (len(rows), batch)
-    padded_groups, list_length = _padded_groups(rows.stop), _list_length(k_max)
+    padded_groups, list_length = _padded_groups((rows.stop - 1) * query_stride + 1), _list_length(k_max)
     group_keys = torch.empty((batch, len(rows), padded_groups), dtype=torch.int32, device=scores.device)
     group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
     num_groups = max(block // GROUP, 128)
+    chunk_rows = 0 if wanted is None else wanted.shape[1]
     _best_groups_kernel[grid](
         scores,
         document_starts,
+        wanted,
         variance_ema,
         group_keys,
         group_list,
@@ -55,7 +64,8 @@ def select_long_rows(
         variance,
         rows.start,
         chunk_start,
-        length,
+        chunk_rows,
+        num_rows,
         scores.stride(0),
         scores.stride(1),
         padded_groups,
@@ -63,6 +73,7 @@ def select_long_rows(
         k_base,
         k_min,
         k_max,
+        STRIDE=query_stride,
         MODE=mode,
         GROUP=GROUP,
         TILE=_TILE,
@@ -71,41 +82,51 @@ def select_long_rows(
     )
     # The budget is known on the device only: all sizes are launched, and each row belongs to one of them.
     sizes = [size for size in (list_length // 4, list_length // 2) if size >= _SMALLEST_LIST] + [list_length]
+    if wanted is not None:  # few rows, if any: one launch
+        sizes = [list_length]
     for above, size in zip([0, *sizes[:-1]], sizes, strict=True):
         _select_in_groups_kernel[grid](
             scores,
             document_starts,
+            wanted,
             group_list,
             budget,
             words,
             words.view(torch.uint8),
             rows.start,
             chunk_start,
-            length,
+            chunk_rows,
+            num_rows,
+            words_start,
+            words.shape[1],
             words.shape[2],
             scores.stride(0),
             scores.stride(1),
             list_length,
             above,
             local_window,
+            STRIDE=query_stride,
             GROUP=GROUP,
             SIZE=size,
             **search_options(size * GROUP),
         )
 
 
-def _padded_groups(row_stop: int) -> int:
-    return triton.cdiv(triton.cdiv(row_stop, GROUP), 16) * 16
+def _padded_groups(num_keys: int) -> int:
+    return triton.cdiv(triton.cdiv(num_keys, GROUP), 16) * 16
 
 
 def _list_length(k_max: int) -> int:
     return max(triton.next_power_of_2(k_max), _SMALLEST_LIST)
 
 
-@triton.jit(do_not_specialize=["first_row", "chunk_start", "length", "k_base", "k_min", "k_max"])
+@triton.jit(
+    do_not_specialize=["first_row", "chunk_start", "chunk_rows", "num_rows", "k_base", "k_min", "k_max"]
+)
 def _best_groups_kernel(
     scores_ptr,
     starts_ptr,
+    wanted_ptr,
     ema_ptr,
     group_keys_ptr,
     group_list_ptr,
@@ -113,7 +134,8 @@ def _best_groups_kernel(
     variance_ptr,
     first_row,
     chunk_start,
-    length,
+    chunk_rows,
+    num_rows,
     stride_b,
     stride_r,
     padded_groups,
@@ -121,6 +143,7 @@ def _best_groups_kernel(
     k_base,
     k_min,
     k_max,
+    STRIDE: tl.constexpr,
     MODE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -129,11 +152,16 @@ def _best_groups_kernel(
     """Moments and budget k of a row, and the ascending list of its k best groups."""
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    token = batch * length + row
+    token = batch * num_rows + row
+    position = row * STRIDE
+    if wanted_ptr is not None:
+        wanted = tl.load(wanted_ptr + batch * chunk_rows + row - chunk_start)
+        if wanted == 0:
+            return
     start = row * 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + token)
-    num_visible = tl.maximum(row - start + 1, 0)
+    num_visible = tl.maximum(position - start + 1, 0)
     row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
     scratch_row = batch * tl.num_programs(0) + tl.program_id(0)
     group_keys_ptr += scratch_row * padded_groups
@@ -142,14 +170,14 @@ def _best_groups_kernel(
     tile_groups = tl.arange(0, TILE // GROUP)
     within = tl.arange(0, GROUP)[None, :]
     first_group = start // GROUP
-    end_group = row // GROUP + 1
+    end_group = position // GROUP + 1
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
 
     # Moments about the mean of the first keys: near the row's mean, so that nothing cancels, and equal
     # scores have variance 0 to the bit.
-    origin = tl.load(row_ptr + tl.minimum(start, row))
+    origin = tl.load(row_ptr + tl.minimum(start, position))
     columns = (first_group + tile_groups)[:, None] * GROUP + within
-    visible = (columns >= start) & (columns <= row)
+    visible = (columns >= start) & (columns <= position)
     x = tl.load(row_ptr + columns, mask=((first_group + tile_groups) < end_group)[:, None], other=0.0)
     near = tl.sum(visible.to(tl.int32))
     centre = origin + tl.sum(tl.where(visible, x - origin, 0.0)) / tl.maximum(near, 1).to(tl.float32)
@@ -159,7 +187,7 @@ def _best_groups_kernel(
     for tile in range(first_group, end_group, TILE // GROUP):
         groups = tile + tile_groups
         columns = groups[:, None] * GROUP + within
-        visible = (columns >= start) & (columns <= row)
+        visible = (columns >= start) & (columns <= position)
         x = tl.load(row_ptr + columns, mask=(groups < end_group)[:, None], other=0.0)
         distance = tl.where(visible, x - centre, 0.0)
         sums += distance
@@ -182,30 +210,51 @@ def _best_groups_kernel(
     tl.store(group_list_ptr + place, groups, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["first_row", "chunk_start", "length", "above", "local_window"])
+@triton.jit(
+    do_not_specialize=[
+        "first_row",
+        "chunk_start",
+        "chunk_rows",
+        "num_rows",
+        "words_start",
+        "words_rows",
+        "above",
+        "local_window",
+    ]
+)
 def _select_in_groups_kernel(
     scores_ptr,
     starts_ptr,
+    wanted_ptr,
     group_list_ptr,
     budget_ptr,
     words_ptr,
     bytes_ptr,
     first_row,
     chunk_start,
-    length,
+    chunk_rows,
+    num_rows,
+    words_start,
+    words_rows,
     words_per_row,
     stride_b,
     stride_r,
     list_length,
     above,
     local_window,
+    STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Select among the keys of the listed groups, for rows whose budget k is in (above, SIZE]."""
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    token = batch * length + row
+    token = batch * num_rows + row
+    position = row * STRIDE
+    if wanted_ptr is not None:
+        wanted = tl.load(wanted_ptr + batch * chunk_rows + row - chunk_start)
+        if wanted == 0:
+            return
     k = tl.load(budget_ptr + token)
     if (k <= above) | (k > SIZE):
         return
@@ -216,23 +265,24 @@ def _select_in_groups_kernel(
     group_list_ptr += (batch * tl.num_programs(0) + tl.program_id(0)) * list_length
 
     slots = tl.arange(0, SIZE)
-    listed = slots < tl.minimum(k, row // GROUP - start // GROUP + 1)
+    listed = slots < tl.minimum(k, position // GROUP - start // GROUP + 1)
     groups = tl.load(group_list_ptr + slots, mask=listed, other=0)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(row_ptr + columns, mask=listed[:, None], other=0.0)
-    valid = listed[:, None] & (columns >= start) & (columns <= row)
+    valid = listed[:, None] & (columns >= start) & (columns <= position)
     keys = tl.where(valid, order_key(x), INT_MIN)
     threshold, last = find_cut(keys, columns, tl.sum(valid.to(tl.int32)), k)
     selected = above_cut(keys, columns, threshold, last)
     bits = tl.sum(selected.to(tl.int32) << tl.arange(0, GROUP)[None, :], axis=1)
-    tl.store(bytes_ptr + token * words_per_row * 4 + groups, bits.to(tl.uint8), mask=listed)
+    first_word = (batch * words_rows + row - words_start) * words_per_row
+    tl.store(bytes_ptr + first_word * 4 + groups, bits.to(tl.uint8), mask=listed)
 
     if local_window > 0:
         tl.debug_barrier()  # these words hold bytes that other threads wrote
-        near = tl.maximum(row - local_window + 1, start)
-        row_words_ptr = words_ptr + token * words_per_row
-        for word in range(near // 32, row // 32 + 1, 128):
+        near = tl.maximum(position - local_window + 1, start)
+        row_words_ptr = words_ptr + first_word
+        for word in range(near // 32, position // 32 + 1, 128):
             index = word + tl.arange(0, 128)
-            in_row = index <= row // 32
+            in_row = index <= position // 32
             old = tl.load(row_words_ptr + index, mask=in_row, other=0)
-            tl.store(row_words_ptr + index, old | window_words(index, near, row), mask=in_row)
+            tl.store(row_words_ptr + index, old | window_words(index, near, position), mask=in_row)

@@ -1,0 +1,192 @@
+"""Key lists from selections as bits: 32 rows by 32 columns of bits turned, columns without a bit left out.
+
+The size of the lists is in the data. So the keys of every piece of a tile are counted first, the host reads the
+sums, and the lists are filled into memory of exactly that size. `count_keys` does not wait: between it and
+`fill_lists` the caller can give the device other work.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.lists.key_lists import KeyLists
+
+QUERIES = 32  # of a tile: the bits of a word
+_WORDS = 128  # of each row that a program turns: 4096 keys
+
+
+@dataclass(frozen=True)
+class CountedKeys:
+    """Adjacent tiles of queries whose keys are counted, perhaps not yet on the host."""
+
+    words: torch.Tensor
+    """int32 [B, rows, W], the selection; must not change before `fill_lists` is enqueued."""
+
+    rows: range
+    """The queries; the first a multiple of 32."""
+
+    counts: torch.Tensor
+    """int32 [B, tiles, pieces]"""
+
+    host_counts: torch.Tensor
+    """int32 [B, tiles], on the host once `done` has happened"""
+
+    done: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class FilledLists:
+    """The lists of adjacent tiles of queries. Fields as in `KeyLists`, the starts from this part's first entry."""
+
+    keys: torch.Tensor
+    words: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    max_count: int
+
+
+def count_keys(words: torch.Tensor, rows: range) -> CountedKeys:
+    """Count, for each tile of 32 queries, the keys that any of them selects.
+
+    Args:
+        words: int32 [B, rows, W]: bit s % 32 of word s // 32 set = the query selects key s. What lies after
+            the tile's last query is not read.
+        rows: the queries, from a multiple of 32 on
+    """
+    batch, num_rows, num_words = words.shape
+    tiles, pieces = triton.cdiv(num_rows, QUERIES), triton.cdiv(num_words, _WORDS)
+    counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=words.device)
+    _count_kernel[(pieces, tiles, batch)](
+        words, counts, rows.start // QUERIES, num_rows, num_words, QUERIES=QUERIES, WORDS=_WORDS, num_warps=4
+    )
+    totals = counts.sum(-1, dtype=torch.int32)
+    if not words.is_cuda:
+        return CountedKeys(words, rows, counts, totals, None)
+    host = torch.empty(totals.shape, dtype=torch.int32, pin_memory=True)
+    host.copy_(totals, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return CountedKeys(words, rows, counts, host, done)
+
+
+def fill_lists(counted: CountedKeys) -> FilledLists:
+    """Wait until the counts are on the host, and enqueue the lists."""
+    if counted.done is not None:
+        counted.done.synchronize()
+    entries, max_count = int(counted.host_counts.sum()), int(counted.host_counts.max())
+    words, counts = counted.words, counted.counts
+    batch, tiles, pieces = counts.shape
+    ends = counts.view(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
+    starts = ends - counts
+    keys = torch.empty(entries, dtype=torch.int32, device=words.device)
+    members = torch.empty(entries, dtype=torch.int32, device=words.device)
+    _fill_kernel[(pieces, tiles, batch)](
+        words,
+        starts,
+        keys,
+        members,
+        counted.rows.start // QUERIES,
+        words.shape[1],
+        words.shape[2],
+        QUERIES=QUERIES,
+        WORDS=_WORDS,
+        num_warps=4,
+    )
+    tile_starts = starts[..., 0].contiguous()
+    return FilledLists(keys, members, tile_starts, (ends[..., -1] - tile_starts).to(torch.int32), max_count)
+
+
+def join_lists(parts: list[FilledLists], length: int) -> KeyLists:
+    """One after the other, the parts of a sequence of `length` queries."""
+    starts, first = [], 0
+    for part in parts:
+        starts.append(part.starts + first)
+        first += part.keys.numel()
+    joined = torch.cat(starts, 1)
+    counts = torch.cat([part.counts for part in parts], 1)
+    return KeyLists(
+        keys=torch.cat([part.keys for part in parts]),
+        words=torch.cat([part.words for part in parts]),
+        key_starts=joined,
+        word_starts=joined,
+        full=torch.zeros_like(counts),
+        counts=counts,
+        queries=QUERIES,
+        length=length,
+        max_count=max(part.max_count for part in parts),
+    )
+
+
+@triton.jit
+def _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES: tl.constexpr):
+    """For each of the tile's queries the words at `index`, 0 after the tile's last query."""
+    in_row = (index < num_words) & (index <= first_tile + tile)
+    rows = ()
+    for r in tl.static_range(QUERIES):
+        row = tile * QUERIES + r
+        row_ptr = words_ptr + (batch * num_rows + row) * num_words
+        rows = rows + (tl.load(row_ptr + index, mask=in_row & (row < num_rows), other=0),)  # type: ignore[assignment] # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def _union_size(rows, QUERIES: tl.constexpr):
+    """Bits that are set in any of the rows, per word."""
+    union = rows[0]
+    for r in tl.static_range(1, QUERIES):
+        union |= rows[r]
+    x = union.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_rows", "num_words"])
+def _count_kernel(
+    words_ptr, counts_ptr, first_tile, num_rows, num_words, QUERIES: tl.constexpr, WORDS: tl.constexpr
+):
+    piece, tile = tl.program_id(0), tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    count_ptr = counts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece
+    if piece * WORDS > first_tile + tile:  # above the diagonal
+        tl.store(count_ptr, 0)
+        return
+    index = piece * WORDS + tl.arange(0, WORDS)
+    rows = _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES)
+    tl.store(count_ptr, tl.sum(_union_size(rows, QUERIES)))
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_rows", "num_words"])
+def _fill_kernel(
+    words_ptr,
+    starts_ptr,
+    keys_ptr,
+    members_ptr,
+    first_tile,
+    num_rows,
+    num_words,
+    QUERIES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    piece, tile = tl.program_id(0), tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    if piece * WORDS > first_tile + tile:
+        return
+    index = piece * WORDS + tl.arange(0, WORDS)
+    rows = _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES)
+    sizes = _union_size(rows, QUERIES)
+    place = tl.cumsum(sizes, axis=0) - sizes
+    start = tl.load(starts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece)
+    keys_ptr += start
+    members_ptr += start
+    for bit in range(32):
+        column = (rows[0] >> bit) & 1
+        for r in tl.static_range(1, QUERIES):
+            column |= ((rows[r] >> bit) & 1) << r
+        hit = column != 0
+        tl.store(keys_ptr + place, index * 32 + bit, mask=hit)
+        tl.store(members_ptr + place, column, mask=hit)
+        place += hit.to(tl.int32)

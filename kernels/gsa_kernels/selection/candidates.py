@@ -1,0 +1,152 @@
+"""Exact top-k of a chunk of rows by a guess that is verified: what makes long rows cost little.
+
+A sample of the keys gives each row a score that somewhat more than its k_t keys reach. The score kernel keeps
+these candidates only, and the k_t best are found among them. If at least k_t keys are candidates, they hold the
+k_t best, whatever the sample was: the result is exact. A row in which there are fewer (or far more, as with
+many equal scores) is scored again in full and selected by groups of keys. All of it is decided on the device.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+
+from gsa_kernels.indexer.triton_scores import ScoreInputs, write_scores
+from gsa_kernels.selection.triton_candidates import columns_per_program, write_candidates
+from gsa_kernels.selection.triton_guess import guess_thresholds
+from gsa_kernels.selection.triton_narrow import MAX_POSITION, list_candidates, narrow_candidates
+from gsa_kernels.selection.triton_select_long import select_long_rows
+
+SAMPLE_STRIDE = 32
+"""One key of so many is in the sample, which costs as much of the scores' time."""
+
+MOST_CANDIDATES = 16384
+"""In one row: they stay in registers. `candidate_room` has what k_max asks for."""
+
+MOST_KEYS: int = MAX_POSITION.value
+"""In one row."""
+
+
+def candidate_room(k_max: int) -> int:
+    """How many candidates of a row are kept: twice the largest budget holds what a guess lets through."""
+    return 2 * triton.next_power_of_2(max(k_max, 64))
+
+
+def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
+    """The indexer with one key of each SAMPLE_STRIDE neighbours, and the positions of these, int32 [S].
+
+    Which of the neighbours changes from one to the next, by the golden ratio: text that repeats with a period
+    must not show the sample one phase of it alone.
+    """
+    length = inputs.k_idx.shape[1]
+    group = torch.arange(triton.cdiv(length, SAMPLE_STRIDE), device=inputs.k_idx.device)
+    phase = ((group * 2654435769) % 2**32 * SAMPLE_STRIDE) >> 32
+    positions = (group * SAMPLE_STRIDE + phase).clamp_(max=length - 1)
+    return replace(inputs, k_idx=inputs.k_idx[:, positions].contiguous()), positions.to(torch.int32)
+
+
+def select_by_candidates(
+    inputs: ScoreInputs,
+    sample: tuple[ScoreInputs, torch.Tensor],
+    rows: range,
+    blocks: list[tuple[range, int]],
+    scores: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    words_start: int,
+    variance_ema: torch.Tensor,
+    budget_rule: tuple[int, int, int, str],
+    local_window: int,
+) -> None:
+    """Scores and selection of a chunk of rows.
+
+    Args:
+        sample: from `sample_keys`
+        blocks: `rows` split where their size, and so the block of registers that holds them, doubles
+        scores: fp32 [B, R, columns], a buffer
+        outputs: words int32 [B, rows, W] (see `write_candidates`; zeros before the documents), budget int32
+            [B, L], variance fp32 [B, L]
+        words_start: the row of words[:, 0]
+    """
+    words, budget, variance = outputs
+    sampled_inputs, positions = sample
+    batch, device = budget.shape[0], scores.device
+    starts = inputs.document_starts
+    sample_scores = torch.empty(
+        (batch, len(rows), triton.cdiv(rows.stop, SAMPLE_STRIDE * 16) * 16),
+        dtype=torch.float32,
+        device=device,
+    )
+    write_scores(sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=SAMPLE_STRIDE)
+    guesses = torch.empty((batch, len(rows), 2), dtype=torch.float32, device=device)
+    for part, block in blocks:
+        guess_thresholds(
+            sample_scores,
+            positions,
+            part,
+            rows.start,
+            block,
+            SAMPLE_STRIDE,
+            starts,
+            variance_ema,
+            budget_rule,
+            guesses,
+        )
+
+    span = columns_per_program(inputs)
+    sums = torch.empty(
+        (batch, len(rows), triton.cdiv(rows.stop, span), 2), dtype=torch.float32, device=device
+    )
+    write_candidates(inputs, rows, guesses, scores, words, words_start, sums)
+
+    room = candidate_room(budget_rule[2])
+    candidates = torch.empty((batch, len(rows), room), dtype=torch.int32, device=device)
+    counts, failed = torch.empty((2, batch, len(rows)), dtype=torch.int32, device=device)
+    for part, block in blocks:
+        list_candidates(
+            words,
+            words_start,
+            guesses,
+            sums,
+            span,
+            part,
+            rows.start,
+            block,
+            candidates,
+            counts,
+            failed,
+            (budget, variance),
+            starts,
+            variance_ema,
+            budget_rule,
+        )
+    narrow_candidates(
+        scores,
+        span,
+        candidates,
+        counts,
+        guesses,
+        rows,
+        words,
+        words_start,
+        (budget, variance),
+        starts,
+        variance_ema,
+        budget_rule,
+        local_window,
+    )
+
+    write_scores(inputs, rows.start, rows.stop, scores, wanted=failed)
+    for part, block in blocks:
+        select_long_rows(
+            scores,
+            rows.start,
+            part,
+            block,
+            outputs,
+            starts,
+            variance_ema,
+            budget_rule,
+            local_window,
+            words_start=words_start,
+            wanted=failed,
+        )

@@ -1,0 +1,126 @@
+"""Scores, budget and selection as lists of keys per tile of queries: for sequences too long for a bit per pair."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+
+from gsa_kernels.checks import check_at_least
+from gsa_kernels.indexer.triton_scores import score_inputs
+from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.lists.triton_build import CountedKeys, FilledLists, count_keys, fill_lists, join_lists
+from gsa_kernels.selection.op import ROW_CHUNK_BYTES, Selector, launching_on, make_selector
+
+
+@dataclass(frozen=True)
+class ListSelection:
+    """Which keys each query attends to, as `Selection` has them, in tiles of 32 queries."""
+
+    lists: KeyLists
+
+    budget: torch.Tensor
+    """int32 [B, L]: k_t, the keys of the top-k. The local window may add more to the lists."""
+
+    variance: torch.Tensor
+    """fp32 [B, L]: population variance of the row's scores over its visible keys."""
+
+
+@torch.no_grad()
+def select_key_lists(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    variance_ema: torch.Tensor,
+    *,
+    score_bias: torch.Tensor | None = None,
+    weight_bias: torch.Tensor | None = None,
+    activation: Literal["sigmoid", "relu"] = "sigmoid",
+    k_base: int,
+    k_min: int,
+    k_max: int,
+    mode: Literal["inverse", "direct", "off"],
+    document_starts: torch.Tensor | None = None,
+    local_window: int = 0,
+    row_chunk_bytes: int = ROW_CHUNK_BYTES,
+    candidates_from: int | None = None,
+) -> ListSelection:
+    """The selection of `select_keys`, to the bit, and its arguments; another form of the result.
+
+    The bits of one chunk of rows exist at a time, in two buffers of row_chunk_bytes / 32 each. How long the
+    lists are is in the data: the host waits for the counts of each chunk, while the device is at the next one.
+    """
+    inputs = score_inputs(
+        q_idx,
+        k_idx,
+        weight_logits,
+        score_bias=score_bias,
+        weight_bias=weight_bias,
+        activation=activation,
+        document_starts=document_starts,
+    )
+    with launching_on(q_idx):
+        selector = make_selector(
+            inputs,
+            variance_ema,
+            k_base=k_base,
+            k_min=k_min,
+            k_max=k_max,
+            mode=mode,
+            local_window=local_window,
+            row_chunk_bytes=row_chunk_bytes,
+            candidates_from=candidates_from,
+        )
+        batch, length = k_idx.shape[:2]
+        budget = torch.empty((batch, length), dtype=torch.int32, device=k_idx.device)
+        variance = torch.empty((batch, length), dtype=torch.float32, device=k_idx.device)
+        buffers = _word_buffers(selector)
+        parts: list[FilledLists] = []
+        counted: CountedKeys | None = None
+        for number, rows in enumerate(selector.chunks):
+            words = _words_of(buffers[number % 2], selector, rows)
+            selector.select(rows, (words, budget, variance), words_start=rows.start)
+            next_counted = count_keys(words, rows)
+            if counted is not None:
+                parts.append(fill_lists(counted))
+            counted = next_counted
+        if counted is not None:
+            parts.append(fill_lists(counted))
+        lists = join_lists(parts, length)
+    return ListSelection(lists, budget, variance)
+
+
+@torch.no_grad()
+def key_lists_from_words(words: torch.Tensor, length: int) -> KeyLists:
+    """The lists of a selection as bits. Waits for the device.
+
+    Args:
+        words: int32 [B, L, ceil(L / 32)], `Selection.words`
+        length: L
+    """
+    check_at_least("length", length, 1)
+    if words.dtype != torch.int32 or words.ndim != 3 or words.shape[1:] != (length, -(-length // 32)):
+        raise ValueError(
+            f"words is {words.dtype} {tuple(words.shape)}; pass int32 [B, {length}, {-(-length // 32)}]"
+        )
+    with launching_on(words):
+        return join_lists([fill_lists(count_keys(words.contiguous(), range(length)))], length)
+
+
+def _word_buffers(selector: Selector) -> list[torch.Tensor]:
+    """Two, since the lists of a chunk are filled when the next chunk is selected."""
+    batch = selector.inputs.q_idx.shape[0]
+    size = max(batch * len(rows) * triton.cdiv(rows.stop, 32) for rows in selector.chunks)
+    return [
+        torch.empty(size, dtype=torch.int32, device=selector.inputs.q_idx.device)
+        for _ in range(min(2, len(selector.chunks)))
+    ]
+
+
+def _words_of(buffer: torch.Tensor, selector: Selector, rows: range) -> torch.Tensor:
+    """The start of the flat `buffer` as [B, rows, W]; zeros, unless all words that are read will be written."""
+    batch, num_words = selector.inputs.q_idx.shape[0], triton.cdiv(rows.stop, 32)
+    words = buffer[: batch * len(rows) * num_words].view(batch, len(rows), num_words)
+    if selector.by_candidates(rows) and selector.inputs.document_starts is None:
+        return words
+    return words.zero_()

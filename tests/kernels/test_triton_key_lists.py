@@ -1,0 +1,198 @@
+"""Selections as key lists: from bits, straight from the scores, and their statistics."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_triton_selection import DEVICES, EMA, RULE, Case, make_case
+
+from gsa_kernels.lists.key_lists import KeyLists, key_lists_from_mask, mask_from_key_lists
+from gsa_kernels.statistics.lists import (
+    adjacent_overlap_of_lists,
+    selected_per_row,
+    selects_key_zero,
+    union_ratio_of_lists,
+)
+from gsa_kernels.statistics.reference import adjacent_overlap, union_ratio
+
+pytest.importorskip("triton")
+
+from gsa_kernels.lists import triton_build
+from gsa_kernels.selection import candidates, lists_op, op, triton_guess
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels do not write is NaN, or a large integer."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
+
+    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
+    fake.empty = poisoned
+    for module in (op, lists_op, candidates, triton_build):
+        monkeypatch.setattr(module, "torch", fake)
+
+
+def random_mask(device: str, batch: int, length: int, density: float = 0.1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    mask = torch.rand(batch, length, length, generator=generator) < density
+    mask[:, :, length // 2 : length // 2 + 5] = True  # in every query's selection
+    mask[:, :, length // 3] = False
+    return mask.tril().to(device)
+
+
+def check_equal(lists: KeyLists, wanted: KeyLists) -> None:
+    for name in ("keys", "words", "key_starts", "word_starts", "full", "counts"):
+        found = getattr(lists, name)
+        assert found.dtype == getattr(wanted, name).dtype
+        assert torch.equal(found, getattr(wanted, name)), name
+    assert (lists.queries, lists.length, lists.max_count) == (
+        wanted.queries,
+        wanted.length,
+        wanted.max_count,
+    )
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 32), (2, 45), (1, 70)])
+def test_lists_of_words(device: str, batch: int, length: int) -> None:
+    mask = random_mask(device, batch, length)
+    lists = lists_op.key_lists_from_words(op.words_from_mask(mask), length)
+    check_equal(lists, key_lists_from_mask(mask))
+    assert torch.equal(mask_from_key_lists(lists), mask)
+
+
+def test_words_of_another_length_are_refused(device: str) -> None:
+    words = op.words_from_mask(random_mask(device, 1, 40))
+    with pytest.raises(ValueError, match=r"pass int32 \[B, 41, 2\]"):
+        lists_op.key_lists_from_words(words, 41)
+
+
+def select_both(case: Case, **changes: Any) -> tuple[lists_op.ListSelection, op.Selection]:
+    ema = torch.tensor(EMA, device=case.q.device)
+    options = {**case.options, **RULE, **changes}
+    lists = lists_op.select_key_lists(case.q, case.k, case.w, ema, **options)
+    return lists, op.select_keys(case.q, case.k, case.w, ema, **options)
+
+
+def check_same(lists: lists_op.ListSelection, selection: op.Selection) -> None:
+    assert torch.equal(lists.budget, selection.budget)
+    assert torch.equal(lists.variance, selection.variance)
+    length = selection.words.shape[1]
+    mask = op.mask_from_words(selection.words, length)
+    assert torch.equal(mask_from_key_lists(lists.lists), mask)
+    assert lists.lists.max_count == int(lists.lists.counts.max())
+
+
+@pytest.mark.parametrize(
+    ("length", "documents", "changes"),
+    [(40, False, {"local_window": 5}), (35, True, {"row_chunk_bytes": 1})],
+    ids=["one chunk", "many chunks"],
+)
+def test_lists_hold_the_selection(device: str, length: int, documents: bool, changes: dict[str, Any]) -> None:
+    case = make_case(device, length, batch=1 + documents, documents=documents)
+    check_same(*select_both(case, **changes))
+
+
+def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that are not zeroed first: all that is read was written."""
+    monkeypatch.setattr(candidates, "SAMPLE_STRIDE", 2)
+    monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
+    monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)
+    case = make_case(device, 50)
+    changes = {"k_base": 4, "k_min": 2, "k_max": 6, "row_chunk_bytes": 1, "candidates_from": 32}
+    check_same(*select_both(case, **changes))
+
+
+def check_statistics(lists: KeyLists, mask: torch.Tensor) -> None:
+    assert torch.equal(selected_per_row(lists), mask.sum(-1))
+    assert torch.equal(selects_key_zero(lists), mask[..., 0])
+    torch.testing.assert_close(adjacent_overlap_of_lists(lists), adjacent_overlap(mask))
+    torch.testing.assert_close(union_ratio_of_lists(lists), union_ratio(mask))
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 20), (2, 77), (1, 96)])
+@pytest.mark.parametrize("queries", [16, 32])
+def test_statistics_are_those_of_the_mask(batch: int, length: int, queries: int) -> None:
+    mask = random_mask("cpu", batch, length)
+    mask[:, length // 4] = False  # a query that selects nothing
+    lists = key_lists_from_mask(mask, queries)
+    if length % queries and length > queries:
+        last = lists.word_starts[:, -1]
+        lists.words[last] |= 1 << (queries - 1)  # bits of queries beyond L are unspecified
+    check_statistics(lists, mask)
+
+
+def test_statistics_of_other_groups_are_refused() -> None:
+    lists = key_lists_from_mask(torch.ones(1, 40, 40, dtype=torch.bool).tril())
+    with pytest.raises(ValueError, match="group is 16; pass a multiple of 32"):
+        union_ratio_of_lists(lists, 16)
+
+
+def test_statistics_with_full_parts() -> None:
+    """Two keys that all queries of the second tile select, without words."""
+    mask = torch.zeros(1, 64, 64, dtype=torch.bool)
+    mask[:, 32:, 3:5] = True
+    mask[:, 31, 4] = True
+    mask[:, 40:44, 20] = True
+    masked = key_lists_from_mask(mask)
+    lists = KeyLists(
+        keys=masked.keys,
+        words=torch.cat([masked.words[:1], masked.words[-1:]]),
+        key_starts=masked.key_starts,
+        word_starts=torch.tensor([[0, 1]]),
+        full=torch.tensor([[0, 2]], dtype=torch.int32),
+        counts=masked.counts,
+        queries=32,
+        length=64,
+        max_count=3,
+    )
+    assert torch.equal(mask_from_key_lists(lists), mask)
+    check_statistics(lists, mask)
+
+
+@pytest.mark.parametrize(
+    ("length", "documents", "candidates_from"),
+    [
+        pytest.param(*values, marks=ON_GPU)
+        for values in [(20000, False, None), (20001, True, 8192), (20000, False, 8192), (33000, False, 8192)]
+    ],
+)
+def test_long_lists(length: int, documents: bool, candidates_from: int | None) -> None:
+    case = make_case("cuda", length, heads=4, dim=64, dtype=torch.bfloat16, documents=documents)
+    rule = {"k_base": 2048, "k_min": 256, "k_max": 4096, "mode": "inverse"}
+    lists, selection = select_both(
+        case, **rule, candidates_from=candidates_from, row_chunk_bytes=64 * 2**20, local_window=64
+    )
+    assert torch.equal(lists.budget, selection.budget)
+    assert torch.equal(lists.variance, selection.variance)
+    check_equal(lists.lists, lists_op.key_lists_from_words(selection.words, length))
+
+
+@pytest.mark.parametrize("candidates_from", [pytest.param(value, marks=ON_GPU) for value in (None, 8192)])
+def test_lists_at_128k(candidates_from: int | None) -> None:
+    """On some tiles, against the words."""
+    case = make_case("cuda", 131072, heads=4, dim=64, dtype=torch.bfloat16)
+    rule = {"k_base": 2048, "k_min": 256, "k_max": 4096, "mode": "inverse"}
+    selected, selection = select_both(case, **rule, candidates_from=candidates_from)
+    lists = selected.lists
+    for tile in (0, 1, 255, 256, 2000, 4095):
+        start, count = int(lists.key_starts[0, tile]), int(lists.counts[0, tile])
+        mask = op.mask_from_words(selection.words[:, tile * 32 : tile * 32 + 32], 131072)[0]
+        union = mask.any(0)
+        assert torch.equal(lists.keys[start : start + count].long(), union.nonzero()[:, 0])
+        bits = (lists.words[start : start + count, None] >> torch.arange(32, device="cuda")) & 1
+        assert torch.equal(bits.bool().T, mask[:, union])
