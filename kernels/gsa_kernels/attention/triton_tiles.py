@@ -29,6 +29,9 @@ class Tiles(NamedTuple):
     tma: bool = True
     """Load tiles by the bulk copy engine where strides and alignment allow it."""
 
+    registers: int | None = None
+    """Limit per thread, where two programs shall share a multiprocessor."""
+
 
 def input_precision(dtype: torch.dtype) -> str:
     """fp32 products are exact fp32 ("ieee"); the argument does not matter to bf16 and fp16."""

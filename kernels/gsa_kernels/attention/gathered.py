@@ -1,0 +1,97 @@
+"""Attention over key lists with fused gate G1: the operation for contexts too long for a bit per pair."""
+
+import torch
+
+from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.triton_gathered_backward import gathered_backward
+from gsa_kernels.attention.triton_gathered_forward import gathered_forward
+from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.lists.key_lists import TILE_QUERIES, KeyLists
+
+SCRATCH_BYTES = 2 << 30
+
+
+def gathered_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: KeyLists,
+    *,
+    softmax_scale: float | None = None,
+    output_gate_logits: torch.Tensor | None = None,
+    deterministic: bool = True,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], times sigmoid(gate), per head.
+
+    The work is that of the lists: each tile of queries gathers every key that it names once. S_t must not be
+    empty, and what it may see (causality, documents) is up to the lists. Query head h reads key-value head
+    h // (H / Hkv). Differentiable in q, k, v and output_gate_logits. Any strides, the last dimension
+    contiguous.
+
+    Args:
+        q: [B, L, H, D], D 32, 64 or 128; bf16, fp16 or fp32
+        k: [B, L, Hkv, D]
+        v: [B, L, Hkv, D]
+        lists: S_t
+        softmax_scale: positive; 1 / sqrt(D) if None
+        output_gate_logits: [B, L, H, D], G1 before its sigmoid
+        deterministic: the backward pass repeats bit for bit. False adds with atomics: it needs no scratch, and
+            at 128K on an H200 it is no faster.
+        scratch_bytes: what the deterministic backward pass may take for partial sums, beside fp32 sums of the
+            gradients of k and v. Less memory costs time.
+
+    Returns:
+        out: [B, L, H, D], in the dtype and the memory order of q
+        lse: fp32 [B, H, L], log sum_{s in S_t} exp(logit), without gradient
+    """
+    scale = check_attention(q, k, v, None, None, softmax_scale, output_gate_logits)
+    check_lists(lists, q)
+    check_at_least("scratch_bytes", scratch_bytes, 1)
+    return _GatheredAttention.apply(q, k, v, output_gate_logits, lists, scale, deterministic, scratch_bytes)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, gate_logits, lists, scale, deterministic, scratch_bytes):  # type: ignore[no-untyped-def]
+        out, lse = gathered_forward(q, k, v, lists, gate_logits, scale)
+        ctx.save_for_backward(q, k, v, gate_logits, out, lse)
+        ctx.lists, ctx.scale = lists, scale
+        ctx.deterministic, ctx.scratch_bytes = deterministic, scratch_bytes
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
+        q, k, v, gate_logits, out, lse = ctx.saved_tensors
+        grads = gathered_backward(
+            grad, q, k, v, out, lse, ctx.lists, gate_logits, ctx.scale, ctx.deterministic, ctx.scratch_bytes
+        )
+        return *grads, None, None, None, None
+
+
+def check_lists(lists: KeyLists, q: torch.Tensor) -> None:
+    """Raise ValueError for lists that are not of q's sequences."""
+    batch, length = q.shape[:2]
+    if lists.length != length:
+        raise ValueError(f"lists are of {lists.length} tokens and q of {length}; pass lists of q's sequences")
+    if lists.queries not in TILE_QUERIES:
+        raise ValueError(f"lists.queries is {lists.queries}; pass one of {TILE_QUERIES}")
+    check_at_least("lists.max_count", lists.max_count, 0)
+    per_tile = (batch, -(-length // lists.queries))
+    fields = {
+        "keys": (lists.keys, torch.int32, (None,)),
+        "words": (lists.words, torch.int32, (None,)),
+        "key_starts": (lists.key_starts, torch.int64, per_tile),
+        "word_starts": (lists.word_starts, torch.int64, per_tile),
+        "full": (lists.full, torch.int32, per_tile),
+        "counts": (lists.counts, torch.int32, per_tile),
+    }
+    for name, (tensor, dtype, shape) in fields.items():
+        check_shape(f"lists.{name}", tensor, "[B, T]" if len(shape) == 2 else "[entries]", shape)
+        if tensor.dtype != dtype:
+            raise ValueError(f"lists.{name} has dtype {tensor.dtype}; pass {dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"lists.{name} is on {tensor.device} and q on {q.device}; pass one device")
+        if not tensor.is_contiguous():
+            raise ValueError(f"lists.{name} has gaps; pass a contiguous tensor")

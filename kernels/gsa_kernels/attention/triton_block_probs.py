@@ -1,0 +1,166 @@
+"""Probabilities of attention summed over heads and over blocks of queries: the target of a shared selection's loss."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.triton_probs import probs_tiles
+from gsa_kernels.attention.triton_tiles import (
+    LOG2E,
+    Tiles,
+    causal_hit,
+    expand_words,
+    input_precision,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+from gsa_kernels.checks import check_at_least, check_shape
+
+
+@torch.no_grad()
+def block_sum_probs_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    words: torch.Tensor | None,
+    row_start: int,
+    rows: int,
+    *,
+    selection_block: int,
+    document_starts: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """sum_t sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
+
+    For the keys s <= r b of row r = row_start .. row_start + rows, which all were there when the block selected,
+    and of them those in S_t; 0 elsewhere. Sums run in a fixed order.
+
+    Args:
+        q: [B, L, H, D]
+        k: [B, L, Hkv, D]
+        lse: fp32 [B, H, L], from the attention over the same S_t: each head's row sums to 1
+        words: int32 [B, L, ceil(L / 32)], as in `masked_attention`; all visible keys if None
+        selection_block: b, a power of two from 16 to 128; the last block may be short
+        document_starts: int32 [B, L], as in `masked_attention`
+
+    Returns:
+        fp32 [B, rows, L], without gradient
+    """
+    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None)
+    batch, length, heads, head_size = q.shape
+    check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
+    if selection_block not in (16, 32, 64, 128):
+        raise ValueError(f"selection_block is {selection_block}; pass 16, 32, 64 or 128")
+    check_at_least("row_start", row_start, 0)
+    check_at_least("rows", rows, 1)
+    blocks = triton.cdiv(length, selection_block)
+    if row_start + rows > blocks:
+        raise ValueError(
+            f"row_start + rows is {row_start + rows}; pass rows of the sequence's {blocks} blocks"
+        )
+    tiles = tiles or probs_tiles(q.dtype)
+    tma = use_tma(tiles, q, k)
+    lse = lse.contiguous()
+    out = torch.empty(batch, rows, length, dtype=torch.float32, device=q.device)
+    if document_starts is not None:
+        document_starts = document_starts.contiguous()
+    rows_per_tile = max(tiles.queries // selection_block, 1)
+    grid = (triton.cdiv(length, tiles.keys), triton.cdiv(rows, rows_per_tile), batch)
+    _block_probs_kernel[grid](
+        tile_source(q, tiles.queries, tma),
+        tile_source(k, tiles.keys, tma),
+        lse,
+        words,
+        document_starts,
+        out,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *(words.stride()[:2] if words is not None else (0, 0)),
+        row_start,
+        row_start + rows,
+        length,
+        triton.cdiv(length, 32),
+        scale * LOG2E,
+        KV_HEADS=k.shape[2],
+        GROUP=heads // k.shape[2],
+        D=head_size,
+        BLOCK=selection_block,
+        ROWS=rows_per_tile,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_WORDS=words is not None,
+        HAS_DOCUMENTS=document_starts is not None,
+        EVEN=length % max(tiles.queries, tiles.keys, selection_block) == 0 and rows % rows_per_tile == 0,
+        TMA=tma,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+@triton.jit
+def _block_probs_kernel(
+    q, k, lse, words, document_starts, out,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_wb, stride_wl,
+    row_start, row_end, length, word_columns, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
+    batch = tl.program_id(2)
+    batch64 = batch.to(tl.int64)
+    column = tl.program_id(0) * KEYS
+    columns = column + tl.arange(0, KEYS)
+    row = row_start + tl.program_id(1) * ROWS
+    rows = row + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, KEYS], tl.float32)
+
+    seen = column <= (tl.minimum(row + ROWS, row_end) - 1) * BLOCK
+    if HAS_DOCUMENTS:
+        document_starts += batch64 * length
+        seen = seen & (column + KEYS > tl.load(document_starts + row * BLOCK))
+    if seen:
+        for start in range(row * BLOCK, (row + ROWS) * BLOCK, QUERIES):
+            queries = start + tl.arange(0, QUERIES)
+            valid = queries < length
+            probs = tl.zeros([QUERIES, KEYS], tl.float32)
+            for kv_head in range(KV_HEADS):
+                k_tile = load_rows(
+                    k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+                )
+                for member in range(GROUP):
+                    head = kv_head * GROUP + member
+                    q_tile = load_rows(
+                        q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
+                    )
+                    position = (batch64 * (KV_HEADS * GROUP) + head) * length + queries
+                    row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * 1.4426950408889634
+                    logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                    probs += tl.exp2(logits * scale_log2 - row_lse2[:, None])
+            if HAS_WORDS:
+                row_words = words + batch64 * stride_wb + tl.cast(start, tl.int64) * stride_wl
+                local = tl.arange(0, QUERIES) * stride_wl
+                word0, word1, word2, word3 = load_words(
+                    row_words + local + column // 32, 1, valid, word_columns - column // 32, KEYS, EVEN
+                )
+                hit = expand_words(word0, word1, word2, word3, KEYS)
+            else:
+                first_keys = queries
+                if HAS_DOCUMENTS:
+                    first_keys = tl.load(document_starts + queries, mask=valid, other=0)
+                hit = causal_hit(queries, columns, first_keys, HAS_DOCUMENTS)
+            # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
+            probs = tl.where(hit & valid[:, None], probs, 0.0)
+            total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
+        total = tl.where(columns[None, :] <= rows[:, None] * BLOCK, total, 0.0)
+    out += (batch64 * (row_end - row_start) + (row - row_start)) * length
+    target = out + (tl.arange(0, ROWS).to(tl.int64)[:, None] * length + columns[None, :])
+    tl.store(target, total, mask=(rows < row_end)[:, None] & (columns < length)[None, :])

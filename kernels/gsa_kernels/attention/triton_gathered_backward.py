@@ -1,0 +1,235 @@
+"""Backward of attention over key lists: one walk over the lists gives the gradients of q, k and v.
+
+A program owns a tile of queries, so the gradient of q is its own. What it adds to the gradients of each key it
+names it stores as a partial row, dV then dK; a range of tiles at a time, `add_partials_by_key` sums the rows
+of every key in the order of the tiles. Without `deterministic` they are added with atomics instead.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_backward import backward_rows
+from gsa_kernels.attention.triton_gathered_forward import heads_per_program
+from gsa_kernels.attention.triton_tiles import LOG2E, Tiles, input_precision
+from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.lists.triton_reduce_keys import add_partials_by_key, find_key_hits
+
+
+def backward_tiles(dtype: torch.dtype) -> Tiles:
+    """`queries` of a Tiles counts rows here, queries times heads, and is a bound."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    return Tiles(128, 64, 8, 3)
+
+
+def gathered_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lists: KeyLists,
+    gate_logits: torch.Tensor | None,
+    scale: float,
+    deterministic: bool,
+    scratch_bytes: int,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v and gate_logits from that of `out`.
+
+    Memory beyond the results: the gradients of k and v in fp32, and with `deterministic` about `scratch_bytes`
+    of partial rows (at least one tile's).
+    """
+    batch, length, kv_heads, head_size = k.shape
+    group = q.shape[2] // kv_heads
+    tiles = tiles or backward_tiles(q.dtype)
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, gate_logits)
+    grad_q = torch.empty_like(q)
+    sums = torch.zeros(batch, length, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
+    tensors = (q, k, v, grad_attended, delta, lse2, grad_q)
+    members = heads_per_program(group, lists.queries, tiles.queries)
+    parts = kv_heads * triton.cdiv(group, members)
+    num_tiles = lists.counts.numel()
+    if deterministic:
+        rows_per_tile = max(1, triton.cdiv(lists.max_count, tiles.keys)) * tiles.keys
+        tile_bytes = rows_per_tile * 2 * head_size * q.element_size()
+        launches = triton.cdiv(num_tiles, max(1, scratch_bytes // tile_bytes))
+        at_once = triton.cdiv(num_tiles, launches)
+        partials = torch.empty(at_once, rows_per_tile, 2 * head_size, dtype=q.dtype, device=q.device)
+        for first in range(0, num_tiles, at_once):
+            last = min(first + at_once, num_tiles)
+            hits = find_key_hits(lists, first, last, rows_per_tile)
+            for part in range(parts):
+                target = partials[: last - first]
+                _launch(tensors, lists, scale, tiles, members, first, last, part, part + 1, partials=target)
+                add_partials_by_key(target, hits, sums[:, :, part * kv_heads // parts])
+    else:
+        _launch(tensors, lists, scale, tiles, members, 0, num_tiles, 0, parts, sums=sums)
+    grad_v = torch.empty_like(v).copy_(sums[..., :head_size])
+    grad_k = torch.empty_like(k).copy_(sums[..., head_size:])
+    return grad_q, grad_k, grad_v, grad_gate
+
+
+def _launch(
+    tensors: tuple[torch.Tensor, ...],
+    lists: KeyLists,
+    scale: float,
+    tiles: Tiles,
+    members: int,
+    first_tile: int,
+    last_tile: int,
+    first_part: int,
+    last_part: int,
+    *,
+    partials: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+) -> None:
+    """A range of tiles of a range of parts, which are the pieces of `members` query heads of each kv head.
+
+    Args:
+        partials: [tiles, rows_per_tile, 2 * D], for one part; or
+        sums: fp32 [B, L, Hkv, 2 * D], added to with atomics
+    """
+    q, k, v, grad, delta, lse2, grad_q = tensors
+    length, heads, head_size = q.shape[1:]
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    _backward_kernel[((last_tile - first_tile) * (last_part - first_part),)](
+        q,
+        k,
+        v,
+        grad,
+        delta,
+        lse2,
+        lists.keys,
+        lists.words,
+        lists.key_starts,
+        lists.word_starts,
+        lists.full,
+        lists.counts,
+        grad_q,
+        partials,
+        sums,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad.stride()[:3],
+        *grad_q.stride()[:3],
+        length,
+        heads,
+        kv_heads,
+        lists.counts.shape[1],
+        first_tile,
+        last_tile - first_tile,
+        first_part,
+        partials.shape[1] if partials is not None else 0,
+        scale,
+        scale * LOG2E,
+        GROUP=group,
+        MEMBERS=members,
+        SPLITS=triton.cdiv(group, members),
+        D=head_size,
+        QUERIES=lists.queries,
+        KEYS=tiles.keys,
+        ATOMIC=sums is not None,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        maxnreg=tiles.registers,
+    )
+
+
+@triton.jit
+def _backward_kernel(
+    q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials, sums,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_vb, stride_vl, stride_vh,
+    stride_ub, stride_ul, stride_uh,
+    stride_db, stride_dl, stride_dh,
+    length, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, rows_per_tile,
+    scale, scale_log2,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES."""
+    slot = num_tiles - 1 - tl.program_id(0) % num_tiles
+    part = first_part + tl.program_id(0) // num_tiles
+    number = first_tile + slot
+    batch = number // tiles_per_sequence
+    tile = number % tiles_per_sequence
+    split = part % SPLITS
+    kv_head = part // SPLITS
+    batch64 = batch.to(tl.int64)
+
+    row = tl.arange(0, MEMBERS * QUERIES)
+    bit = row % QUERIES
+    member = split * MEMBERS + row // QUERIES
+    head = kv_head * GROUP + member
+    token = tile * QUERIES + bit
+    valid = (token < length) & (member < GROUP)
+    dims = tl.arange(0, D)[None, :]
+    token64, head64 = token.to(tl.int64)[:, None], head.to(tl.int64)[:, None]
+
+    # Rows that do not exist are 0, and so is what they add to the gradients of the keys.
+    pointers = q + batch64 * stride_qb + (token64 * stride_ql + head64 * stride_qh + dims)
+    q_tile = tl.load(pointers, mask=valid[:, None], other=0.0)
+    pointers = grad + batch64 * stride_ub + (token64 * stride_ul + head64 * stride_uh + dims)
+    u_tile = tl.load(pointers, mask=valid[:, None], other=0.0)
+    position = (batch64 * heads + head) * length + token
+    row_lse2 = tl.load(lse2 + position, mask=valid, other=0.0)
+    row_delta = tl.load(delta + position, mask=valid, other=0.0)
+
+    k += batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v += batch64 * stride_vb + kv_head.to(tl.int64) * stride_vh
+    keys += tl.load(key_starts + number)
+    words += tl.load(word_starts + number)
+    full_count = tl.load(full + number)
+    count = tl.load(counts + number)
+    if ATOMIC:
+        target = sums + (batch64 * length * kv_heads + kv_head) * (2 * D)
+    else:
+        target = partials + slot.to(tl.int64) * rows_per_tile * (2 * D)
+
+    acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
+    step = tl.arange(0, KEYS)
+    mine = tl.full([1], 1, tl.int32) << bit
+    # The keys of the next step are known before it begins: its gathers need not wait for them.
+    key = tl.load(keys + step, mask=step < count, other=0)
+    for start in range(0, count, KEYS):
+        entries = start + step
+        next_key = tl.load(keys + KEYS + entries, mask=KEYS + entries < count, other=0)
+        key64 = key.to(tl.int64)[:, None]
+        k_tile = tl.load(k + (key64 * stride_kl + dims))
+        v_tile = tl.load(v + (key64 * stride_vl + dims))
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        by_probs = tl.dot(u_tile, tl.trans(v_tile), input_precision=PRECISION)
+        probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
+        if start + KEYS > full_count:
+            masked = (entries >= full_count) & (entries < count)
+            word = tl.load(words + (entries - full_count), mask=masked, other=0)
+            word = tl.where(entries < full_count, -1, word)
+            probs = tl.where((word[None, :] & mine[:, None]) != 0, probs, 0.0)
+        by_logits = (probs * (by_probs - row_delta[:, None])).to(k_tile.dtype)
+        by_v = tl.dot(tl.trans(probs.to(u_tile.dtype)), u_tile, input_precision=PRECISION)
+        by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
+        # Not accumulated by the product itself: that would still run while the next step's first one begins,
+        # and the compiler then waits for each matrix instruction by itself.
+        acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
+        if ATOMIC:
+            exists = (entries < count)[:, None]
+            pushed = target + (key64 * (kv_heads * 2 * D) + dims)
+            tl.atomic_add(pushed, by_v, mask=exists, sem="relaxed")
+            tl.atomic_add(pushed + D, by_k, mask=exists, sem="relaxed")
+        else:
+            # The rows of a last step beyond the list are the tile's own: stored, never read.
+            pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
+            tl.store(pushed, by_v.to(target.dtype.element_ty))
+            tl.store(pushed + D, by_k.to(target.dtype.element_ty))
+        key = next_key
+    pointers = grad_q + batch64 * stride_db + (token64 * stride_dl + head64 * stride_dh + dims)
+    tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=valid[:, None])

@@ -1,0 +1,184 @@
+"""Forward of attention over key lists: a tile of queries, all heads of a group, gathers the keys it names."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_tiles import FLOOR, LN2, LOG2E, MASKED, Tiles, input_precision
+from gsa_kernels.lists.key_lists import KeyLists
+
+_MAX_ROWS = 128
+
+
+def forward_tiles(dtype: torch.dtype) -> Tiles:
+    """`queries` of a Tiles counts rows here, queries times heads, and is a bound."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 2)
+    # 128 registers leave room for two programs per multiprocessor: one multiplies while the other takes its
+    # exponentials. On an H200 faster than one program with three stages, 128 keys or 4 warps.
+    return Tiles(_MAX_ROWS, 64, 8, 2, registers=128)
+
+
+def heads_per_program(group: int, queries: int, rows: int) -> int:
+    """How many query heads of one key-value head share a program: a power of two."""
+    return max(1, min(triton.next_power_of_2(group), rows // queries))
+
+
+def gathered_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: KeyLists,
+    gate_logits: torch.Tensor | None,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments as in `gathered_attention`, checked by it.
+
+    Returns:
+        out: [B, L, H, D], gated if `gate_logits` is given, in the memory order of q
+        lse: fp32 [B, H, L], natural logarithm
+    """
+    batch, length, heads, head_size = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    tiles = tiles or forward_tiles(q.dtype)
+    members = heads_per_program(group, lists.queries, tiles.queries)
+    splits = triton.cdiv(group, members)
+    out = torch.empty_like(q)
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    tiles_per_sequence = lists.counts.shape[1]
+    _forward_kernel[(tiles_per_sequence * batch * kv_heads * splits,)](
+        q,
+        k,
+        v,
+        gate_logits,
+        lists.keys,
+        lists.words,
+        lists.key_starts,
+        lists.word_starts,
+        lists.full,
+        lists.counts,
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *(gate_logits.stride()[:3] if gate_logits is not None else (0, 0, 0)),
+        *out.stride()[:3],
+        length,
+        heads,
+        kv_heads,
+        tiles_per_sequence,
+        scale * LOG2E,
+        GROUP=group,
+        MEMBERS=members,
+        SPLITS=splits,
+        D=head_size,
+        QUERIES=lists.queries,
+        KEYS=tiles.keys,
+        COPIES=max(1, 32 * tiles.warps // tiles.keys),
+        HAS_GATE=gate_logits is not None,
+        PRECISION=input_precision(q.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        maxnreg=tiles.registers,
+    )
+    return out, lse
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, gate, keys, words, key_starts, word_starts, full, counts, out, lse,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_vb, stride_vl, stride_vh,
+    stride_gb, stride_gl, stride_gh,
+    stride_ob, stride_ol, stride_oh,
+    length, heads, kv_heads, tiles_per_sequence, scale_log2,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr, HAS_GATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+
+    The tiles of one key-value head run together, so that its keys stay in the cache; the last ones, which have
+    the longest lists, go first.
+    """
+    tile = tiles_per_sequence - 1 - tl.program_id(0) % tiles_per_sequence
+    part = tl.program_id(0) // tiles_per_sequence
+    split = part % SPLITS
+    kv_head = part // SPLITS % kv_heads
+    batch = part // (SPLITS * kv_heads)
+    batch64 = batch.to(tl.int64)
+
+    row = tl.arange(0, MEMBERS * QUERIES)
+    bit = row % QUERIES
+    member = split * MEMBERS + row // QUERIES
+    head = kv_head * GROUP + member
+    token = tile * QUERIES + bit
+    valid = (token < length) & (member < GROUP)
+    dims = tl.arange(0, D)[None, :]
+    token64, head64 = token.to(tl.int64)[:, None], head.to(tl.int64)[:, None]
+
+    q += batch64 * stride_qb
+    q_tile = tl.load(q + (token64 * stride_ql + head64 * stride_qh + dims), mask=valid[:, None], other=0.0)
+    k += batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v += batch64 * stride_vb + kv_head.to(tl.int64) * stride_vh
+    number = batch * tiles_per_sequence + tile
+    keys += tl.load(key_starts + number)
+    words += tl.load(word_starts + number)
+    full_count = tl.load(full + number)
+    count = tl.load(counts + number)
+
+    maximum = tl.full([MEMBERS * QUERIES], FLOOR, tl.float32)
+    total = tl.zeros([MEMBERS * QUERIES], tl.float32)
+    acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
+    step = tl.arange(0, KEYS)
+    mine = tl.full([1], 1, tl.int32) << bit
+    # The keys and words of the next step are known before it begins: its gathers need not wait for them.
+    key = tl.load(keys + step, mask=step < count, other=0)
+    word = load_entry_words(words, step, full_count, count, COPIES)
+    # One loop for both parts: one for each spills more registers, and was slower by 9% at r = 4.
+    for start in range(0, count, KEYS):
+        ahead = start + KEYS + step
+        next_key = tl.load(keys + ahead, mask=ahead < count, other=0)
+        next_word = load_entry_words(words, ahead, full_count, count, COPIES)
+        key64 = key.to(tl.int64)[:, None]
+        k_tile = tl.load(k + (key64 * stride_kl + dims))
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if start + KEYS > full_count:
+            logits = tl.where((word[None, :] & mine[:, None]) != 0, logits, MASKED)
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
+        probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(probs, 1)
+        v_tile = tl.load(v + (key64 * stride_vl + dims))
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        maximum = new_maximum
+        key, word = next_key, next_word
+
+    # A row without any key, which a selection never has, gives 0 and not NaN.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
+    if HAS_GATE:
+        pointers = gate + batch64 * stride_gb + (token64 * stride_gl + head64 * stride_gh + dims)
+        logits = tl.load(pointers, mask=valid[:, None], other=0.0)
+        acc = acc * tl.sigmoid(logits.to(tl.float32))
+    pointers = out + batch64 * stride_ob + (token64 * stride_ol + head64 * stride_oh + dims)
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
+    lse += batch64 * heads * length
+    tl.store(lse + head.to(tl.int64) * length + token, (maximum + tl.log2(total)) * LN2, mask=valid)
+
+
+@triton.jit
+def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
+    """The word of each entry: all bits in the full part, none beyond the list.
+
+    Loaded COPIES times over, as many words as the program has threads. The compiler moves a shorter vector's
+    load into the layout of the logits, where each thread would load and mask 16 words of its own.
+    """
+    several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
+    masked = (several >= full_count) & (several < count)
+    word = tl.load(words + (several - full_count), mask=masked, other=0)
+    return tl.max(tl.where(several < full_count, -1, word), 1)

@@ -1,0 +1,203 @@
+"""Probabilities of attention summed over heads, entry by entry of key lists: the target of the indexer's loss.
+
+A product has the entries as its rows and (head, query) as its columns, heads first. In the layout of such a
+product a thread has all heads of a query, so that summing over heads is adding registers.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.triton_tiles import LOG2E, input_precision
+from gsa_kernels.checks import check_shape
+from gsa_kernels.lists.key_lists import KeyLists
+
+
+class ProbsTiles(NamedTuple):
+    """How the kernel is cut and launched."""
+
+    entries: int
+    members: int
+    """Query heads of a key-value head in one product."""
+    warps: int
+    stages: int
+
+
+def gathered_probs_tiles(dtype: torch.dtype) -> ProbsTiles:
+    if dtype == torch.float32:
+        return ProbsTiles(32, 1, 8, 1)
+    # 20.2 ms on an H200 at L = 128K, k = 2048, r = 4, 16/4 heads of 128: 128 entries and 8 warps took 23.3.
+    return ProbsTiles(64, 4, 4, 2)
+
+
+@torch.no_grad()
+def head_sum_probs_lists(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    lists: KeyLists,
+    tiles: torch.Tensor,
+    *,
+    selection_block: int = 1,
+    softmax_scale: float | None = None,
+    shape: ProbsTiles | None = None,
+) -> torch.Tensor:
+    """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for every entry s and query t of these tiles.
+
+    It is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
+
+    Args:
+        q: [B, L, H, D]
+        k: [B, L, Hkv, D]
+        lse: fp32 [B, H, L], of the attention over the same lists: each head's row then sums to 1
+        tiles: int32 [N], numbers of tiles; with `selection_block` > 1 of blocks
+        selection_block: queries that share a selection: 1, or a multiple of the tile. The tiles of a block share
+            their keys
+
+    Returns:
+        fp32 [B, N, max_count, queries]; with `selection_block` > 1 [B, N, max_count], summed over the queries of
+        a block, for the entries of the block's first tile
+    """
+    scale = check_attention(q, k, k, None, None, softmax_scale, None)
+    batch, length, heads, head_size = q.shape
+    check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
+    tiles_per_unit = check_lists(lists, batch, length, selection_block)
+    check_tile_numbers(tiles, lists)
+    shape = shape or gathered_probs_tiles(q.dtype)
+    group = heads // k.shape[2]
+    members = min(shape.members, triton.next_power_of_2(group))
+    lse = lse.contiguous()
+    sizes = (batch, len(tiles), lists.max_count)
+    out = torch.empty(
+        sizes if selection_block > 1 else (*sizes, lists.queries), dtype=torch.float32, device=q.device
+    )
+    grid = (triton.cdiv(lists.max_count, shape.entries), len(tiles), batch)
+    _gathered_probs_kernel[grid](
+        q,
+        k,
+        lse,
+        lists.keys,
+        lists.words,
+        lists.key_starts,
+        lists.word_starts,
+        lists.full,
+        lists.counts,
+        tiles,
+        out,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        length,
+        lists.counts.shape[1],
+        tiles_per_unit,
+        lists.max_count,
+        scale * LOG2E,
+        KV_HEADS=k.shape[2],
+        GROUP=group,
+        MEMBERS=members,
+        D=head_size,
+        QUERIES=lists.queries,
+        ENTRIES=shape.entries,
+        SUM_QUERIES=selection_block > 1,
+        PRECISION=input_precision(q.dtype),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    return out
+
+
+def check_lists(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
+    """Raise ValueError if the lists are not of these sizes; return the tiles per block, 1 without blocks."""
+    if lists.length != length:
+        raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
+    check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))
+    if selection_block != 1 and (selection_block < 1 or selection_block % lists.queries != 0):
+        raise ValueError(
+            f"selection_block is {selection_block} and a tile {lists.queries} queries; pass 1 or a multiple of it"
+        )
+    return max(1, selection_block // lists.queries)
+
+
+def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
+    check_shape("tiles", tiles, "[N]", (None,))
+    if tiles.dtype != torch.int32 or tiles.device != lists.counts.device or len(tiles) == 0:
+        raise ValueError(
+            f"tiles is {tiles.dtype} of {len(tiles)} numbers on {tiles.device}; pass at least one tile's number, "
+            f"int32 on {lists.counts.device}"
+        )
+
+
+@triton.jit
+def load_entries(keys, words, key_start, word_start, entries, full, count):
+    """Keys, and membership words, of entries [ENTRIES] of a list; key 0 and word 0 at or beyond `count`."""
+    inside = entries < count
+    key = tl.load(keys + key_start + entries, mask=inside, other=0)
+    masked = inside & (entries >= full)
+    word = tl.load(words + word_start + (entries - full), mask=masked, other=0)
+    return key, tl.where(inside & (entries < full), -1, word)
+
+
+@triton.jit
+def _gathered_probs_kernel(
+    q, k, lse, keys, words, key_starts, word_starts, full, counts, tiles, out,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    length, list_tiles, tiles_per_unit, max_count, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
+    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, SUM_QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(max_count / ENTRIES), N, B): ENTRIES entries against the queries of a tile, or of a block."""
+    batch = tl.program_id(2).to(tl.int64)
+    unit = tl.program_id(1)
+    tile = tl.load(tiles + unit) * tiles_per_unit
+    list_index = batch * list_tiles + tile
+    count = tl.load(counts + list_index)
+    if tl.program_id(0) * ENTRIES < count:
+        entries = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+        key_start = tl.load(key_starts + list_index)
+        key = tl.load(keys + key_start + entries, mask=entries < count, other=0)
+        dims = tl.arange(0, D)
+        k_rows = k + batch * stride_kb + key.to(tl.int64)[:, None] * stride_kl + dims[None, :]
+        columns = tl.arange(0, MEMBERS * QUERIES)
+        member = columns // QUERIES
+        rows = tl.arange(0, QUERIES)
+        sums = tl.zeros([ENTRIES], tl.float32)
+        out_unit = out + (batch * tl.num_programs(1) + unit) * max_count * (1 if SUM_QUERIES else QUERIES)
+        for part in range(tl.minimum(tiles_per_unit, list_tiles - tile)):
+            start = (tile + part) * QUERIES
+            query = start + columns % QUERIES
+            q_rows = q + batch * stride_qb + query.to(tl.int64)[:, None] * stride_ql + dims[None, :]
+            total = tl.zeros([ENTRIES, QUERIES], tl.float32)
+            for kv_head in range(KV_HEADS):
+                k_tile = tl.load(k_rows + kv_head * stride_kh)
+                for first_member in tl.static_range(0, GROUP, MEMBERS):
+                    head = kv_head * GROUP + first_member + member
+                    valid = (first_member + member < GROUP) & (query < length)
+                    q_tile = tl.load(q_rows + head[:, None] * stride_qh, mask=valid[:, None], other=0.0)
+                    # Infinite for heads that are not there: their probabilities are 0.
+                    lse_of = lse + (batch * (KV_HEADS * GROUP) + head) * length + query
+                    lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * 1.4426950408889634
+                    logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                    probs = tl.exp2(logits * scale_log2 - lse2[None, :])
+                    total += tl.sum(tl.reshape(probs, [ENTRIES, MEMBERS, QUERIES]), 1)
+            _, word = load_entries(
+                keys,
+                words,
+                key_start,
+                tl.load(word_starts + list_index + part),
+                entries,
+                tl.load(full + list_index + part),
+                tl.load(counts + list_index + part),
+            )
+            hit = ((word[:, None] >> rows[None, :]) & 1) != 0
+            # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
+            total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
+            if SUM_QUERIES:
+                sums += tl.sum(total, 1)
+            else:
+                target = out_unit + (entries.to(tl.int64)[:, None] * QUERIES + rows[None, :])
+                tl.store(target, total, mask=(entries < count)[:, None])
+        if SUM_QUERIES:
+            tl.store(out_unit + entries, sums, mask=entries < count)

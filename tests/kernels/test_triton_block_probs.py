@@ -1,0 +1,180 @@
+"""The target of a shared selection's loss, and the loss of it, against the torch references."""
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
+
+pytest.importorskip("triton")
+
+from gsa_kernels import (  # noqa: E402
+    expand_block_selection,
+    indexer_kl,
+    indexer_scores,
+    local_window_mask,
+    renormalise_target,
+    sum_over_blocks,
+    visible_mask,
+)
+from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows  # noqa: E402
+from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
+from gsa_kernels.selection.block_op import expand_block_words  # noqa: E402
+from gsa_kernels.selection.op import words_from_mask  # noqa: E402
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """torch.empty is filled with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_attention(length, *, device, dtype=torch.float32, batch=1, heads=4, kv_heads=2, documents=False):
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    starts = None
+    if documents:
+        first = torch.rand(batch, length, generator=generator) < 0.04
+        first[:, 0] = True
+        starts = torch.where(first, torch.arange(length), 0).cummax(1).values.to(device, torch.int32)
+    return draw(batch, length, heads, 32), draw(batch, length, kv_heads, 32), starts
+
+
+def probabilities(q, k, mask):
+    """lse [B, H, L] fp32 and the probabilities summed over heads [B, L, L], in fp64."""
+    q, k = q.double(), k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    logits = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    return logits.logsumexp(-1).float(), logits.softmax(-1).sum(1)
+
+
+def make_selection(length, block, window, starts, batch, device):
+    """Top-k of the blocks [B, R, L], and S_t [B, L, L]."""
+    positions = torch.arange(0, length, block, device=device)
+    generator = torch.Generator().manual_seed(block)
+    top = torch.rand(batch, len(positions), length, generator=generator).to(device) < 0.3
+    top &= visible_mask(length, query_positions=positions, document_ids=starts, device=device)
+    chosen = expand_block_selection(top, block, length) | local_window_mask(length, window, device=device)
+    return top, chosen & visible_mask(length, document_ids=starts, device=device)
+
+
+def check_probs(length, block, *, device, dtype=torch.float32, documents=False, sparse=False, ranges=None):
+    batch = 2 if documents else 1
+    q, k, starts = make_attention(length, device=device, dtype=dtype, batch=batch, documents=documents)
+    visible = visible_mask(length, document_ids=starts, device=device).expand(batch, length, length)
+    mask, words = visible, None
+    if sparse:
+        _, mask = make_selection(length, block, block, starts, batch, device)
+        words = words_from_mask(mask)
+    lse, probs = probabilities(q, k, mask)
+    blocks = -(-length // block)
+    keys = torch.arange(length, device=device)
+    wanted = sum_over_blocks(probs, block)
+    wanted = torch.where(keys <= torch.arange(blocks, device=device)[:, None] * block, wanted, 0)
+    for start, rows in ranges or [(0, blocks)]:
+        got = block_sum_probs_rows(
+            q, k, lse, words, start, rows, selection_block=block, document_starts=starts
+        )
+        want = wanted[:, start : start + rows]
+        torch.testing.assert_close(
+            got.double(), want, atol=1e-5 if q.dtype == torch.float32 else 1e-3, rtol=1e-4
+        )
+        assert (got[want == 0] == 0).all()
+        again = block_sum_probs_rows(
+            q, k, lse, words, start, rows, selection_block=block, document_starts=starts
+        )
+        assert torch.equal(got, again)
+
+
+@devices
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(("block", "length"), [(16, 75), (64, 130), (128, 140)])
+def test_probs_are_the_sums_of_the_reference(device, block, length, sparse):
+    check_probs(length, block, device=device, sparse=sparse, documents=length == 75)
+
+
+@devices
+def test_ranges_of_rows(device):
+    check_probs(150, 16, device=device, ranges=[(3, 4), (9, 1), (0, 10)])
+
+
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_probs_of_many_shapes(device, block, documents, sparse):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for length in (1, 128, 1000, 1536):
+            check_probs(length, block, device=device, dtype=dtype, documents=documents, sparse=sparse)
+
+
+@devices
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
+def test_loss_of_blocks(device, sparse, documents):
+    """As a layer does it: target from the attention, support from the words, gradients to the block firsts."""
+    length, block, window, batch = 75, 16, 20, 1
+    q, k, starts = make_attention(length, device=device, documents=documents)
+    visible = visible_mask(length, document_ids=starts, device=device).expand(batch, length, length)
+    mask, words, support_words = visible, None, None
+    if sparse:
+        top, mask = make_selection(length, block, window, starts, batch, device)
+        words = expand_block_words(
+            words_from_mask(top),
+            selection_block=block,
+            local_window=window,
+            length=length,
+            document_starts=starts,
+        )
+        assert torch.equal(words, words_from_mask(mask))
+        support_words = words[:, ::block]
+    lse, probs = probabilities(q, k, mask)
+    generator = torch.Generator().manual_seed(7)
+    leaves = [
+        torch.randn(shape, generator=generator).to(device).requires_grad_()
+        for shape in ((batch, 5, 2, 16), (batch, length, 16), (batch, 5, 2))
+    ]
+
+    def target_rows(start, rows):
+        return block_sum_probs_rows(
+            q, k, lse, words, start, rows, selection_block=block, document_starts=starts
+        )
+
+    loss = indexer_kl_loss(
+        *leaves, target_rows, words=support_words, document_starts=starts, selection_block=block
+    )
+    loss.backward()
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    support = mask[:, ::block]
+    target = renormalise_target(sum_over_blocks(probs, block), support)
+    wanted = indexer_kl(indexer_scores(*exact), target, support).sum()
+    wanted.backward()
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
+    for leaf, want in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), want.grad, rtol=1e-4, atol=1e-6)
+
+
+@devices
+def test_errors(device):
+    q, k, _ = make_attention(40, device=device)
+    lse = torch.zeros(1, 4, 40, device=device)
+    for options, message in (
+        ({"selection_block": 24}, "selection_block is 24"),
+        ({"selection_block": 16, "rows": 4}, r"row_start \+ rows is 4; pass rows of the sequence's 3 blocks"),
+        ({"selection_block": 16, "rows": 0}, "rows is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_sum_probs_rows(q, k, lse, None, 0, **{"rows": 1, **options})

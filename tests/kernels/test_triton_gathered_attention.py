@@ -1,0 +1,444 @@
+"""Attention over key lists against the reference: on CUDA where there is a device, else interpreted.
+
+The interpreter calculates bf16 products wrongly, so bf16 is tested on CUDA only.
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    # Read when triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
+from gsa_kernels.attention.op import masked_attention  # noqa: E402
+from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
+from gsa_kernels.lists.key_lists import KeyLists, key_lists_from_mask, mask_from_key_lists  # noqa: E402
+from gsa_kernels.lists.triton_reduce_keys import add_partials_by_key, find_key_hits  # noqa: E402
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+BOTH = ({}, {"deterministic": False})
+NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_gate")
+
+
+def random_mask(batch, length, chance, device):
+    """Every query selects itself and each earlier key with the given chance."""
+    mask = (torch.rand(batch, length, length, device=device) < chance).tril()
+    return mask | torch.eye(length, dtype=torch.bool, device=device)
+
+
+def document_mask(batch, length, device):
+    """The visible keys of packed documents, cut at other places in each sequence."""
+    position = torch.arange(length, device=device)
+    cuts = torch.tensor([[length // 3 + b, length // 2 + 2 * b] for b in range(batch)], device=device)
+    document = (position[None, :, None] >= cuts[:, None, :]).sum(-1)
+    return (document[:, :, None] == document[:, None, :]).tril()
+
+
+def block_mask(batch, length, block, window, chance, device):
+    """One random selection per block of queries, from before the window of its first, and the windows."""
+    position = torch.arange(length, device=device)
+    row, key = position[:, None], position[None, :]
+    leader = row // block * block
+    chosen = torch.rand(batch, -(-length // block), length, device=device) < chance
+    chosen = chosen.repeat_interleave(block, 1)[:, :length] & (key <= leader - window)
+    return chosen | ((key <= row) & (row - key < window))
+
+
+def with_full_parts(lists: KeyLists, block: int) -> KeyLists:
+    """The same selection with the entries that all queries of a tile share moved to the full part.
+
+    Tiles of one block of queries that share these keys point to one copy of their list.
+    """
+    keys, words, fulls, counts, starts, word_starts = [], [], [], [], [], []
+    num_keys = num_words = 0
+    batch, tiles = lists.counts.shape
+    for b in range(batch):
+        for first_tile in range(0, tiles, max(1, block // lists.queries)):
+            group = range(first_tile, min(first_tile + max(1, block // lists.queries), tiles))
+            entries, shared = [], None
+            for tile in group:
+                rows = min(lists.queries, lists.length - tile * lists.queries)
+                whole = -1 if rows == 32 else (1 << rows) - 1
+                start, count = int(lists.key_starts[b, tile]), int(lists.counts[b, tile])
+                entries.append(
+                    dict(
+                        zip(
+                            lists.keys[start : start + count].tolist(),
+                            lists.words[start : start + count].tolist(),
+                            strict=True,
+                        )
+                    )
+                )
+                everyone = {key for key, word in entries[-1].items() if word == whole}
+                shared = everyone if shared is None else shared & everyone
+            rest = sorted(set().union(*entries) - shared)
+            shared = sorted(shared)
+            for e in entries:
+                starts.append(num_keys)
+                word_starts.append(num_words)
+                fulls.append(len(shared))
+                counts.append(len(shared) + len(rest))
+                words += [e.get(key, 0) for key in rest]
+                num_words += len(rest)
+            keys += shared + rest
+            num_keys += len(shared) + len(rest)
+
+    def tensor(values, dtype):
+        return torch.tensor(values, dtype=dtype, device=lists.keys.device)
+
+    return KeyLists(
+        keys=tensor(keys, torch.int32),
+        words=tensor(words, torch.int32),
+        key_starts=tensor(starts, torch.int64).view(batch, tiles),
+        word_starts=tensor(word_starts, torch.int64).view(batch, tiles),
+        full=tensor(fulls, torch.int32).view(batch, tiles),
+        counts=tensor(counts, torch.int32).view(batch, tiles),
+        queries=lists.queries,
+        length=lists.length,
+        max_count=max(counts) + 3,
+    )
+
+
+def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
+    """q, k, v and the logits of the gate"""
+    return [
+        torch.randn(batch, length, n, dim, dtype=dtype).to(device) for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def reference(q, k, v, gate, mask, grad):
+    """Output, lse and gradients in fp64."""
+    q, k, v, gate = leaves = [x.detach().double().requires_grad_() for x in (q, k, v, gate)]
+    out = sparse_attention(q, k, v, mask).out * torch.sigmoid(gate)
+    grads = torch.autograd.grad(out, leaves, grad.double())
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def plain(q, k, v, gate, mask, grad):
+    """The same in the dtype of the inputs, the way it is written in torch."""
+    q, k, v, gate = leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
+    ratio = q.shape[2] // k.shape[2]
+    keys, values = k.repeat_interleave(ratio, 2), v.repeat_interleave(ratio, 2)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    out = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values) * torch.sigmoid(gate)
+    grads = torch.autograd.grad(out, leaves, grad)
+    return [out.detach(), logits.float().logsumexp(-1).detach(), *grads]
+
+
+def kernels(q, k, v, gate, lists, grad, **options):
+    q, k, v, gate = leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
+    out, lse = gathered_attention(q, k, v, lists, output_gate_logits=gate, **options)
+    return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
+
+
+def check(inputs, lists, *, options=({},)):
+    """Every result within twice the error of the same calculation in torch, both against fp64."""
+    mask = mask_from_key_lists(lists)
+    grad = torch.randn_like(inputs[0])
+    wanted = reference(*inputs, mask, grad)
+    other = plain(*inputs, mask, grad)
+    # Where the reference's error vanishes (a single key has probability exactly 1) rounding remains.
+    floor = 4 * torch.finfo(inputs[0].dtype).eps * max(1.0, *(value.abs().max().item() for value in wanted))
+    for option in options:
+        got = kernels(*inputs, lists, grad, **option)
+        for name, want, torch_value, value in zip(NAMES, wanted, other, got, strict=True):
+            error = (value.double() - want).abs().max()
+            allowed = 2 * (torch_value.double() - want).abs().max() + floor
+            assert error <= allowed, f"{option} {name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@devices
+@pytest.mark.parametrize(("length", "queries"), [(1, 32), (35, 16), (70, 32)])
+def test_lengths(device, length, queries):
+    torch.manual_seed(length)
+    for dtype in DTYPES[device]:
+        inputs = make_inputs(2, length, 2, 1, 32, dtype, device)
+        lists = key_lists_from_mask(random_mask(2, length, 0.5, device), queries)
+        check(inputs, lists, options=BOTH if dtype == torch.float16 else ({},))
+
+
+@devices
+@pytest.mark.parametrize("queries", [16, 32])
+def test_full_parts_and_shared_lists(device, queries):
+    torch.manual_seed(1)
+    mask = block_mask(1, 150, 64, 64, 0.9, device)
+    lists = with_full_parts(key_lists_from_mask(mask, queries), 64)
+    assert torch.equal(mask_from_key_lists(lists), mask)
+    assert lists.full.max() >= 32
+    for dtype in DTYPES[device]:
+        options = BOTH if dtype == torch.float16 else ({},)
+        check(make_inputs(1, 150, 2, 1, 32, dtype, device), lists, options=options)
+
+
+@devices
+def test_documents(device):
+    torch.manual_seed(2)
+    mask = document_mask(2, 50, device) & random_mask(2, 50, 0.6, device)
+    for dtype in DTYPES[device]:
+        check(make_inputs(2, 50, 2, 2, 32, dtype, device), key_lists_from_mask(mask))
+
+
+@devices
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (8, 2), (8, 1)])
+def test_grouped_heads(device, heads, kv_heads):
+    """Among them groups that fill no power of two, and groups that need several programs."""
+    torch.manual_seed(3)
+    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
+    for dtype in DTYPES[device]:
+        check(make_inputs(1, 40, heads, kv_heads, 32, dtype, device), lists)
+
+
+@devices
+@pytest.mark.parametrize("dim", [64, 128])
+def test_head_sizes(device, dim):
+    torch.manual_seed(4)
+    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
+    for dtype in DTYPES[device]:
+        check(make_inputs(1, 40, 2, 1, dim, dtype, device), lists)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads", "queries", "dtype"),
+    [
+        (128, 8, 2, 32, torch.bfloat16),
+        (128, 8, 1, 16, torch.bfloat16),
+        (64, 2, 2, 32, torch.bfloat16),
+        (128, 8, 1, 32, torch.float16),
+        (64, 4, 1, 32, torch.float32),
+    ],
+)
+def test_long_sequences(dim, heads, kv_heads, queries, dtype):
+    torch.manual_seed(5)
+    scattered = random_mask(2, 1001, 0.2, "cuda") & document_mask(2, 1001, "cuda")
+    blocks = block_mask(2, 1000, 64, 100, 0.5, "cuda")
+    for mask, block in ((scattered, 1), (blocks, 64)):
+        lists = with_full_parts(key_lists_from_mask(mask, queries), block)
+        assert torch.equal(mask_from_key_lists(lists), mask)
+        inputs = make_inputs(2, lists.length, heads, kv_heads, dim, dtype, "cuda")
+        check(inputs, lists, options=({}, {"scratch_bytes": 1 << 22}, {"deterministic": False}))
+
+
+@devices
+def test_a_list_of_one_key(device):
+    """All attend to key 0: its probability is 1, and only its value gets a gradient."""
+    torch.manual_seed(6)
+    mask = torch.zeros(1, 40, 40, dtype=torch.bool, device=device)
+    mask[..., 0] = True
+    lists = key_lists_from_mask(mask)
+    assert lists.max_count == 1
+    for dtype in DTYPES[device]:
+        check(make_inputs(1, 40, 2, 1, 32, dtype, device), lists)
+
+
+@devices
+def test_everything_selected_is_dense_attention(device):
+    torch.manual_seed(7)
+    q, k, v, gate = make_inputs(1, 100, 2, 1, 32, torch.float32, device)
+    lists = key_lists_from_mask(torch.ones(1, 100, 100, dtype=torch.bool, device=device).tril())
+    wanted = masked_attention(q, k, v, output_gate_logits=gate)
+    got = gathered_attention(q, k, v, with_full_parts(lists, 1), output_gate_logits=gate)
+    for value, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
+
+
+@devices
+def test_chunks_add_up(device):
+    """Any amount of scratch gives the same gradients but for the order of sums in fp32."""
+    torch.manual_seed(8)
+    inputs = make_inputs(2, 40, 1, 1, 32, torch.float32, device)
+    lists = key_lists_from_mask(random_mask(2, 40, 0.5, device), 16)
+    grad = torch.randn_like(inputs[0])
+    wanted = kernels(*inputs, lists, grad)
+    tile_bytes = 64 * 2 * 32 * 4
+    for scratch in (1, 4 * tile_bytes):
+        for value, want in zip(kernels(*inputs, lists, grad, scratch_bytes=scratch), wanted, strict=True):
+            torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
+
+
+@devices
+def test_without_gate_and_with_scale(device):
+    torch.manual_seed(9)
+    q, k, v, _ = make_inputs(1, 40, 2, 1, 32, torch.float32, device)
+    mask = random_mask(1, 40, 0.5, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = gathered_attention(q, k, v, key_lists_from_mask(mask), softmax_scale=0.3)
+    wanted = sparse_attention(q, k, v, mask, softmax_scale=0.3).out
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+    for value, want in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-4)
+
+
+@devices
+def test_strides_do_not_matter(device):
+    """[L, B, ...] memory, slices of a fused projection, and an expanded gradient: bit for bit the same."""
+    torch.manual_seed(10)
+    batch, length = 2, 50
+    lists = key_lists_from_mask(random_mask(batch, length, 0.5, device))
+    fused = torch.randn(length, batch, 8, 32, dtype=torch.float16).to(device)
+    parts = [fused[:, :, 0:3:2], fused[:, :, 3:4], fused[:, :, 4:5], fused[:, :, 6:8]]
+    views = [part.transpose(0, 1) for part in parts]
+    grad = torch.ones(1, dtype=torch.float16, device=device).expand(views[0].shape)
+    got = kernels(*views, lists, grad)
+    wanted = kernels(*(x.contiguous() for x in views), lists, grad.contiguous())
+    for value, want in zip(got, wanted, strict=True):
+        assert torch.equal(value, want)
+    assert got[0].stride() == torch.empty_like(views[0]).stride()
+
+
+@devices
+def test_everything_is_written(device, monkeypatch):
+    """All buffers begin as NaN or -1; neither reaches a result. The end of the lists is not read."""
+    torch.manual_seed(11)
+
+    def poisoned(allocate):
+        def wrapped(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
+
+        return wrapped
+
+    inputs = make_inputs(2, 45, 4, 1, 32, torch.float16, device)
+    lists = key_lists_from_mask(random_mask(2, 45, 0.3, device))
+    grad = torch.randn_like(inputs[0])
+    clean = kernels(*inputs, lists, grad)
+    junk = torch.full((200,), 2**30, dtype=torch.int32, device=device)
+    padded = dataclasses.replace(
+        lists, keys=torch.cat([lists.keys, junk]), words=torch.cat([lists.words, junk]), max_count=100
+    )
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    for value, want in zip(kernels(*inputs, padded, grad), clean, strict=True):
+        assert torch.equal(value, want)
+
+
+@devices
+def test_unselected_keys_get_no_gradient(device):
+    torch.manual_seed(12)
+    mask = random_mask(1, 40, 0.5, device)
+    dropped = torch.tensor([5, 15, 16, 31, 39], device=device)
+    mask[..., dropped] = False
+    mask[..., 0] = True
+    for dtype in DTYPES[device]:
+        inputs = make_inputs(1, 40, 2, 1, 32, dtype, device)
+        for option in BOTH:
+            results = kernels(*inputs, key_lists_from_mask(mask, 16), torch.randn_like(inputs[0]), **option)
+            for value in results[3:5]:
+                assert (value[:, dropped] == 0).all()
+                assert (value[:, 0] != 0).any()
+
+
+@devices
+def test_runs_are_equal(device):
+    torch.manual_seed(13)
+    length = 40 if device == "cpu" else 2048
+    inputs = make_inputs(1, length, 4, 1, 32, torch.float16, device)
+    lists = key_lists_from_mask(random_mask(1, length, 0.1, device))
+    grad = torch.randn_like(inputs[0])
+    first = kernels(*inputs, lists, grad, scratch_bytes=1 << 22)
+    for _ in range(1 if device == "cpu" else 5):
+        for value, want in zip(kernels(*inputs, lists, grad, scratch_bytes=1 << 22), first, strict=True):
+            assert torch.equal(value, want)
+
+
+@devices
+def test_the_future_is_not_seen(device):
+    torch.manual_seed(14)
+    length, cut = 90, 64
+    q, k, v, gate = make_inputs(1, length, 2, 1, 32, torch.float16, device)
+    lists = key_lists_from_mask(random_mask(1, length, 0.5, device))
+    before, lse_before = gathered_attention(q, k, v, lists, output_gate_logits=gate)
+    for tensor in (q, k, v, gate):
+        tensor[:, cut:] = 50 * torch.randn_like(tensor[:, cut:])
+    after, lse_after = gathered_attention(q, k, v, lists, output_gate_logits=gate)
+    assert torch.equal(before[:, :cut], after[:, :cut])
+    assert torch.equal(lse_before[..., :cut], lse_after[..., :cut])
+
+
+@devices
+def test_large_logits(device):
+    """A row's first keys unselected, logits far apart: no overflow, no NaN."""
+    torch.manual_seed(15)
+    q, k, v, gate = make_inputs(1, 140, 2, 1, 32, torch.float16, device)
+    mask = random_mask(1, 140, 0.5, device)
+    mask[:, 135, :130] = False
+    got = kernels(40 * q, 40 * k, v, gate, key_lists_from_mask(mask), torch.randn_like(q))
+    assert all(value.isfinite().all() for value in got)
+    wanted = sparse_attention(40 * q, 40 * k, v, mask).out * torch.sigmoid(gate)
+    torch.testing.assert_close(got[0], wanted, atol=4e-3, rtol=4e-3)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_partial_rows_are_added_by_key(device, dtype):
+    """A range of tiles over the border of two sequences, against a loop."""
+    torch.manual_seed(16)
+    lists = key_lists_from_mask(random_mask(2, 100, 0.2, device), 16)
+    rows, (first, last) = lists.max_count + 5, (3, 12)
+    partials = torch.randn(last - first, rows, 16, dtype=dtype, device=device)
+    out = torch.randn(2, 100, 16, device=device)
+    wanted = out.clone()
+    for tile in range(first, last):
+        b, i = divmod(tile, lists.counts.shape[1])
+        start, count = int(lists.key_starts[b, i]), int(lists.counts[b, i])
+        keys = lists.keys[start : start + count].long()
+        wanted[b, keys] += partials[tile - first, :count].float()
+        partials[tile - first, count:] = float("nan")
+    add_partials_by_key(partials, find_key_hits(lists, first, last, rows), out)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+@devices
+def test_errors(device):
+    q, k, v, gate = make_inputs(1, 40, 4, 2, 32, torch.float32, device)
+    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
+
+    def changed(**fields):
+        return {"lists": dataclasses.replace(lists, **fields)}
+
+    good = {"q": q, "k": k, "v": v, "lists": lists}
+    bad = [
+        ({"k": k[:, 1:]}, "k has shape"),
+        ({"q": q[:, :, :3]}, "multiple"),
+        ({"k": k.half()}, "one dtype"),
+        ({"output_gate_logits": gate[..., :1]}, "output_gate_logits has shape"),
+        ({"softmax_scale": 0.0}, "softmax_scale"),
+        ({"scratch_bytes": 0}, "scratch_bytes is 0"),
+        (changed(length=41), "41 tokens"),
+        (changed(queries=8), "queries is 8"),
+        (changed(counts=lists.counts[:, :1]), "lists.counts has shape"),
+        (changed(keys=lists.keys.long()), "lists.keys has dtype"),
+        (changed(full=lists.full.to("meta")), "one device"),
+        (changed(words=lists.words[::2]), "contiguous"),
+    ]
+    for change, message in bad:
+        with pytest.raises(ValueError, match=message):
+            gathered_attention(**(good | change))
+    hits = find_key_hits(lists, 0, 2, 64)
+    out = torch.zeros(1, 40, 16, device=device)
+    for call, message in [
+        (lambda: find_key_hits(lists, 1, 3, 64), "last_tile"),
+        (lambda: find_key_hits(lists, 0, 2, lists.max_count - 1), "rows_per_tile"),
+        (lambda: add_partials_by_key(torch.zeros(2, 63, 16, device=device), hits, out), "partials has shape"),
+        (lambda: add_partials_by_key(torch.zeros(2, 64, 24, device=device), hits, out[..., :1]), "out has"),
+        (lambda: add_partials_by_key(torch.zeros(2, 64, 16, device=device), hits, out.half()), "float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
