@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 
 from gsa_kernels import indexer_kl, indexer_scores, renormalise_target  # noqa: E402
-from gsa_kernels.kl import op  # noqa: E402
+from gsa_kernels.kl import sampling  # noqa: E402
 from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
 from gsa_kernels.kl.triton_launch import Blocks  # noqa: E402
 
@@ -47,6 +47,7 @@ class Problem:
     activation: str
     words: torch.Tensor | None
     document_starts: torch.Tensor | None
+    block: int = 1
 
     def target_rows(self, start: int, rows: int) -> torch.Tensor:
         """Off the support there is NaN: it must not be read."""
@@ -76,16 +77,18 @@ def make_problem(
     documents: bool = False,
     size: float = 1.0,
     beta: float = 1.7,
+    block: int = 1,
 ) -> Problem:
     rng = torch.Generator().manual_seed(seed)
+    rows = -(-length // block)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return (size * torch.randn(*shape, generator=rng)).to(device, dtype)
 
     inputs = {
-        "q_idx": normal(batch, length, heads, dim),
+        "q_idx": normal(batch, rows, heads, dim),
         "k_idx": normal(batch, length, dim),
-        "weight_logits": normal(batch, length, heads),
+        "weight_logits": normal(batch, rows, heads),
         "inverse_temperature": torch.tensor(beta, device=device),
     }
     if biases and activation == "sigmoid":
@@ -101,10 +104,10 @@ def make_problem(
     if sparse:
         chosen = torch.rand(batch, length, length, generator=rng) < 0.4
         support = visible & (chosen | torch.eye(length, dtype=torch.bool))
-    target = torch.rand(batch, length, length, generator=rng) ** 6 * 4
-    support = support.to(device)
+    target = torch.rand(batch, length, length, generator=rng)[:, ::block] ** 6 * 4
+    support = support[:, ::block].to(device)
     words = pack_words(support) if sparse else None
-    return Problem(inputs, target.to(device), support, activation, words, starts)
+    return Problem(inputs, target.to(device), support, activation, words, starts, block)
 
 
 def reference(
@@ -137,6 +140,7 @@ def compute(problem: Problem, **options: Any) -> tuple[torch.Tensor, torch.Tenso
         activation=problem.activation,
         words=problem.words,
         document_starts=problem.document_starts,
+        selection_block=problem.block,
         return_rows=True,
         **options,
     )
@@ -186,6 +190,48 @@ def test_documents(device: str, sparse: bool) -> None:
     assert problem.document_starts is not None
     assert (problem.document_starts[:, -1] > 64).any()
     check(problem, blocks=SMALL)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@device_of
+@pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
+@pytest.mark.parametrize(("block", "length"), [(16, 1), (16, 600), (32, 33), (128, 300)])
+def test_rows_of_blocks(device: str, block: int, length: int, sparse: bool) -> None:
+    """A row per block of queries, in chunks of one tile of rows: several segments in a row tile."""
+    problem = make_problem(length, device=device, batch=1, heads=2, sparse=sparse, block=block)
+    check(problem, blocks=SMALL, row_chunk_bytes=1)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@device_of
+@pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
+def test_rows_of_blocks_in_documents(device: str, sparse: bool) -> None:
+    problem = make_problem(400, device=device, heads=2, sparse=sparse, documents=True, block=16)
+    assert problem.document_starts is not None
+    assert (problem.document_starts % 16 > 0).any()
+    check(problem, blocks=SMALL)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_rows_of_blocks_in_long_sequences(block: int, sparse: bool, documents: bool) -> None:
+    for length in (1000, 3001):
+        check(
+            make_problem(
+                length,
+                device="cuda",
+                dtype=torch.bfloat16,
+                dim=64,
+                sparse=sparse,
+                documents=documents,
+                block=block,
+            ),
+            row_chunk_bytes=2**20,
+        )
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
@@ -318,7 +364,7 @@ def test_no_gradient_to_the_target(device: str) -> None:
 def test_row_fraction_is_the_rescaled_sum_over_its_tiles(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(op, "SAMPLED_ROWS", 32)
+    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
     problem = make_problem(100, device=device)
     _, rows, _ = compute(problem, blocks=SMALL, row_fraction=0.5, seed=3)
     weights = 2.0 * rows.isfinite().double()
@@ -326,19 +372,6 @@ def test_row_fraction_is_the_rescaled_sum_over_its_tiles(
     check(problem, row_weights=weights, blocks=SMALL, row_fraction=0.5, seed=3)
     again = compute(problem, blocks=SMALL, row_fraction=0.5, seed=3)
     assert torch.equal(rows.isfinite(), again[1].isfinite())
-
-
-def test_row_fraction_is_unbiased_and_seeded() -> None:
-    """Over many seeds every row counts once on average."""
-    length, seeds = 1000, 4000
-    mean = torch.zeros(length, dtype=torch.float64)
-    for seed in range(seeds):
-        ranges, factor = op._row_ranges(length, 0.3, seed)
-        assert (ranges, factor) == op._row_ranges(length, 0.3, seed)
-        for start, stop in ranges:
-            mean[start:stop] += factor / seeds
-    assert (mean - 1).abs().max() < 0.12  # 4.5 standard deviations of one tile's mean
-    assert op._row_ranges(length, 1.0, None) == ([(0, length)], 1.0)
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
@@ -364,6 +397,7 @@ def test_errors() -> None:
         ({"words": torch.zeros(2, 10, 1)}, "int32"),
         ({"inverse_temperature": torch.ones(2)}, "inverse_temperature"),
         ({"activation": "tanh"}, "activation"),
+        ({"selection_block": 16}, "q_idx has shape"),
         ({"activation": "relu", "score_bias": torch.zeros(4)}, "score_bias"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -4,20 +4,18 @@ The KL is linear in its upstream gradient, a scalar per loss. So one forward pas
 gradients, chunk of rows by chunk of rows, and the backward pass only scales: nothing of size L x L is kept.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.kl.sampling import row_ranges
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 
 TargetRows = Callable[[int, int], torch.Tensor]
-"""(row_start, rows) -> fp32 [B, rows, L]: attention probabilities of these queries, summed over the heads."""
-
-SAMPLED_ROWS = 128
-"""Rows per tile that `row_fraction` takes or leaves."""
+"""(row_start, rows) -> fp32 [B, rows, L]: attention probabilities of these rows, summed over the heads and,
+with `selection_block`, over the queries of each row's block."""
 
 
 def indexer_kl_loss(
@@ -32,15 +30,17 @@ def indexer_kl_loss(
     inverse_temperature: float | torch.Tensor = 1.0,
     words: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
+    selection_block: int = 1,
     row_chunk_bytes: int = 256 * 2**20,
     row_fraction: float = 1.0,
     seed: int | None = None,
     return_rows: bool = False,
     blocks: Blocks | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sum over the rows t of KL(p_t || softmax_{s in support}(beta I[t, s])).
+    """Sum over the rows of KL(p_t || softmax_{s in support}(beta I[t, s])), t = row * selection_block.
 
-    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`. Gradients go to q_idx, k_idx,
+    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of
+    queries `sum_over_blocks`. Gradients go to q_idx, k_idx,
     weight_logits, both biases and the inverse temperature; none to the target.
 
     Scores are exact for fp32 inputs. For bf16 and fp16 the products are accumulated in fp32 and sigmoid is
@@ -48,16 +48,17 @@ def indexer_kl_loss(
     `row_chunk_bytes`.
 
     Args:
-        q_idx: [B, L, HI, DI]
+        q_idx: [B, R, HI, DI], R = ceil(L / selection_block)
         k_idx: [B, L, DI]
-        weight_logits: [B, L, HI]
+        weight_logits: [B, R, HI]
         target_rows: gives the target of a range of rows, at any positive scale; what it holds off the
             support is ignored. Called once per chunk, without gradients.
         score_bias, weight_bias: [HI]
         inverse_temperature: beta, a number or a tensor of one element
-        words: int32 [B, L, ceil(L / 32)], bit s % 32 of word s // 32 in row t set: key s is in S_t. The
-            support is then S_t, without it all visible keys.
-        document_starts: int32 [B, L], the first key that a row sees; 0 if None
+        words: int32 [B, R, ceil(L / 32)], bit s % 32 of word s // 32 set: key s is in S_t of the row's query.
+            The support is then S_t, without it all visible keys.
+        document_starts: int32 [B, L], the first key that a query sees; 0 if None
+        selection_block: b; only the first query of each aligned block of b has a row
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         row_fraction: below 1, an unbiased estimate from that share of the row tiles, rescaled
         seed: chooses these tiles; the same on every tensor-parallel rank
@@ -65,11 +66,13 @@ def indexer_kl_loss(
         blocks: block shapes, for measurements
 
     Returns:
-        0-d fp32, or (0-d fp32, fp32 [B, L])
+        0-d fp32, or (0-d fp32, fp32 [B, R])
     """
-    batch, length, _ = _check_inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, activation)
+    batch, num_rows, length = _check_inputs(
+        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block
+    )
     if words is not None:
-        check_shape("words", words, "[B, L, ceil(L / 32)]", (batch, length, -(-length // 32)))
+        check_shape("words", words, "[B, R, ceil(L / 32)]", (batch, num_rows, -(-length // 32)))
         _check_int32("words", words)
     if document_starts is not None:
         check_shape("document_starts", document_starts, "[B, L]", (batch, length))
@@ -96,9 +99,10 @@ def indexer_kl_loss(
         "target_rows": target_rows,
         "activation": activation,
         "words": words,
-        "document_starts": document_starts,
+        "document_starts": None if document_starts is None else document_starts[:, ::selection_block],
+        "selection_block": selection_block,
         "row_chunk_bytes": row_chunk_bytes,
-        "ranges": _row_ranges(length, row_fraction, seed),
+        "ranges": row_ranges(num_rows, row_fraction, seed),
         "blocks": blocks,
         "with_gradients": with_gradients,
     }
@@ -149,13 +153,15 @@ def _value_and_gradients(
     activation: str,
     words: torch.Tensor | None,
     document_starts: torch.Tensor | None,
+    selection_block: int,
     row_chunk_bytes: int,
     ranges: tuple[list[tuple[int, int]], float],
     blocks: Blocks | None,
     with_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The sum, the KL of each row [B, L], and the gradients in the order of the first six arguments."""
-    batch, length, heads, _ = q_idx.shape
+    """The sum, the KL of each row [B, R], and the gradients in the order of the first six arguments."""
+    batch, num_rows, heads, _ = q_idx.shape
+    length = k_idx.shape[1]
     inputs = Inputs(
         q_idx=q_idx.contiguous(),
         k_idx=k_idx.contiguous(),
@@ -166,12 +172,13 @@ def _value_and_gradients(
         words=None if words is None else words.contiguous(),
         document_starts=None if document_starts is None else document_starts.contiguous(),
         kind=score_kind(q_idx.dtype, activation, q_idx.device),
+        query_stride=selection_block,
     )
     chosen = choose_blocks(inputs) if blocks is None else blocks
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
     allocate = torch.empty_like if with_gradients and ranges[1] == 1 else torch.zeros_like
     outputs = Outputs(
-        row_results=allocate(q_idx.new_empty(batch, length, 1 + 3 * heads, dtype=torch.float32)),
+        row_results=allocate(q_idx.new_empty(batch, num_rows, 1 + 3 * heads, dtype=torch.float32)),
         dq=allocate(inputs.q_idx) if with_gradients else None,
         dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
         dw=allocate(inputs.weight_logits) if with_gradients else None,
@@ -206,25 +213,6 @@ def _value_and_gradients(
     return sums[0].float(), kl_rows, gradients
 
 
-def _row_ranges(length: int, fraction: float, seed: int | None) -> tuple[list[tuple[int, int]], float]:
-    """Ranges [start, stop) of rows to compute, and the factor that makes their sum an unbiased estimate."""
-    if fraction == 1:
-        return [(0, length)], 1.0
-    tiles = math.ceil(length / SAMPLED_ROWS)
-    kept = max(1, round(fraction * tiles))
-    generator = torch.Generator()
-    generator.manual_seed(int(seed or 0))
-    chosen = sorted(torch.randperm(tiles, generator=generator)[:kept].tolist())
-    ranges: list[tuple[int, int]] = []
-    for tile in chosen:
-        start, stop = tile * SAMPLED_ROWS, min((tile + 1) * SAMPLED_ROWS, length)
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], stop)
-        else:
-            ranges.append((start, stop))
-    return ranges, tiles / kept
-
-
 def _only_sampled(kl_rows: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
     out = torch.full_like(kl_rows, float("nan"))
     for start, stop in ranges:
@@ -239,12 +227,16 @@ def _check_inputs(
     score_bias: torch.Tensor | None,
     weight_bias: torch.Tensor | None,
     activation: str,
+    selection_block: int,
 ) -> tuple[int, int, int]:
-    """Shapes and dtypes; B, L and HI."""
-    check_shape("q_idx", q_idx, "[B, L, HI, DI]", (None, None, None, None))
-    batch, length, heads, dim = q_idx.shape
-    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, length, dim))
-    check_shape("weight_logits", weight_logits, "[B, L, HI]", (batch, length, heads))
+    """Shapes and dtypes; B, R and L."""
+    check_at_least("selection_block", selection_block, 1)
+    check_shape("q_idx", q_idx, "[B, R, HI, DI]", (None, None, None, None))
+    batch, num_rows, heads, dim = q_idx.shape
+    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, num_rows if selection_block == 1 else None, dim))
+    length = k_idx.shape[1]
+    check_shape("q_idx", q_idx, "[B, R, HI, DI]", (batch, -(-length // selection_block), heads, dim))
+    check_shape("weight_logits", weight_logits, "[B, R, HI]", (batch, num_rows, heads))
     check_at_least("L", length, 1)
     if q_idx.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass fp32, bf16 or fp16, or use the reference")
@@ -257,7 +249,7 @@ def _check_inputs(
             raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
         if bias is not None:
             check_shape(name, bias, "[HI]", (heads,))
-    return batch, length, heads
+    return batch, num_rows, length
 
 
 def _check_int32(name: str, tensor: torch.Tensor) -> None:

@@ -69,20 +69,21 @@ def kl_terms(log2_q, q, p, log2_p):
 
 @triton.jit
 def grad_kernel(
-    q_idx,  # [B, L, HI, DI]
+    q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]
-    weight_logits,  # [B, L, HI]
+    weight_logits,  # [B, R, HI]
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
     target,  # [B, rows, L] fp32
-    words,  # [B, L, W] int32
-    document_starts,  # [B, L] int32
+    words,  # [B, R, W] int32
+    document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
     dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
+    R,
     L,
     W,
     row_start,
@@ -90,6 +91,7 @@ def grad_kernel(
     target_stride_b,
     target_stride_row,
     scale,
+    STRIDE: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -112,9 +114,9 @@ def grad_kernel(
     b = tl.program_id(2)
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
-    rows = tl.where(valid, row_start + local, -1)
-    row_index = b.to(tl.int64) * L + row_start + local
-    last = row_start + tl.minimum(tile * BM + BM, num_rows) - 1
+    rows = tl.where(valid, (row_start + local) * STRIDE, -1)
+    row_index = b.to(tl.int64) * R + row_start + local
+    last = (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
 
     first = 0
     starts = rows

@@ -40,7 +40,11 @@ class Inputs:
     beta: torch.Tensor
     words: torch.Tensor | None
     document_starts: torch.Tensor | None
+    """[B, R]: of the rows' queries."""
+
     kind: int
+    query_stride: int = 1
+    """Row r is the query at position r * query_stride; R = ceil(L / query_stride)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Outputs:
     """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     row_results: torch.Tensor
-    """[B, L, 1 + 3 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j, d/d b_j. See `reduce_rows_kernel`."""
+    """[B, R, 1 + 3 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j, d/d b_j. See `reduce_rows_kernel`."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -64,7 +68,8 @@ scores came out empty and the KL infinite, while the same mask on the target was
 
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
-    _, length, heads, dim = inputs.q_idx.shape
+    heads, dim = inputs.q_idx.shape[2:]
+    length = inputs.k_idx.shape[1]
     width = heads * max(16, triton.next_power_of_2(dim))
     if inputs.q_idx.dtype == torch.bfloat16 and width <= 256:
         return Blocks(64, 64, 4, 32, 4, segment=256 if length <= 8192 else 1024)
@@ -101,12 +106,13 @@ def chunk_launches(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, row_start: int, rows: int, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
     """The kernels of `run_chunk` by name, in the order in which they must run."""
-    batch, length, heads, dim = inputs.q_idx.shape
-    device = inputs.q_idx.device
+    batch, num_rows, heads, dim = inputs.q_idx.shape
+    length, device, stride = inputs.k_idx.shape[1], inputs.q_idx.device, inputs.query_stride
+    num_keys = (row_start + rows - 1) * stride + 1  # that any of these rows sees
     block_d = max(16, triton.next_power_of_2(dim))
     tiles = triton.cdiv(rows, blocks.rows)
     padded = tiles * blocks.rows
-    segments = triton.cdiv(row_start + rows, blocks.segment)
+    segments = triton.cdiv(num_keys, blocks.segment)
     with_gradients = outputs.dq is not None
     fp32 = torch.float32
 
@@ -129,8 +135,9 @@ def chunk_launches(
     num_words = inputs.words.shape[2] if inputs.words is not None else 0
     scale = dim**-0.5
     reads = (inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta)
-    sizes = (length, num_words, row_start, rows, target.stride(0), target.stride(1), scale)
+    sizes = (num_rows, length, num_words, row_start, rows, target.stride(0), target.stride(1), scale)
     constants = {
+        "STRIDE": stride,
         "HI": heads,
         "DI": dim,
         "BLOCK_D": block_d,
@@ -190,11 +197,12 @@ def chunk_launches(
         outputs.row_results,
         outputs.dq if outputs.dq is not None else absent,
         outputs.dw if outputs.dw is not None else absent,
-        length,
+        num_rows,
         row_start,
         rows,
         segments,
         scale,
+        STRIDE=stride,
         HI=heads,
         DI=dim,
         BLOCK_D=block_d,
@@ -208,7 +216,7 @@ def chunk_launches(
     )
     if outputs.dk is not None:
         block_keys, block_dims = 32, 16
-        grid = (triton.cdiv(row_start + rows, block_keys), block_d // block_dims, batch)
+        grid = (triton.cdiv(num_keys, block_keys), block_d // block_dims, batch)
         launches["reduce keys"] = partial(
             reduce_keys_kernel[grid],
             first_keys,
@@ -219,6 +227,7 @@ def chunk_launches(
             rows,
             tiles,
             scale,
+            STRIDE=stride,
             DI=dim,
             BLOCK_D=block_d,
             BM=blocks.rows,

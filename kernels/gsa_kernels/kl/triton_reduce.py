@@ -11,20 +11,21 @@ from gsa_kernels.kl.triton_scores import LN_2, head_weight, head_weight_slope
 
 @triton.jit
 def reduce_rows_kernel(
-    weight_logits,  # [B, L, HI]
+    weight_logits,  # [B, R, HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
     first_keys,  # [B, tiles] int32
     row_sums,  # [1 + 2 HI, segments, B, tiles * BM] fp32
     dq_parts,  # [segments, B, tiles, HI, BLOCK_D, BM] fp32
-    row_results,  # out: [B, L, 1 + 3 HI] fp32: KL; then by head d/d beta (to be summed), d/d w_j, d/d b_j
-    dq,  # out: [B, L, HI, DI]
-    dw,  # out: [B, L, HI]
-    L,
+    row_results,  # out: [B, R, 1 + 3 HI] fp32: KL; then by head d/d beta (to be summed), d/d w_j, d/d b_j
+    dq,  # out: [B, R, HI, DI]
+    dw,  # out: [B, R, HI]
+    R,
     row_start,
     num_rows,
     num_segments,
     scale,
+    STRIDE: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -45,8 +46,8 @@ def reduce_rows_kernel(
     local = tl.program_id(0) * BR + tl.arange(0, BR)
     tile = tl.program_id(0) * BR // BM
     valid = local < num_rows
-    row_index = b.to(tl.int64) * L + row_start + local
-    last = row_start + tl.minimum(tile * BM + BM, num_rows) - 1
+    row_index = b.to(tl.int64) * R + row_start + local
+    last = (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
     first = tl.load(first_keys + b * (padded_rows // BM) + tile)
     first_segment = first // SEGMENT
     last_segment = last // SEGMENT
@@ -102,6 +103,7 @@ def reduce_keys_kernel(
     num_rows,
     num_tiles,
     scale,
+    STRIDE: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BM: tl.constexpr,
@@ -117,10 +119,10 @@ def reduce_keys_kernel(
     inside = (d < DI)[:, None] & (cols < L)[None, :]
     out = dk + (b * L + cols)[None, :] * DI + d[:, None]
     total = tl.load(out, mask=inside, other=0.0)
-    first_tile = tl.maximum(key - row_start, 0) // BM
+    first_tile = tl.maximum((key + STRIDE - 1) // STRIDE - row_start, 0) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only what a tile's rows see was written.
-        written = cols < row_start + tl.minimum(tile * BM + BM, num_rows)
+        written = cols <= (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
         if HAS_STARTS:
             written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
         part = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]

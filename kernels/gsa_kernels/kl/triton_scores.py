@@ -91,7 +91,7 @@ def head_weight_slope(weight, KIND: tl.constexpr):
 def load_head_weights(
     weight_logits, weight_bias, row_index, valid, HI: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr
 ):
-    """Tuple of HI tensors [BM]. `row_index` is b * L + t, int64."""
+    """Tuple of HI tensors [BM]. `row_index` is b * R + r, int64."""
     weights = ()
     for j in tl.static_range(HI):
         logit = tl.load(weight_logits + row_index * HI + j, mask=valid, other=0.0).to(tl.float32)
@@ -173,7 +173,7 @@ def support_tile(
     HAS_STARTS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """bool [BM, BN]: key `cols` is on the support of row `rows`. A row of -1 has no support."""
+    """bool [BM, BN]: key `cols` is on the support of the query at position `rows`; -1 has no support."""
     support = cols[None, :] <= rows[:, None]
     if HAS_STARTS:
         support = support & (cols[None, :] >= starts[:, None])

@@ -22,17 +22,18 @@ from gsa_kernels.kl.triton_scores import (
 
 @triton.jit
 def stats_kernel(
-    q_idx,  # [B, L, HI, DI]
+    q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]
-    weight_logits,  # [B, L, HI]
+    weight_logits,  # [B, R, HI]
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
     target,  # [B, rows, L] fp32
-    words,  # [B, L, W] int32
-    document_starts,  # [B, L] int32
+    words,  # [B, R, W] int32
+    document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
     first_keys,  # out: [B, tiles] int32, the first key that any row of the tile sees
+    R,
     L,
     W,
     row_start,
@@ -40,6 +41,7 @@ def stats_kernel(
     target_stride_b,
     target_stride_row,
     scale,
+    STRIDE: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -63,9 +65,9 @@ def stats_kernel(
     b = tl.program_id(2)
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
-    rows = tl.where(valid, row_start + local, -1)
-    row_index = b.to(tl.int64) * L + row_start + local
-    last = row_start + tl.minimum(tile * BM + BM, num_rows) - 1
+    rows = tl.where(valid, (row_start + local) * STRIDE, -1)
+    row_index = b.to(tl.int64) * R + row_start + local
+    last = (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
 
     first = 0
     starts = rows
