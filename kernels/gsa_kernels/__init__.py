@@ -6,6 +6,7 @@ k and v [B, Lk, Hkv, D], indexer queries [B, Lq, HI, DI], indexer keys [B, Lk, D
 
 from gsa_kernels.attention.reference import AttentionOutput, sparse_attention
 from gsa_kernels.budget.reference import adaptive_budget, score_moments
+from gsa_kernels.decode.reference import DecodeTopK, decode_attention, decode_top_k
 from gsa_kernels.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.kl.reference import indexer_kl, renormalise_target, sum_over_blocks
@@ -15,8 +16,11 @@ from gsa_kernels.visibility.reference import visible_mask
 
 __all__ = [
     "AttentionOutput",
+    "DecodeTopK",
     "adaptive_budget",
     "adjacent_overlap",
+    "decode_attention",
+    "decode_top_k",
     "expand_block_selection",
     "indexer_kl",
     "indexer_scores",

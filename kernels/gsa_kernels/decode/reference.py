@@ -1,0 +1,134 @@
+"""One new query per sequence against a cache of keys: what decoding selects and attends to.
+
+Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
+`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gsa_kernels.attention.reference import sparse_attention
+from gsa_kernels.budget.reference import adaptive_budget, score_moments
+from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.gates.reference import sigmoid_gate
+from gsa_kernels.indexer.reference import indexer_scores
+from gsa_kernels.selection.reference import select_top_k
+
+
+@dataclass(frozen=True)
+class DecodeTopK:
+    """What one query per sequence selects, and from what."""
+
+    scores: torch.Tensor
+    """[B, L_max], unspecified from the sequence's length on."""
+
+    variance: torch.Tensor
+    """[B]: population variance of the scores over the sequence."""
+
+    budget: torch.Tensor
+    """int64 [B]: k_t."""
+
+    selected: torch.Tensor
+    """bool [B, L_max]: the top-k, without the local window."""
+
+
+def decode_top_k(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    variance_ema: torch.Tensor,
+    *,
+    score_bias: torch.Tensor | None = None,
+    weight_bias: torch.Tensor | None = None,
+    activation: Literal["sigmoid", "relu"] = "sigmoid",
+    k_base: int,
+    k_min: int,
+    k_max: int,
+    mode: Literal["inverse", "direct", "off"],
+) -> DecodeTopK:
+    """The k_t keys of highest indexer score among the first `lengths`, ties to the lower index.
+
+    Args:
+        q_idx: [B, HI, DI], of the token at position lengths - 1
+        k_idx: [B, L_max, DI], the cache
+        weight_logits: w, [B, HI]
+        lengths: int [B], tokens of each sequence, the new one included; 0 for an unused slot
+        variance_ema: 0-d, the layer's frozen moving average
+        score_bias: b, [HI], zero if None
+        weight_bias: c, [HI], zero if None
+    """
+    check_shape("q_idx", q_idx, "[B, HI, DI]", (None, None, None))
+    batch, heads, dim = q_idx.shape
+    check_shape("k_idx", k_idx, "[B, L_max, DI]", (batch, None, dim))
+    check_shape("weight_logits", weight_logits, "[B, HI]", (batch, heads))
+    visible = _visible(lengths, batch, k_idx.shape[1])
+    scores = indexer_scores(
+        q_idx[:, None],
+        k_idx.masked_fill(~visible[..., None], 0.0),
+        weight_logits[:, None],
+        score_bias=score_bias,
+        weight_bias=weight_bias,
+        activation=activation,
+    )
+    _, variance = score_moments(scores, visible[:, None])
+    budget = adaptive_budget(
+        variance, variance_ema, visible.sum(-1)[:, None], k_base=k_base, k_min=k_min, k_max=k_max, mode=mode
+    )
+    selected = select_top_k(scores, visible[:, None], budget)
+    return DecodeTopK(scores[:, 0], variance[:, 0], budget[:, 0], selected[:, 0])
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    selected: torch.Tensor,
+    *,
+    local_window: int = 0,
+    output_gate_logits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of the token at lengths - 1 over its selection and the last `local_window` keys, gated by G1.
+
+    With a selection per block of queries, `selected` is that of the block's first query, whose keys all
+    precede it, and the window, the query's own, covers what came after.
+
+    Args:
+        q: [B, H, D]
+        k: [B, L_max, Hkv, D], the cache
+        v: [B, L_max, Hkv, D], the cache
+        lengths: int [B]
+        selected: bool [B, L_max]
+        local_window: keys, the query's own included
+        output_gate_logits: [B, H, D], G1 before its sigmoid
+        softmax_scale: 1 / sqrt(D) if None
+
+    Returns:
+        [B, H, D] in the dtype of v; zeros for a sequence of length 0.
+    """
+    check_shape("q", q, "[B, H, D]", (None, None, None))
+    check_shape("k", k, "[B, L_max, Hkv, D]", (q.shape[0], None, None, q.shape[2]))
+    check_shape("selected", selected, "[B, L_max]", tuple(k.shape[:2]))
+    check_at_least("local_window", local_window, 0)
+    visible = _visible(lengths, *k.shape[:2])
+    distance = lengths[:, None] - 1 - torch.arange(k.shape[1], device=k.device)
+    mask = (selected | (distance < local_window)) & visible
+    unused = ~visible[..., None, None]
+    out = sparse_attention(
+        q[:, None],
+        k.masked_fill(unused, 0.0),
+        v.masked_fill(unused, 0.0),
+        mask[:, None],
+        softmax_scale=softmax_scale,
+    ).out[:, 0]
+    return out if output_gate_logits is None else sigmoid_gate(out, output_gate_logits)
+
+
+def _visible(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:
+    """bool [B, L_max]"""
+    check_shape("lengths", lengths, "[B]", (batch,))
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]

@@ -1,0 +1,145 @@
+"""What decoding keeps between calls: the selection of each sequence, and scratch memory."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from gsa_kernels.checks import check_at_least
+
+CHUNK = 256
+"""Keys that one program scores. A constant, so that a sequence's variance depends on nothing but its scores."""
+
+SPAN = 1024
+"""Keys that one program of the selection has."""
+
+BINS, BINS_PER_OCTAVE = 4096, 128
+"""Of the histogram of scores."""
+
+SAMPLE = 64
+"""Keys from which the lowest score worth counting is guessed."""
+
+_PROGRAMS_PER_SM = 4  # of the attention kernel; measured on an H200 at 16 sequences
+_MAX_SPLITS = 32  # more take longer to join than they save
+
+
+@dataclass(frozen=True)
+class DecodeSelection:
+    """The top-k of every sequence, without the local window. Kept by the caller from one refresh to the next."""
+
+    indices: torch.Tensor
+    """int32 [B, k_cap]: ascending positions, the first `counts` of each row."""
+
+    counts: torch.Tensor
+    """int32 [B]: k_t."""
+
+    variance: torch.Tensor
+    """fp32 [B]: population variance of the row's scores."""
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch memory of `decode_select` and `decode_attend`; layers that run one after the other share it."""
+
+    scores: torch.Tensor
+    """fp32 [B, columns], columns a multiple of SPAN: after a selection, the scores it ranked."""
+
+    chunk_moments: torch.Tensor
+    """fp32 [2, B, columns / CHUNK]: mean, and sum of squared deviations from it."""
+
+    histogram: torch.Tensor
+    """int32 [B, BINS], at `bin_slot`: scores in each bin above the floor; 0 between calls."""
+
+    borderline: torch.Tensor
+    """int32 [2, B, columns]: ordered score, and position, of the keys in the bin of the k-th score."""
+
+    borderline_counts: torch.Tensor
+    """int32 [B]"""
+
+    span_counts: torch.Tensor
+    """int32 [B, columns / SPAN]: keys of a span in higher bins."""
+
+    plan: torch.Tensor
+    """int32 [B, 3]: the floor, the bin of the k-th score, and how many of that bin's keys are selected."""
+
+    partial_out: torch.Tensor
+    """fp32 [B, Hkv, splits, H / Hkv, D]: attention of one split, not yet divided by its sum."""
+
+    partial_stats: torch.Tensor
+    """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
+
+    arrivals: torch.Tensor
+    """int32 [B, Hkv]: splits that have finished; 0 between calls."""
+
+    @property
+    def splits(self) -> int:
+        return self.partial_out.shape[2]
+
+
+def new_selection(batch: int, k_max: int, *, device: torch.device | str) -> DecodeSelection:
+    """An empty selection (counts 0) of up to `k_max` keys for each of `batch` sequences."""
+    check_at_least("batch", batch, 1)
+    check_at_least("k_max", k_max, 1)
+    return DecodeSelection(
+        indices=torch.zeros((batch, k_max), dtype=torch.int32, device=device),
+        counts=torch.zeros(batch, dtype=torch.int32, device=device),
+        variance=torch.zeros(batch, dtype=torch.float32, device=device),
+    )
+
+
+def new_workspace(
+    batch: int,
+    max_length: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    device: torch.device | str,
+    splits: int | None = None,
+) -> DecodeWorkspace:
+    """Scratch memory for up to `batch` sequences of up to `max_length` tokens: 12 bytes per token and sequence.
+
+    Args:
+        splits: parts into which the keys of one key-value head are cut; enough to fill the device if None
+    """
+    for name, value in (("batch", batch), ("max_length", max_length)):
+        check_at_least(name, value, 1)
+    if kv_heads < 1 or heads % kv_heads != 0:
+        raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; pass heads in a multiple of kv_heads")
+    if splits is None:
+        splits = _default_splits(batch * kv_heads, torch.device(device))
+    if splits != triton.next_power_of_2(splits):
+        raise ValueError(f"splits is {splits}; pass a power of two")
+
+    columns = triton.cdiv(max_length, SPAN) * SPAN
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    group = heads // kv_heads
+    return DecodeWorkspace(
+        scores=floats(batch, columns),
+        chunk_moments=floats(2, batch, columns // CHUNK),
+        histogram=zeros(batch, BINS),
+        borderline=integers(2, batch, columns),
+        borderline_counts=integers(batch),
+        span_counts=integers(batch, columns // SPAN),
+        plan=integers(batch, 3),
+        partial_out=floats(batch, kv_heads, splits, group, head_size),
+        partial_stats=floats(2, batch, kv_heads, splits, group),
+        arrivals=zeros(batch, kv_heads),
+    )
+
+
+def _default_splits(rows: int, device: torch.device) -> int:
+    """A power of two, so that `rows` * splits programs fill the device about `_PROGRAMS_PER_SM` times."""
+    if device.type != "cuda":
+        return 2
+    programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(triton.next_power_of_2(max(programs // rows, 1)), _MAX_SPLITS)

@@ -1,0 +1,265 @@
+"""Attention of one query per sequence over selected keys and its local window, split along the keys.
+
+The query heads of one key-value head are the rows of a product. Each program attends to one part of the keys; the
+last one of a head to finish joins the parts, in their fixed order, and applies gate G1.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from gsa_kernels.attention.triton_tiles import FLOOR, LOG2E, MASKED, input_precision
+from gsa_kernels.decode.state import DecodeSelection, DecodeWorkspace
+
+
+class Tile(NamedTuple):
+    """Keys a program has at a time."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+# Parts that fit in one tile have all of their keys and values under way at once. Measured on an H200.
+ONE_TILE = (Tile(64, 4, 1), Tile(128, 4, 1))
+LONG_TILE = Tile(64, 4, 2)
+FLOAT_TILE = Tile(32, 4, 1)
+
+
+def attend_to_indices(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    selection: DecodeSelection,
+    workspace: DecodeWorkspace,
+    local_window: int,
+    gate_logits: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    chained: bool,
+) -> None:
+    """Arguments as in `decode_attend`, checked by it. `chained`: start before the kernel in front has ended."""
+    batch, heads, dim = q.shape
+    max_length, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    splits = workspace.splits
+    k_cap = selection.indices.shape[1]
+    tile = _tile(q.dtype, triton.cdiv(k_cap + local_window, splits))
+    _attend_kernel[(splits, kv_heads, batch)](
+        q,
+        k,
+        v,
+        gate_logits,
+        lengths,
+        selection.indices,
+        selection.counts,
+        workspace.partial_out,
+        *workspace.partial_stats,
+        workspace.arrivals,
+        out,
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *(gate_logits.stride()[:2] if gate_logits is not None else (0, 0)),
+        *out.stride()[:2],
+        k_cap,
+        max_length,
+        local_window,
+        scale * LOG2E,
+        GROUP=group,
+        BLOCK_G=triton.next_power_of_2(group),
+        ROWS=max(triton.next_power_of_2(group), 16),
+        D=dim,
+        KEYS=tile.keys,
+        SPLITS=splits,
+        HAS_GATE=gate_logits is not None,
+        PRECISION=input_precision(q.dtype),
+        CHAINED=chained,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **({"launch_pdl": True} if chained else {}),
+    )
+
+
+def _tile(dtype: torch.dtype, part: int) -> Tile:
+    """For parts of up to `part` keys."""
+    if dtype == torch.float32:
+        return FLOAT_TILE
+    return next((tile for tile in ONE_TILE if part <= tile.keys), LONG_TILE)
+
+
+@triton.jit(do_not_specialize=["max_length", "local_window"])
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    gate_ptr,
+    lengths_ptr,
+    indices_ptr,
+    counts_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    arrivals_ptr,
+    out_ptr,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kl,
+    stride_kh,
+    stride_vb,
+    stride_vl,
+    stride_vh,
+    stride_gb,
+    stride_gh,
+    stride_ob,
+    stride_oh,
+    k_cap,
+    max_length,
+    local_window,
+    scale_log2,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: one part of the keys of one key-value head of one sequence."""
+    if CHAINED:
+        gdc_wait()
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
+    count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+    # Slots: the top-k, of which those inside the window are masked, then the window.
+    window_first = tl.maximum(length - local_window, 0)
+    slots = count + length - window_first
+    part = tl.cdiv(slots, SPLITS)
+    begin = split * part
+    end = tl.minimum(begin + part, slots)
+
+    rows = tl.arange(0, ROWS)
+    row_ok = rows < GROUP
+    dims = tl.arange(0, D)
+    q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
+    q_tile = tl.load(q_ptr + rows[:, None] * stride_qh + dims[None, :], mask=row_ok[:, None], other=0.0)
+    k_ptr += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
+    indices_ptr += batch * k_cap
+
+    maximum = tl.full([ROWS], FLOOR, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    slot = begin + tl.arange(0, KEYS)
+    top = tl.load(indices_ptr + slot, mask=slot < tl.minimum(end, count), other=0)
+    for _ in range(begin, end, KEYS):
+        of_top = slot < count
+        hit = (slot < end) & ((of_top == 0) | (top < window_first))
+        index = tl.where(of_top, top, window_first + slot - count).to(tl.int64)
+        k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
+        v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
+        slot += KEYS
+        top = tl.load(indices_ptr + slot, mask=slot < tl.minimum(end, count), other=0)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        logits = tl.where(hit[None, :], logits, MASKED)
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
+        probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(probs, 1)
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        maximum = new_maximum
+
+    if HAS_GATE:
+        gate_ptr += batch * stride_gb + kv_head * GROUP * stride_gh
+    out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh
+    if SPLITS == 1:
+        _store_gated(acc, total, gate_ptr, stride_gh, out_ptr, stride_oh, GROUP, ROWS, D, HAS_GATE)
+    else:
+        head = batch * tl.num_programs(1) + kv_head
+        mine = (head * SPLITS + split) * GROUP + rows
+        tl.store(partial_max_ptr + mine, maximum, mask=row_ok)
+        tl.store(partial_sum_ptr + mine, total, mask=row_ok)
+        tl.store(partial_out_ptr + mine[:, None] * D + dims[None, :], acc, mask=row_ok[:, None])
+        tl.debug_barrier()  # all threads have stored before one of them announces it
+        if tl.atomic_add(arrivals_ptr + head, 1) == SPLITS - 1:
+            tl.store(arrivals_ptr + head, 0)  # for the next call
+            sum_all, out_all = _join_parts(
+                partial_out_ptr, partial_max_ptr, partial_sum_ptr, head * SPLITS, SPLITS, GROUP, BLOCK_G, D
+            )
+            _store_gated(
+                out_all, sum_all, gate_ptr, stride_gh, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE
+            )
+
+
+@triton.jit
+def _join_parts(
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    first,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """(sum of probabilities [BLOCK_G], unnormalised output [BLOCK_G, D]) of one key-value head, from its parts."""
+    rows = tl.arange(0, BLOCK_G)
+    row_ok = rows < GROUP
+    dims = tl.arange(0, D)
+    # All loads before the first use: one wait for the memory. They go past the first-level cache, which does not
+    # see other programs' stores. Triton has no starred tuples: these grow by addition.
+    maxima = ()
+    sums = ()
+    outs = ()
+    for split in tl.static_range(SPLITS):
+        part = (first + split) * GROUP + rows
+        part_max = tl.load(partial_max_ptr + part, mask=row_ok, other=FLOOR, cache_modifier=".cg")
+        part_sum = tl.load(partial_sum_ptr + part, mask=row_ok, other=0.0, cache_modifier=".cg")
+        out_ptrs = partial_out_ptr + part[:, None] * D + dims[None, :]
+        part_out = tl.load(out_ptrs, mask=row_ok[:, None], other=0.0, cache_modifier=".cg")
+        maxima = maxima + (part_max,)  # type: ignore[assignment] # noqa: RUF005
+        sums = sums + (part_sum,)  # type: ignore[assignment] # noqa: RUF005
+        outs = outs + (part_out,)  # type: ignore[assignment] # noqa: RUF005
+    maximum = tl.full([BLOCK_G], FLOOR, tl.float32)
+    for split in tl.static_range(SPLITS):
+        maximum = tl.maximum(maximum, maxima[split])
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, D], tl.float32)
+    for split in tl.static_range(SPLITS):
+        share = tl.exp2(maxima[split] - maximum)
+        total += sums[split] * share
+        acc += outs[split] * share[:, None]
+    return total, acc
+
+
+@triton.jit
+def _store_gated(
+    acc,
+    total,
+    gate_ptr,
+    stride_gh,
+    out_ptr,
+    stride_oh,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):
+    """acc [ROWS, D] / total [ROWS], times the gate; the pointers are to the first head of the group."""
+    rows = tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, D)[None, :]
+    # A sequence without keys gives 0 and not NaN.
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if HAS_GATE:
+        gate = tl.load(gate_ptr + rows * stride_gh + dims, mask=rows < GROUP, other=0.0)
+        out = out * tl.sigmoid(gate.to(tl.float32))
+    tl.store(out_ptr + rows * stride_oh + dims, out.to(out_ptr.dtype.element_ty), mask=rows < GROUP)

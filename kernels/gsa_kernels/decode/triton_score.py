@@ -1,0 +1,193 @@
+"""Indexer scores of one query per sequence: one pass over the cached keys, with moments and a histogram.
+
+Counting every score adds a third to the time (131072 keys on an H200): similar scores share a bin, and a bin counts
+one at a time. So each program first scores the same few keys of the sequence, spread evenly, and takes as the floor
+a score that more keys than the top-k should reach; only scores above the floor's bin are counted. A floor that
+turns out to be above the k-th score makes the selection slower, not wrong.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace
+from gsa_kernels.decode.triton_select import bin_slot, score_bin
+from gsa_kernels.indexer.triton_scores import HALF_DTYPES, _fast_tanh
+from gsa_kernels.selection.triton_search import INT_MAX, order_key
+
+_SAMPLES_ABOVE = tl.constexpr(6)  # beyond those expected: in random order, not one floor in 10^4 is too high
+_WARPS = 4
+_FLOAT_WARPS = 16  # exact products keep more in registers
+
+
+def score_keys(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    weight_logits: torch.Tensor,
+    score_bias: torch.Tensor | None,
+    weight_bias: torch.Tensor | None,
+    activation: str,
+    lengths: torch.Tensor,
+    k_max: int,
+    selection_block: int,
+    workspace: DecodeWorkspace,
+    chained: bool,
+) -> None:
+    """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
+
+    Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early.
+    """
+    batch, heads, dim = q_idx.shape
+    max_length = k_idx.shape[1]
+    half = q_idx.dtype in HALF_DTYPES
+    _score_kernel[(triton.cdiv(max_length, CHUNK), batch)](
+        q_idx,
+        k_idx,
+        weight_logits,
+        score_bias,
+        weight_bias,
+        lengths,
+        workspace.scores,
+        workspace.histogram,
+        workspace.borderline_counts,
+        workspace.plan,
+        *workspace.chunk_moments,
+        *q_idx.stride()[:2],
+        *k_idx.stride()[:2],
+        weight_logits.stride(0),
+        workspace.scores.shape[1],
+        max_length,
+        k_max,
+        selection_block,
+        dim**-0.5,
+        HI=heads,
+        DI=dim,
+        BLOCK_H=16,
+        BLOCK_D=triton.next_power_of_2(dim),
+        CHUNK=CHUNK,
+        SAMPLE=SAMPLE,
+        BINS=BINS,
+        BINS_PER_OCTAVE=BINS_PER_OCTAVE,
+        SIGMOID=activation == "sigmoid",
+        # The interpreter, which runs on the CPU, has no inline assembly.
+        TANH=half and q_idx.is_cuda,
+        PRECISION="tf32" if half else "ieee",
+        CHAINED=chained,
+        num_warps=_WARPS if half else _FLOAT_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["max_length", "k_max", "selection_block"])
+def _score_kernel(
+    q_ptr,
+    k_ptr,
+    weight_ptr,
+    score_bias_ptr,
+    weight_bias_ptr,
+    lengths_ptr,
+    scores_ptr,
+    histogram_ptr,
+    list_counts_ptr,
+    plan_ptr,
+    means_ptr,
+    squares_ptr,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kl,
+    stride_wb,
+    columns,
+    max_length,
+    k_max,
+    selection_block,
+    scale,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BINS: tl.constexpr,
+    BINS_PER_OCTAVE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TANH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: CHUNK keys of one sequence."""
+    if CHAINED:
+        gdc_launch_dependents()
+    chunk = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    first = chunk * CHUNK
+    if (first >= length) | ((length - 1) % selection_block != 0):
+        return
+
+    # The program's own keys first: they are what takes time, and the sample is scored while they come.
+    keys = first + tl.arange(0, CHUNK)
+    valid = keys < length
+    dims = tl.arange(0, BLOCK_D)
+    dim_ok = dims < DI
+    k_ptr += batch * stride_kb
+    own_ptrs = k_ptr + keys.to(tl.int64)[:, None] * stride_kl + dims[None, :]
+    own = tl.load(own_ptrs, mask=valid[:, None] & dim_ok[None, :], other=0.0)
+    sampled = tl.arange(0, SAMPLE).to(tl.int64) * length // SAMPLE
+    sample_ptrs = k_ptr + sampled[:, None] * stride_kl + dims[None, :]
+    sample = tl.load(sample_ptrs, mask=dim_ok[None, :], other=0.0)
+
+    heads = tl.arange(0, BLOCK_H)
+    head_ok = heads < HI
+    query_ptrs = q_ptr + batch * stride_qb + heads[None, :] * stride_qh + dims[:, None]
+    queries = tl.load(query_ptrs, mask=head_ok[None, :] & dim_ok[:, None], other=0.0)
+    weights = tl.load(weight_ptr + batch * stride_wb + heads, mask=head_ok, other=0.0).to(tl.float32)
+    bias = tl.zeros([BLOCK_H], tl.float32)
+    if SIGMOID:
+        if weight_bias_ptr is not None:
+            weights += tl.load(weight_bias_ptr + heads, mask=head_ok, other=0.0).to(tl.float32)
+        weights = tl.where(head_ok, tl.sigmoid(weights), 0.0)
+        if score_bias_ptr is not None:
+            bias = tl.load(score_bias_ptr + heads, mask=head_ok, other=0.0).to(tl.float32)
+
+    # The floor: about twice as many keys as the top-k may have are expected above it, and a few more.
+    samples = order_key(_score_tile(sample, queries, weights, bias, scale, SIGMOID, TANH, PRECISION))
+    above = tl.sum((samples[None, :] > samples[:, None]).to(tl.int32), axis=1)
+    rank = 2 * SAMPLE * k_max // length + _SAMPLES_ABOVE
+    floor_key = tl.min(tl.where(above < rank, samples, INT_MAX))
+    floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key) - 1, 0), 0)
+    if chunk == 0:
+        tl.store(list_counts_ptr + batch, 0)
+        tl.store(plan_ptr + batch * 3, floor)
+
+    scores = _score_tile(own, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
+    tl.store(scores_ptr + batch * columns + keys, scores, mask=valid)
+    # Integers: their sums do not depend on the order.
+    bin = score_bin(order_key(scores))
+    slots = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
+    tl.atomic_add(slots, 1, mask=valid & (bin > floor), sem="relaxed")
+
+    # Two passes, from the first score: equal scores have variance 0 to the bit.
+    origin = tl.sum(tl.where(keys == first, scores, 0.0))
+    count = tl.minimum(length - first, CHUNK).to(tl.float32)
+    distance = tl.where(valid, scores - origin, 0.0)
+    mean = tl.sum(distance) / count
+    deviation = tl.where(valid, distance - mean, 0.0)
+    slot = batch * (columns // CHUNK) + chunk
+    tl.store(means_ptr + slot, origin + mean)
+    tl.store(squares_ptr + slot, tl.sum(deviation * deviation))
+
+
+@triton.jit
+def _score_tile(
+    keys, queries, weights, bias, scale, SIGMOID: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr
+):
+    """fp32 [N] scores of keys [N, BLOCK_D] for queries [BLOCK_D, BLOCK_H], weights and bias [BLOCK_H]."""
+    logits = tl.dot(keys, queries, input_precision=PRECISION) * scale + bias[None, :]
+    if not SIGMOID:
+        activated = tl.maximum(logits, 0.0)
+    elif TANH:  # sigmoid(z) = 1/2 + 1/2 tanh(z/2)
+        activated = 0.5 + 0.5 * _fast_tanh(logits * 0.5)
+    else:
+        activated = tl.sigmoid(logits)
+    return tl.sum(weights[None, :] * activated, axis=1)

@@ -1,0 +1,349 @@
+"""Budget and exact top-k of one row of scores per sequence, written as ascending indices.
+
+The scores above a floor were counted in a histogram as they were made. Every program finds the bin of the k-th score
+in it: what is in higher bins is selected, and the few keys in that bin itself (the borderline) go to a list. A second
+kernel searches that list for the exact cut, and writes the indices. Each program has one span of keys: what precedes
+it is counted from the spans' totals and the list, so that no program waits for another. The list's order depends on
+timing, the result does not. Many equal scores, or a floor that was too high, make a long list, which costs time
+and nothing else.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SPAN, DecodeSelection, DecodeWorkspace
+from gsa_kernels.selection.triton_search import INT_MAX, INT_MIN, above_cut, order_key, row_budget
+
+# Bins divide octaves evenly; they reach from 2^-20, below which all is bin 0, to 2^12.
+_BIN_SHIFT = tl.constexpr(23 - (BINS_PER_OCTAVE.bit_length() - 1))
+_FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
+_LAST_BIN = tl.constexpr(BINS - 1)
+_WARPS = 4
+
+
+def select_indices(
+    lengths: torch.Tensor,
+    max_length: int,
+    variance_ema: torch.Tensor,
+    budget_rule: tuple[int, int, int, str],
+    selection_block: int,
+    selection: DecodeSelection,
+    workspace: DecodeWorkspace,
+    chained: bool,
+) -> None:
+    """Fill the selection from what `score_keys` left in the workspace; empty the histogram for the next call.
+
+    Args:
+        budget_rule: k_base, k_min, k_max, mode
+        chained: start before `score_keys` has ended, and wait for it on the device
+    """
+    k_base, k_min, k_max, mode = budget_rule
+    columns = workspace.scores.shape[1]
+    grid = (triton.cdiv(max_length, SPAN), lengths.shape[0])
+    options = {"num_warps": _WARPS, **({"launch_pdl": True} if chained else {})}
+    _find_bin_kernel[grid](
+        workspace.scores,
+        workspace.histogram,
+        *workspace.chunk_moments,
+        lengths,
+        variance_ema,
+        *workspace.borderline,
+        workspace.borderline_counts,
+        workspace.span_counts,
+        workspace.plan,
+        selection.counts,
+        selection.variance,
+        columns,
+        max_length,
+        selection_block,
+        k_base,
+        k_min,
+        k_max,
+        MODE=mode,
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
+        SPAN=SPAN,
+        BINS=BINS,
+        BINS_PER_OCTAVE=BINS_PER_OCTAVE,
+        CHAINED=chained,
+        **options,
+    )
+    _write_indices_kernel[grid](
+        workspace.scores,
+        workspace.histogram,
+        lengths,
+        *workspace.borderline,
+        workspace.borderline_counts,
+        workspace.span_counts,
+        workspace.plan,
+        selection.indices,
+        columns,
+        selection.indices.shape[1],
+        max_length,
+        selection_block,
+        SPAN=SPAN,
+        SPANS=triton.next_power_of_2(triton.cdiv(max_length, SPAN)),
+        BINS=BINS,
+        CHAINED=chained,
+        **options,
+    )
+
+
+@triton.jit
+def score_bin(key):
+    """Bin of an `order_key`; a higher bin holds higher scores."""
+    return tl.minimum(tl.maximum((key >> _BIN_SHIFT) - _FIRST_BIN, 0), _LAST_BIN)
+
+
+@triton.jit
+def bin_above(key, floor):
+    """Bin of an `order_key`, where all bins up to the floor are one, number 0."""
+    bin = score_bin(key)
+    return tl.where(bin > floor, bin, 0)
+
+
+@triton.jit
+def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
+    """Where a bin's count is. Neighbours, which share the scores, are lines apart, so that counting can overlap."""
+    return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
+
+
+@triton.jit(do_not_specialize=["max_length", "selection_block", "k_base", "k_min", "k_max"])
+def _find_bin_kernel(
+    scores_ptr,
+    histogram_ptr,
+    means_ptr,
+    squares_ptr,
+    lengths_ptr,
+    ema_ptr,
+    list_keys_ptr,
+    list_positions_ptr,
+    list_counts_ptr,
+    span_counts_ptr,
+    plan_ptr,
+    counts_ptr,
+    variance_ptr,
+    columns,
+    max_length,
+    selection_block,
+    k_base,
+    k_min,
+    k_max,
+    MODE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BINS: tl.constexpr,
+    BINS_PER_OCTAVE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: the budget and its bin, and of one span the keys above it (counted) and in it (listed)."""
+    span = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = span * SPAN
+    if (length <= 0) & (span == 0):
+        tl.store(counts_ptr + batch, 0)
+    if (first >= length) | ((length - 1) % selection_block != 0):
+        return
+
+    # Everything is asked for before the first use: one wait for the memory.
+    positions = first + tl.arange(0, SPAN)
+    valid = positions < length
+    scores = tl.load(scores_ptr + batch * columns + positions, mask=valid, other=0.0)
+    octaves = tl.arange(0, BINS // BINS_PER_OCTAVE)
+    within = tl.arange(0, BINS_PER_OCTAVE)
+    histogram_ptr += batch * BINS
+    in_bins = tl.load(histogram_ptr + within[:, None] * (BINS // BINS_PER_OCTAVE) + octaves[None, :])
+    chunks = tl.arange(0, CHUNKS)
+    in_row = chunks < tl.cdiv(length, CHUNK)
+    first_chunk = batch * (columns // CHUNK)
+    means = tl.load(means_ptr + first_chunk + chunks, mask=in_row, other=0.0)
+    squares = tl.load(squares_ptr + first_chunk + chunks, mask=in_row, other=0.0)
+    origin = tl.load(means_ptr + first_chunk)
+    floor = tl.load(plan_ptr + batch * 3)
+
+    # Moments of the row from those of its chunks, about the first chunk's mean.
+    sizes = tl.where(in_row, tl.minimum(length - chunks * CHUNK, CHUNK), 0).to(tl.float32)
+    distance = tl.where(in_row, means - origin, 0.0)
+    mean = tl.sum(sizes * distance) / length.to(tl.float32)
+    squares += sizes * (distance - mean) * (distance - mean)
+    variance = tl.sum(squares) / length.to(tl.float32)
+    k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, MODE)
+
+    # The last bin such that it and those after it hold at least k scores; first its octave. Bin 0 is
+    # not counted: it holds what the others do not.
+    per_octave = tl.sum(in_bins, axis=0)
+    from_octave = tl.sum(per_octave) - tl.cumsum(per_octave, axis=0) + per_octave
+    octave = tl.maximum(tl.sum((from_octave >= k).to(tl.int32)) - 1, 0)
+    after_octave = tl.sum(tl.where(octaves > octave, per_octave, 0))
+    of_octave = tl.load(histogram_ptr + within * (BINS // BINS_PER_OCTAVE) + octave)
+    after_bin = after_octave + tl.sum(of_octave) - tl.cumsum(of_octave, axis=0)
+    in_octave = tl.maximum(tl.sum((after_bin + of_octave >= k).to(tl.int32)) - 1, 0)
+    threshold_bin = octave * BINS_PER_OCTAVE + in_octave
+    wanted = k - tl.sum(tl.where(within == in_octave, after_bin, 0))
+
+    keys = order_key(scores)
+    bin = bin_above(keys, floor)
+    tl.store(
+        span_counts_ptr + batch * (columns // SPAN) + span,
+        tl.sum((valid & (bin > threshold_bin)).to(tl.int32)),
+    )
+    borderline = valid & (bin == threshold_bin)
+    found = tl.sum(borderline.to(tl.int32))
+    if found > 0:
+        place = tl.atomic_add(list_counts_ptr + batch, found)
+        place += tl.cumsum(borderline.to(tl.int32), axis=0) - 1
+        tl.store(list_keys_ptr + batch * columns + place, keys, mask=borderline)
+        tl.store(list_positions_ptr + batch * columns + place, positions, mask=borderline)
+    if span == 0:
+        tl.store(plan_ptr + batch * 3 + 1, threshold_bin)
+        tl.store(plan_ptr + batch * 3 + 2, wanted)
+        tl.store(counts_ptr + batch, k)
+        tl.store(variance_ptr + batch, variance)
+
+
+@triton.jit(do_not_specialize=["max_length", "selection_block"])
+def _write_indices_kernel(
+    scores_ptr,
+    histogram_ptr,
+    lengths_ptr,
+    list_keys_ptr,
+    list_positions_ptr,
+    list_counts_ptr,
+    span_counts_ptr,
+    plan_ptr,
+    indices_ptr,
+    columns,
+    k_cap,
+    max_length,
+    selection_block,
+    SPAN: tl.constexpr,
+    SPANS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: the exact cut among the borderline, and the selected positions of one span."""
+    span = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = span * SPAN
+    if (first >= length) | ((length - 1) % selection_block != 0):
+        return
+    positions = first + tl.arange(0, SPAN)
+    valid = positions < length
+    scores = tl.load(scores_ptr + batch * columns + positions, mask=valid, other=0.0)
+    spans = tl.arange(0, SPANS)
+    span_counts_ptr += batch * (columns // SPAN)
+    before = tl.load(span_counts_ptr + spans, mask=spans < span, other=0)
+    floor = tl.load(plan_ptr + batch * 3)
+    threshold_bin = tl.load(plan_ptr + batch * 3 + 1)
+    wanted = tl.load(plan_ptr + batch * 3 + 2)
+    size = tl.load(list_counts_ptr + batch)
+    list_keys_ptr += batch * columns
+    list_positions_ptr += batch * columns
+    slots = tl.arange(0, SPAN)
+    # The first SPAN entries, most often all there are, stay in registers.
+    list_keys = tl.load(list_keys_ptr + slots, mask=slots < size, other=INT_MIN)
+    list_positions = tl.load(list_positions_ptr + slots, mask=slots < size, other=INT_MAX)
+
+    cut, last = _find_cut_in_list(
+        list_keys,
+        list_positions,
+        list_keys_ptr,
+        list_positions_ptr,
+        size,
+        wanted,
+        threshold_bin,
+        floor,
+        length,
+        SPAN,
+    )
+    earlier = above_cut(list_keys, list_positions, cut, last) & (list_positions < first)
+    offset = tl.sum(before) + tl.sum(earlier.to(tl.int32))
+    for start in range(SPAN, size, SPAN):
+        in_list = start + slots < size
+        more = tl.load(list_keys_ptr + start + slots, mask=in_list, other=INT_MIN)
+        where = tl.load(list_positions_ptr + start + slots, mask=in_list, other=INT_MAX)
+        offset += tl.sum((above_cut(more, where, cut, last) & (where < first)).to(tl.int32))
+
+    keys = order_key(scores)
+    bin = bin_above(keys, floor)
+    borderline = (bin == threshold_bin) & above_cut(keys, positions, cut, last)
+    selected = valid & ((bin > threshold_bin) | borderline)
+    place = offset + tl.cumsum(selected.to(tl.int32), axis=0) - 1
+    tl.store(indices_ptr + batch * k_cap + place, positions, mask=selected)
+    if span == 0:
+        tl.store(histogram_ptr + batch * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+
+
+@triton.jit
+def _find_cut_in_list(
+    keys, positions, keys_ptr, positions_ptr, size, wanted, threshold_bin, floor, length, TILE: tl.constexpr
+):
+    """`find_cut` (see there) for the `wanted` best of a list, all of whose keys are in the bin `threshold_bin`.
+
+    Args:
+        keys, positions: int32 [TILE], the start of the list; INT_MIN and INT_MAX where it is shorter
+        keys_ptr, positions_ptr: to the whole list, `size` entries in any order
+    """
+    low = tl.where(threshold_bin == 0, INT_MIN, (threshold_bin + _FIRST_BIN) << _BIN_SHIFT)
+    bin = tl.maximum(threshold_bin, floor)  # bin 0 reaches up to the floor
+    high = tl.where(bin == _LAST_BIN, INT_MAX, (bin + _FIRST_BIN + 1) << _BIN_SHIFT)
+    slots = tl.arange(0, TILE)
+    count = size
+    count_high = size * 0
+    interpolate = size > 0
+    # Invariant: count entries are >= low, count >= wanted; count_high entries are >= high, count_high < wanted.
+    while (count > wanted) & (high != low + 1):
+        # Unsigned: the distance of two int32 keys may not fit in int32.
+        distance = (high - low).to(tl.uint32)
+        between = (count - count_high).to(tl.float32)
+        # A little beyond, so that the far end moves.
+        beyond = 0.25 * tl.sqrt(between)
+        target = tl.where(count - wanted > wanted - count_high, wanted + beyond, wanted - beyond)
+        target = tl.minimum(tl.maximum(target, count_high + 0.25), count - 0.25)
+        step = (distance.to(tl.float32) * ((count - target) / between)).to(tl.uint32)
+        step = tl.minimum(tl.maximum(step, 1), distance - 1)
+        middle = low + tl.where(interpolate, step, distance >> 1).to(tl.int32)
+        found = tl.sum((keys >= middle).to(tl.int32))
+        for start in range(TILE, size, TILE):
+            more = tl.load(keys_ptr + start + slots, mask=start + slots < size, other=INT_MIN)
+            found += tl.sum((more >= middle).to(tl.int32))
+        if found >= wanted:
+            low = middle
+            count = found
+        else:
+            high = middle
+            count_high = found
+        # Two rounds in a row halve the entries or the keys in between: at most 2 * 32 + 17 rounds.
+        interpolate = (interpolate == 0) | ((count - count_high) * 2 <= between)
+
+    last = count * 0 + INT_MAX
+    if count > wanted:
+        # More entries equal the cut than fit: the lower positions, found the same way.
+        of_equal = wanted - count_high
+        below = count * 0 - 1
+        last = length - 1
+        # Invariant: fewer than `of_equal` of them are at positions <= below, at least `of_equal` <= last.
+        while last - below > 1:
+            centre = below + ((last - below) >> 1)
+            found = tl.sum(((keys == low) & (positions <= centre)).to(tl.int32))
+            for start in range(TILE, size, TILE):
+                in_list = start + slots < size
+                more = tl.load(keys_ptr + start + slots, mask=in_list, other=INT_MIN)
+                where = tl.load(positions_ptr + start + slots, mask=in_list, other=INT_MAX)
+                found += tl.sum(((more == low) & (where <= centre)).to(tl.int32))
+            if found >= of_equal:
+                last = centre
+            else:
+                below = centre
+    return low, last
