@@ -1,0 +1,11 @@
+"""SwiGLU: the feed-forward layer's activation."""
+
+import torch
+
+from gsa_kernels.checks import compute_dtype
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension, in fp32 (fp64); [..., 2F] -> [..., F]."""
+    gate, value = x.to(compute_dtype(x=x)).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * value).to(x.dtype)

@@ -1,0 +1,221 @@
+"""The elementwise kernels of a layer and the cross-entropy against their references.
+
+On CUDA where there is a device, else interpreted.
+"""
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    # Read when triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+from gsa_kernels.cross_entropy import op as cross_entropy_op  # noqa: E402
+from gsa_kernels.cross_entropy.op import vocab_parallel_cross_entropy  # noqa: E402
+from gsa_kernels.cross_entropy.reference import cross_entropy  # noqa: E402
+from gsa_kernels.cross_entropy.triton_rows import row_statistics, write_gradient  # noqa: E402
+from gsa_kernels.prologue.op import fused_split_rotate_gate  # noqa: E402
+from gsa_kernels.prologue.reference import split_rotate_gate  # noqa: E402
+from gsa_kernels.swiglu.op import fused_swiglu  # noqa: E402
+from gsa_kernels.swiglu.reference import swiglu  # noqa: E402
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """New buffers hold NaN: what is not written shows."""
+    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+
+
+def poison(tensor):
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+
+def relative_error(found, expected):
+    scale = expected.double().norm().clamp(min=1e-30)
+    return float((found.double() - expected.double()).norm() / scale)
+
+
+def assert_as_good(found, plain, exact, dtype):
+    """Within twice the error of the reference in the same dtype, and a few units in the last place."""
+    floor = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    for one, other, truth in zip(found, plain, exact, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one, truth) <= max(2 * relative_error(other, truth), floor / 4)
+
+
+def run(function, leaves, grads):
+    """Outputs and gradients of a function of some leaves."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    outputs = function(*leaves)
+    outputs = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out is not None]
+    gradients = torch.autograd.grad(
+        outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
+    )
+    return [out.detach() for out in outputs] + list(gradients)
+
+
+# --- SwiGLU -----------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("shape", [(3, 2, 74), (1, 1030), (5, 2)])
+def test_swiglu(device, shape):
+    for dtype in DTYPES[device]:
+        x = (torch.randn(shape, device=device) * 3).to(dtype)
+        x.view(-1)[:2] = torch.tensor([30.0, -30.0])
+        grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device)
+        found, again = (run(fused_swiglu, [x], [grad]) for _ in range(2))
+        assert_as_good(found, run(swiglu, [x], [grad]), run(swiglu, [x.double()], [grad]), dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@devices
+def test_swiglu_of_nothing(device):
+    x = torch.empty(0, 8, device=device, requires_grad=True)
+    fused_swiglu(x).sum().backward()
+    assert x.grad.shape == (0, 8)
+
+
+# --- split, rotation, G2 ----------------------------------------------------------------------------------
+
+
+def prologue_inputs(batch, length, kv_heads, group, size, value_gate, output_gate, dtype, device):
+    qkv = torch.randn(length, batch, kv_heads * (group + 2) * size, device=device).to(dtype)
+    rows = kv_heads * size * (value_gate + group * output_gate)
+    logits = (torch.randn(length, batch, rows, device=device) * 3).to(dtype) if rows else None
+    bias = torch.randn(rows, device=device).to(dtype) if batch == 2 and rows else None
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(size // 2) / (size // 2))
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    heads = kv_heads * group
+    grads = [torch.randn(length, batch, n, size, device=device) for n in (heads, kv_heads, kv_heads, heads)]
+    grads = [grad.transpose(0, 1) for grad in grads]
+    grads[1] = grads[1].contiguous()  # another order of memory
+    return qkv, logits, bias, cos, sin, grads if output_gate else grads[:3]
+
+
+SHAPES = [  # batch, length, kv heads, group, head size, G2, G1
+    (2, 9, 2, 2, 32, True, True),
+    (1, 17, 1, 3, 32, True, False),
+    (2, 5, 3, 1, 32, False, True),
+    (1, 3, 1, 4, 64, False, False),
+]
+
+
+@devices
+@pytest.mark.parametrize("shape", SHAPES)
+def test_split_rotate_gate(device, shape):
+    options = {"kv_heads": shape[2], "value_gate": shape[5], "output_gate": shape[6]}
+
+    def call(function):
+        def on_leaves(qkv, *gates):
+            logits, bias = (*gates, None, None)[:2]
+            return function(qkv, logits, bias, *tables, **options)
+
+        return on_leaves
+
+    for dtype in DTYPES[device]:
+        *leaves, cos, sin, grads = prologue_inputs(*shape, dtype, device)
+        leaves, tables = [leaf for leaf in leaves if leaf is not None], (cos, sin)
+
+        found, again = (run(call(fused_split_rotate_gate), leaves, grads) for _ in range(2))
+        plain = run(call(split_rotate_gate), leaves, grads)
+        exact = run(call(split_rotate_gate), [leaf.double() for leaf in leaves], grads)
+        assert_as_good(found, plain, exact, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@devices
+def test_split_rotate_gate_names_what_is_wrong(device):
+    qkv, logits, bias, cos, sin, _ = prologue_inputs(2, 4, 1, 1, 32, True, True, torch.float32, device)
+    options = {"kv_heads": 1, "value_gate": True, "output_gate": True}
+    wrong = [
+        ((qkv[:, 0], logits, bias, cos, sin), options, "qkv has shape"),
+        ((qkv, None, None, cos, sin), options, "gate_logits is None"),
+        ((qkv, logits[..., :32], bias, cos, sin), options, "gate_logits has shape"),
+        ((qkv, logits, bias, cos[:, :3], sin[:, :3]), options, "heads of 6"),
+        ((qkv, logits.half(), bias, cos, sin), options, "gate_logits is torch.float16"),
+        ((qkv, logits, bias[1:], cos, sin), options, "gate_bias has shape"),
+        ((qkv, logits, bias, cos.double(), sin), options, "cos is torch.float64"),
+        ((qkv, logits, bias, cos, sin), {**options, "kv_heads": 2}, "qkv has 96 columns"),
+        ((torch.cat([qkv] * 2, 0)[::2], logits, bias, cos, sin), options, "qkv has strides"),
+    ]
+    for arguments, keywords, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            fused_split_rotate_gate(*arguments, **keywords)
+
+
+# --- cross-entropy ----------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize(("rows", "vocabulary"), [(5, 37), (2, 9000), (1, 1)])
+def test_cross_entropy(device, rows, vocabulary):
+    for dtype in DTYPES[device]:
+        logits = (torch.randn(rows, vocabulary, device=device) * 4).to(dtype)
+        logits[0, 0] = 60.0
+        targets = torch.randint(vocabulary, (rows,), device=device)
+        targets[-1] = vocabulary - 1
+        grad = torch.randn(rows, device=device)
+        results = []
+        for overwrite in (False, True, False):
+            leaf = logits.clone().requires_grad_()
+            held = leaf * 1  # the gradient may be written over it
+            loss = vocab_parallel_cross_entropy(held, targets, overwrite_logits=overwrite)
+            results.append([loss.detach(), torch.autograd.grad(loss, leaf, grad)[0]])
+        plain = run(lambda x, t=targets: cross_entropy(x, t), [logits], [grad])
+        exact = run(lambda x, t=targets: cross_entropy(x, t), [logits.double()], [grad])
+        assert_as_good(results[0], plain, exact, dtype)
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@devices
+def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
+    """Both ranks in turn, the collectives done by hand."""
+    logits = torch.randn(6, 40, device=device) * 3
+    targets = torch.randint(40, (6,), device=device)
+    parts = logits.chunk(2, 1)
+    statistics = [row_statistics(part.contiguous(), targets, 20 * rank) for rank, part in enumerate(parts)]
+    highest = torch.maximum(statistics[0][0], statistics[1][0])
+
+    def all_reduce(tensor, op=None, group=None):
+        if tensor.dim() == 1:
+            tensor.copy_(highest)
+        else:
+            tensor.copy_(sum(torch.stack([t * (m - highest).exp(), x]) for m, t, x in statistics))
+
+    monkeypatch.setattr(cross_entropy_op.dist, "all_reduce", all_reduce)
+    maximum, total, target_logit = cross_entropy_op._over_ranks(*statistics[1], group=None)
+    torch.testing.assert_close(total.log() + maximum - target_logit, cross_entropy(logits, targets))
+    grad = torch.rand(6, device=device)
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(cross_entropy(leaf, targets), leaf, grad)
+    for rank, part in enumerate(parts):
+        out = torch.empty_like(part.contiguous())
+        write_gradient(part.contiguous(), targets, maximum, total, grad, 20 * rank, out)
+        torch.testing.assert_close(out, expected.chunk(2, 1)[rank], atol=1e-6, rtol=1e-5)
+
+
+@devices
+def test_cross_entropy_names_what_is_wrong(device):
+    logits, targets = torch.randn(4, 6, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    for arguments, message in [
+        ((logits[0], targets), "logits has shape"),
+        ((logits, targets[:2]), "targets has shape"),
+        ((logits.double(), targets), "logits has dtype"),
+        ((logits.T.contiguous().T, targets), "rows of logits have stride"),
+        ((logits, targets.int()), "targets is torch.int32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            vocab_parallel_cross_entropy(*arguments)
