@@ -41,11 +41,16 @@ test: setup
 test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
 
+# All benches one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
+BENCHES ?= $(patsubst kernels/bench/bench_%.py,%,$(wildcard kernels/bench/bench_*.py))
 bench:
-	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_gsa.py
-	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_attention.py
-	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_selection.py
-	PYTHONPATH=$(CURDIR)/kernels:$$PYTHONPATH $(PYTHON) kernels/bench/bench_kl.py
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH; failed=; \
+	$(PYTHON) kernels/bench/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
+	for name in $(BENCHES); do \
+		printf '\n== bench_%s\n' "$$name"; \
+		$(PYTHON) "kernels/bench/bench_$$name.py" || failed="$$failed bench_$$name"; \
+	done; \
+	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
 
 clean:
 	rm -rf .venv build *.egg-info

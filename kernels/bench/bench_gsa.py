@@ -1,25 +1,22 @@
 """The whole GSA attention operation beside dense attention, on one CUDA device: what a layer pays in training.
 
-    python kernels/bench/bench_gsa.py [--lengths 4096 8192] [--batch 1] [--json FILE]
+    python kernels/bench/bench_gsa.py [--lengths 4096 8192] [--batches 1 4] [--shapes 1.7B 7B]
 
 GSA: G2, scores, variance, budget and top-k, attention over the selected keys with G1, and the sparse phase's
 indexer loss with its gradients; projections are left out on both sides. Dense: torch SDPA on cuDNN. Medians, in ms.
+
+Each row comes twice. `graph`: both sides as CUDA graphs, what the device does. `eager`: with the launches, which
+at batch 1 take longer than the kernels; a model's other work does not wait for them, so they overlap in training.
 """
 
-import argparse
-import json
-import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
+import cases
+import harness
 import torch
-import triton
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.testing import do_bench
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cases import AttentionInputs, IndexerInputs, Shape
 
 from gsa_kernels import sigmoid_gate
 from gsa_kernels.attention.op import masked_attention
@@ -27,150 +24,140 @@ from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.selection.op import Selection, select_keys
 
-SHAPES = {"1.7B": (16, 4), "7B": (32, 8)}
-HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 128, 4, 64
-K_BASE, K_MIN, K_MAX = 2048, 256, 4096
+CHECKED_LENGTH = 512
+TOLERANCE = 1e-2
+MOST_PAIRS = 4 * 8192**2
+"""B L^2 up to which a shape is timed: dense attention of more takes long, and bench_long.py has it."""
 
 
-@dataclass
-class Row:
-    """Times of one shape and length in ms."""
+@dataclass(frozen=True)
+class Operation:
+    """GSA of one layer, step by step, for random inputs."""
 
-    shape: str
-    batch: int
-    length: int
-    dense_forward: float
-    dense_both: float
-    select: float
-    forward: float
-    """Selection, gates and attention."""
-    both_without_kl: float
-    kl: float
-    """Target, value and gradients of the indexer loss."""
-    both: float
-    ratio: float
-    """both / dense_both"""
-    mean_selected: float
+    inputs: AttentionInputs
+    indexer: IndexerInputs
+    ema: torch.Tensor
+    budget: tuple[int, int, int]
+    """k_base, k_min and k_max"""
 
+    @torch.no_grad()
+    def select(self) -> Selection:
+        k_base, k_min, k_max = self.budget
+        return select_keys(
+            self.indexer.q_idx,
+            self.indexer.k_idx,
+            self.indexer.weight_logits,
+            self.ema,
+            **self.indexer.biases,
+            k_base=k_base,
+            k_min=k_min,
+            k_max=k_max,
+            mode="inverse",
+        )
 
-def median(run: Callable[[], object]) -> float:
-    return do_bench(run, warmup=50, rep=200, return_mode="median")
+    def attend(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.inputs
+        v = sigmoid_gate(x.v, x.value_gate)
+        return masked_attention(x.q, x.k, v, words, output_gate_logits=x.output_gate)
 
-
-def measure(name: str, batch: int, length: int) -> Row:
-    heads, kv_heads = SHAPES[name]
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-    q, grad, g1 = (draw(batch, length, heads, HEAD_SIZE) for _ in range(3))
-    k, v, g2 = (draw(batch, length, kv_heads, HEAD_SIZE) for _ in range(3))
-    q_idx = draw(batch, length, INDEXER_HEADS, INDEXER_SIZE)
-    k_idx, weights = draw(batch, length, INDEXER_SIZE), draw(batch, length, INDEXER_HEADS)
-    biases = {"score_bias": draw(INDEXER_HEADS), "weight_bias": draw(INDEXER_HEADS)}
-    leaves = [q, k, v, g1, g2]
-    indexer_leaves = [q_idx, k_idx, weights, *biases.values()]
-    for leaf in (*leaves, *indexer_leaves):
-        leaf.requires_grad_()
-
-    ema = torch.zeros((), device="cuda")
-
-    def select() -> Selection:
-        with torch.no_grad():
-            return select_keys(
-                q_idx, k_idx, weights, ema, **biases, k_base=K_BASE, k_min=K_MIN, k_max=K_MAX, mode="inverse"
-            )
-
-    ema = select().variance.mean()
-    words = select().words
-
-    def attend() -> tuple[torch.Tensor, torch.Tensor]:
-        return masked_attention(q, k, sigmoid_gate(v, g2), words, output_gate_logits=g1)
-
-    _, lse = attend()
-
-    def kl_backward(lse: torch.Tensor) -> None:
+    def kl_backward(self, words: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k = self.inputs.q.detach(), self.inputs.k.detach()
         loss = indexer_kl_loss(
-            q_idx,
-            k_idx,
-            weights,
-            lambda start, rows: head_sum_probs_rows(q.detach(), k.detach(), lse, words, start, rows),
-            **biases,
+            self.indexer.q_idx,
+            self.indexer.k_idx,
+            self.indexer.weight_logits,
+            lambda start, rows: head_sum_probs_rows(q, k, lse, words, start, rows),
+            **self.indexer.biases,
             words=words,
         )
         assert isinstance(loss, torch.Tensor)
-        torch.autograd.grad(loss, indexer_leaves)
+        return torch.autograd.grad(loss, self.indexer.leaves)
 
-    def forward() -> None:
-        select()
-        attend()
+    def forward(self) -> torch.Tensor:
+        return self.attend(self.select().words)[0]
 
-    def both(with_kl: bool) -> None:
-        select()
-        out, row_lse = attend()
-        if with_kl:
-            kl_backward(row_lse)
-        torch.autograd.grad(out, leaves, grad)
-
-    dense = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-    dense_grad = grad.transpose(1, 2).contiguous()
-
-    def dense_forward() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
-
-    def dense_both() -> None:
-        torch.autograd.grad(dense_forward(), dense, dense_grad)
-
-    dense_ms, gsa_ms = median(dense_both), median(lambda: both(True))
-    return Row(
-        shape=name,
-        batch=batch,
-        length=length,
-        dense_forward=median(dense_forward),
-        dense_both=dense_ms,
-        select=median(select),
-        forward=median(forward),
-        both_without_kl=median(lambda: both(False)),
-        kl=median(lambda: kl_backward(lse)),
-        both=gsa_ms,
-        ratio=gsa_ms / dense_ms,
-        mean_selected=select().budget.float().mean().item(),
-    )
+    def both(self, with_kl: bool) -> tuple[torch.Tensor, ...]:
+        """Output and gradients of q, k, v and the gates; with the loss also those of the indexer."""
+        words = self.select().words
+        out, lse = self.attend(words)
+        indexer_grads = self.kl_backward(words, lse) if with_kl else ()
+        return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad), *indexer_grads
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+def operation(shape: Shape, batch: int, length: int, k_base: int, k_min: int, k_max: int) -> Operation:
+    """With the moving average that a trained layer would have: the mean variance of its own scores."""
+    inputs, indexer = cases.attention_inputs(shape, batch, length), cases.indexer_inputs(batch, length)
+    budget = (k_base, k_min, k_max)
+    first = Operation(inputs, indexer, torch.ones((), device=cases.DEVICE), budget).select()
+    return Operation(inputs, indexer, first.variance.mean(), budget)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    about = {
-        "commit": commit(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+def check(report: harness.Report, shape: Shape) -> None:
+    """With a budget of all keys GSA is dense attention of gated values, gated."""
+    length = CHECKED_LENGTH
+    gsa = operation(shape, 2, length, length, length, length)
+    wanted = cases.gated_dense(gsa.inputs)
+    worst = max(map(harness.relative_error, gsa.both(with_kl=False), wanted))
+    report.row(check="GSA of all keys = dense", shape=shape.name, length=length, relative_error=worst)
+    if not worst < TOLERANCE:
+        report.fail(f"GSA of all keys differs from dense attention by {worst:.1e}, {shape.name}")
+
+
+def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> None:
+    gsa = operation(shape, batch, length, cases.K_BASE, cases.K_MIN, cases.K_MAX)
+    harness.require_finite(f"GSA {shape.name}, {batch} x {length}", gsa.both(with_kl=True))
+    dense = cases.cudnn(gsa.inputs)
+    selection = gsa.select()
+    lse = gsa.attend(selection.words)[1]  # the output goes, and with it its graph: see `capture`
+    candidates: dict[str, harness.Run] = {
+        "dense_forward": dense.forward,
+        "dense_both": dense.both,
+        "select": gsa.select,
+        "forward": gsa.forward,
+        "both_without_kl": partial(gsa.both, with_kl=False),
+        "kl": partial(gsa.kl_backward, selection.words, lse),
+        "both": partial(gsa.both, with_kl=True),
     }
-    print(about)
-    rows = [
-        measure(name, arguments.batch, length) for name in arguments.shapes for length in arguments.lengths
-    ]
-    for field in asdict(rows[0]):
-        values = [getattr(row, field) for row in rows]
-        print(f"{field:>16}", *(f"{v:>9.3f}" if isinstance(v, float) else f"{v:>9}" for v in values))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=2))
+    modes = {
+        "eager": candidates,
+        "graph": {name: harness.capture(run) for name, run in candidates.items()},
+    }
+    for mode, runs in modes.items():
+        ms = {name: timing.ms for name, timing in harness.measure(runs).items()}
+        ratio = ms["both"] / ms["dense_both"]
+        report.row(
+            shape=shape.name,
+            batch=batch,
+            length=length,
+            mode=mode,
+            **{f"{name}_ms": value for name, value in ms.items()},
+            ratio=ratio,
+            mean_selected=selection.budget.float().mean().item(),
+        )
+        if mode == "graph" and length == 4096 and shape.name == "1.7B":
+            report.bar(f"GSA / cuDNN, {shape.name}, {batch} x {length}, in graphs", ratio, at_most=2.0)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+
+    report = harness.Report("bench_gsa", arguments)
+    shapes = [cases.SHAPES[name] for name in arguments.shapes]
+    for shape in shapes:
+        check(report, shape)
+    for shape in shapes:
+        for batch in arguments.batches:
+            for length in arguments.lengths:
+                if batch * length**2 <= MOST_PAIRS:
+                    measure(report, shape, batch, length)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,12 @@
 """Times the indexer scores and the selection on a GPU, and checks the selection beside each time.
 
-python kernels/bench/bench_selection.py [--lengths 4096 32768] [--json FILE]
+python kernels/bench/bench_selection.py [--lengths 4096 32768] [--candidates-from 8192] [--profile] [--json FILE]
 
-Per length: the score pass and the selection pass over the same chunks of rows, both together as `select_keys`
-runs them, torch.topk over the same scores (its sort, without the words), all medians of CUDA events.
-TFLOP/s count the products of the causal pairs, 2 HI DI each; GB/s count one write (scores) or one read
-(selection) of each causal score.
+Per length: the score pass and the selection pass over the same chunks of rows; both together as `select_keys`
+runs them, by all scores and by candidates; the same to key lists, as `select_key_lists` runs them; torch.topk
+over the same scores (its sort, without the words). All are medians of CUDA events. `best / scores` is the faster
+way to the lists over the score pass. TFLOP/s count the products of the causal pairs, 2 HI DI each; GB/s count one
+write (scores) or one read (selection) of each causal score. --profile adds each kernel's share of the lists.
 """
 
 import argparse
@@ -14,12 +15,15 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from gsa_kernels import adaptive_budget, select_top_k, visible_mask
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
+from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import (
     ROW_CHUNK_BYTES,
     Selection,
@@ -35,6 +39,7 @@ from gsa_kernels.selection.op import (
 
 HEADS, DIM = 4, 64
 K_BASE, K_MIN, K_MAX = 2048, 256, 4096
+RULE: dict[str, Any] = {"k_base": K_BASE, "k_min": K_MIN, "k_max": K_MAX, "mode": "inverse"}
 
 
 @dataclass
@@ -43,6 +48,10 @@ class Row:
     scores_ms: float
     selection_ms: float
     select_keys_ms: float
+    candidates_ms: float
+    lists_ms: float
+    candidate_lists_ms: float
+    best_ratio: float
     topk_ms: float
     scores_tflops: float
     scores_gbps: float
@@ -57,6 +66,8 @@ def main() -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--candidates-from", type=int, default=8192, help="keys of the first such row")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
 
@@ -70,12 +81,13 @@ def main() -> None:
         "k": f"base {K_BASE}, {K_MIN} to {K_MAX}",
     }
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    columns = ["length", "scores ms", "selection ms", "select_keys ms", "topk ms"]
+    columns = ["length", "scores ms", "selection ms", "select_keys ms", "by candidates ms", "lists ms"]
+    columns += ["lists by candidates ms", "best / scores", "topk ms"]
     columns += ["TFLOP/s", "write GB/s", "read GB/s", "mean k", "correct"]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     rows = []
     for length in args.lengths:
-        row = measure(length, getattr(torch, args.dtype))
+        row = measure(length, getattr(torch, args.dtype), args.candidates_from, args.profile)
         rows.append(row)
         cells = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in asdict(row).values()]
         print("| " + " | ".join(cells) + " |", flush=True)
@@ -83,7 +95,7 @@ def main() -> None:
         args.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def measure(length: int, dtype: torch.dtype) -> Row:
+def measure(length: int, dtype: torch.dtype, candidates_from: int, profiled: bool) -> Row:
     generator = torch.Generator("cuda").manual_seed(length)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -91,15 +103,17 @@ def measure(length: int, dtype: torch.dtype) -> Row:
 
     # The keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
     q_idx, k_idx, weights = draw(1, length, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, length, HEADS)
-    rule = (K_BASE, K_MIN, min(K_MAX, length), "inverse")
+    budget_rule = (K_BASE, K_MIN, min(K_MAX, length), "inverse")
 
-    def select(ema: torch.Tensor) -> Selection:
-        return select_keys(
-            q_idx, k_idx, weights, ema, k_base=K_BASE, k_min=K_MIN, k_max=K_MAX, mode="inverse"
-        )
+    def select(ema: torch.Tensor, start: int | None = None) -> Selection:
+        return select_keys(q_idx, k_idx, weights, ema, **RULE, candidates_from=start)
+
+    def select_lists(start: int | None = None) -> KeyLists:
+        return select_key_lists(q_idx, k_idx, weights, ema, **RULE, candidates_from=start).lists
 
     ema = select(torch.ones((), device="cuda")).variance.mean()
     selection = select(ema)
+    narrowed = select(ema, candidates_from)
 
     inputs = score_inputs(q_idx, k_idx, weights)
     chunks = list(row_chunks(1, length, score_tiles(inputs).rows, ROW_CHUNK_BYTES))
@@ -114,7 +128,7 @@ def measure(length: int, dtype: torch.dtype) -> Row:
     def selection_pass() -> None:
         # What the chunks before the last left in the buffer is overwritten, but scores all the same.
         for rows, view in views:
-            select_chunk(view, rows, outputs, inputs, ema, rule, 0)
+            select_chunk(view, rows, outputs, inputs, ema, budget_rule, 0)
 
     def topk_pass() -> None:
         for rows, view in views:
@@ -122,23 +136,44 @@ def measure(length: int, dtype: torch.dtype) -> Row:
 
     scores_ms = median_ms(scores_pass)
     selection_ms = median_ms(selection_pass)
+    lists_ms = median_ms(select_lists)
+    candidate_lists_ms = median_ms(lambda: select_lists(candidates_from))
+    if profiled:
+        print_kernels(lambda: select_lists(candidates_from))
     pairs = length * (length + 1) / 2
     return Row(
         length=length,
         scores_ms=scores_ms,
         selection_ms=selection_ms,
         select_keys_ms=median_ms(lambda: select(ema)),
+        candidates_ms=median_ms(lambda: select(ema, candidates_from)),
+        lists_ms=lists_ms,
+        candidate_lists_ms=candidate_lists_ms,
+        best_ratio=min(lists_ms, candidate_lists_ms) / scores_ms,
         topk_ms=median_ms(topk_pass),
         scores_tflops=2 * HEADS * DIM * pairs / scores_ms / 1e9,
         scores_gbps=4 * pairs / scores_ms / 1e6,
         selection_gbps=4 * pairs / selection_ms / 1e6,
         mean_k=selection.budget.float().mean().item(),
-        correct=is_correct(inputs, selection, ema),
+        correct=is_correct(inputs, selection, ema) and is_correct(inputs, narrowed, ema),
     )
 
 
 def median_ms(run: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(run, warmup=25, rep=150, return_mode="median"))
+
+
+def print_kernels(run: Callable[[], object]) -> None:
+    """What each kernel takes in one run, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    times = sorted(
+        ((event.device_time_total / 1e3, event.count, event.key[:60]) for event in profile.key_averages()),
+        reverse=True,
+    )
+    for ms, count, name in times[:12]:
+        print(f"  {ms:8.3f} ms in {count:4d} launches: {name}")
 
 
 def is_correct(inputs: ScoreInputs, selection: Selection, ema: torch.Tensor, sample: int = 64) -> bool:

@@ -1,0 +1,258 @@
+"""A training step of whole models on one CUDA device, through the framework: time, MFU, memory, and where it goes.
+
+    python kernels/bench/bench_step.py [key=value ...] [--configs standard_1.7b gsa_1.7b] [--micro-batch 1 4]
+
+Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline.
+`key=value` overrides fields of the configs (`model.num_layers=4` for a quick look). Step times are medians over
+unlogged steps; the table by part is one profiled step, in ms per sequence: what the kernels of a part took, and
+`idle`, the step's time without any kernel.
+"""
+
+import dataclasses
+import gc
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in (".", "kernels", "data"))
+
+import harness
+
+from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_train.config import Config, PhaseConfig, load_config
+from gsa_train.model.build import Model, build_model
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from gsa_train.step import train_step
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NO_TOKEN = -1
+"""End-of-document id that no random token equals: one document per sequence."""
+
+PARTS = (
+    ("selection", r"^_?(scores_kernel|select|best_groups)"),
+    ("indexer KL", r"^_?(probs_kernel|stats_kernel|grad_kernel|reduce_rows_kernel|reduce_keys_kernel)"),
+    ("attention", r"^_?(forward_kernel|queries_kernel|keys_kernel|rows_kernel|sum_parts|transpose_kernel)"),
+    ("attention", r"flash|fmha|sdpa|cudnn_generated"),
+    ("cross-entropy", r"cross_entropy|softmax|vocabulary"),
+    ("optimizer", r"multi_tensor|adam|lpnorm|foreach"),
+    ("matmuls", r"gemm|nvjet|cutlass|splitK|cublas"),
+    ("norm", r"norm|GammaBeta"),
+    ("split, rope, gates", r"^_?heads_(backward_)?kernel"),
+    ("swiglu", r"swiglu|silu"),
+    ("communication", r"nccl"),
+    (
+        "embedding",
+        r"embedding|index|radix_?sort|sum_and_scatter|compute_grad_weight|gather_kernel|unique|scan",
+    ),
+    ("copies, fills", r"memcpy|memset|copy|fill|cat"),
+    ("elementwise, sums", r"elementwise|reduce"),
+)
+"""Part -> pattern of kernel names, the first that is found."""
+
+
+@dataclass
+class Row:
+    """One model at one micro-batch size."""
+
+    config: str
+    micro_batch: int
+    sequences: int
+    step_ms: float
+    tokens_per_second: float
+    mfu: float
+    """Matrix products of the model's phase, sparse attention counted as sparse, over the device's peak."""
+    peak_gib: float
+    synchronizations: int
+    """Times that a step made the host wait for the device."""
+    launches: int
+    """Kernels, copies and fills of a step."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """ms per sequence."""
+    top: list[tuple[str, int, float]] = field(default_factory=list)
+    """Kernels that took longest: name, launches and ms per sequence."""
+
+
+def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
+    """The micro-batches of one step; the same seed for every model."""
+    train = config.train
+    generator = torch.Generator(parallel.device).manual_seed(0)
+    shape = (train.global_batch_size, train.seq_len_tokens + 1)
+    blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
+    return [to_micro_batch(part, NO_TOKEN, True) for part in blocks.split(train.micro_batch_size)]
+
+
+@dataclass
+class Bench:
+    """A built model, and its step."""
+
+    config: Config
+    parallel: Parallel
+    model: Model
+    optimizer: PhaseOptimizer
+
+    @property
+    def phase(self) -> PhaseConfig:
+        return self.optimizer.phase
+
+    def step(self, batches: list[MicroBatch]) -> None:
+        train_step(self.model, self.optimizer, batches, self.phase.lr, self.config, self.parallel, step=0)
+
+
+def measure(bench: Bench, name: str, steps: int, with_profile: bool) -> Row:
+    config = bench.config
+    batches = random_batches(config, bench.parallel)
+    for _ in range(2):
+        bench.step(batches)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        bench.step(batches)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    seconds = statistics.median(times)
+    tokens = config.train.global_batch_size * config.train.seq_len_tokens
+    flops = flops_per_token(config.model, config.gsa, bench.phase, config.train.seq_len_tokens)
+    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
+    row = Row(
+        config=name,
+        micro_batch=config.train.micro_batch_size,
+        sequences=config.train.global_batch_size,
+        step_ms=1e3 * seconds,
+        tokens_per_second=tokens / seconds,
+        mfu=float("nan") if peak is None else tokens / seconds * flops.total / peak,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+        synchronizations=count_synchronizations(bench, batches),
+        launches=0,
+    )
+    if with_profile:
+        add_parts(row, bench, batches)
+    return row
+
+
+def count_synchronizations(bench: Bench, batches: list[MicroBatch]) -> int:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        bench.step(batches)
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        f"{Path(w.filename).name}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
+    )
+    for place, count in places.most_common(8):
+        print(f"  host waits for the device {count} times at {place}")
+    return sum(places.values())
+
+
+def add_parts(row: Row, bench: Bench, batches: list[MicroBatch]) -> None:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        bench.step(batches)
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    per_sequence = 1 / (1e3 * row.sequences)  # from us per step
+    parts: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for kernel in kernels:
+        duration = kernel.time_range.elapsed_us() * per_sequence
+        parts[part_of(kernel.name)] += duration
+        names[kernel.name] += duration
+        launches[kernel.name] += 1
+    row.launches = len(kernels)
+    row.parts = dict(parts.most_common())
+    row.parts["idle"] = row.step_ms / row.sequences - busy_us(kernels) * per_sequence
+    row.top = [(name, launches[name], took) for name, took in names.most_common(40)]
+
+
+def part_of(kernel: str) -> str:
+    for part, pattern in PARTS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return part
+    return "other"
+
+
+def busy_us(kernels: list) -> float:
+    """Time in which at least one kernel runs."""
+    busy = end = 0.0
+    for start, stop in sorted((k.time_range.start, k.time_range.end) for k in kernels):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy
+
+
+def load(name: str, sequences: int, overrides: list[str]) -> Config:
+    path = REPOSITORY / "configs" / f"{name}.yaml"
+    fixed = [f"train.global_batch_size={sequences}", "train.micro_batch_size=1", "data.num_workers=0"]
+    return load_config(path, [*fixed, *overrides], world_size=1, need_data=False)
+
+
+def add_to(report: harness.Report, rows: list[Row]) -> None:
+    for row in rows:
+        cells = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+        report.row(**{name: cell for name, cell in cells.items() if name not in ("parts", "top")})
+    for part in dict.fromkeys(part for row in rows for part in row.parts):
+        times = {f"{row.config}, {row.micro_batch}": row.parts.get(part, 0.0) for row in rows}
+        report.row(ms_per_sequence=part, **times)
+    for row in rows:
+        if row.config.startswith("standard"):
+            report.bar(f"MFU of {row.config}, micro-batch {row.micro_batch}", row.mfu, at_least=0.42)
+            for other in rows:
+                if (
+                    other.config == row.config.replace("standard", "gsa")
+                    and other.micro_batch == row.micro_batch
+                ):
+                    what = f"step of {other.config} / {row.config}, micro-batch {row.micro_batch}"
+                    report.bar(what, other.step_ms / row.step_ms, at_most=1.15)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--configs", nargs="+", default=["standard_1.7b", "gsa_1.7b"])
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    report = harness.Report("bench_step", arguments)
+
+    configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
+    parallel = init_parallel(next(iter(configs.values())).parallel, seed=1)
+    rows = []
+    for name, config in configs.items():
+        model = build_model(config, parallel)
+        optimizer = build_optimizer(model, config.phases[-1], config)
+        for micro_batch in arguments.micro_batch:
+            train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
+            bench = Bench(dataclasses.replace(config, train=train), parallel, model, optimizer)
+            row = measure(bench, name, arguments.steps, not arguments.no_profile)
+            rows.append(row)
+            print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")
+            for kernel, count, took in row.top[: arguments.top]:
+                print(f"  {took:8.3f} ms {count:6} x [{part_of(kernel)}] {kernel[:130]}")
+        close_optimizer(model, optimizer)
+        del model, optimizer, bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    add_to(report, rows)
+    shutdown_parallel()
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

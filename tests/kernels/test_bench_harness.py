@@ -1,0 +1,206 @@
+"""The benchmarks' harness: what it writes and prints, and, on a GPU, what it measures."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
+sys.path.append(str(BENCH))
+
+import cases  # noqa: E402
+import harness  # noqa: E402
+import plots  # noqa: E402
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    monkeypatch.setattr(
+        sys, "argv", [str(harness.ROOT / "kernels/bench/bench_some.py"), "--out", str(tmp_path)]
+    )
+    return harness.parser(None).parse_args()
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "some.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_report_is_complete_after_every_row(arguments: argparse.Namespace, tmp_path: Path) -> None:
+    report = harness.Report("some", arguments)
+    report.row(shape="7B", length=4096, ms=1.5)
+    content = read(tmp_path)
+    assert content["rows"] == [{"shape": "7B", "length": 4096, "ms": 1.5}]
+    assert content["command"].startswith("python kernels/bench/bench_some.py --out")
+    assert set(content["environment"]) >= {"commit", "gpu", "torch", "triton", "cudnn"}
+    report.row(part="scores", ms=float("nan"))  # other columns are welcome
+    assert read(tmp_path)["rows"][1] == {"part": "scores", "ms": None}
+    assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
+
+
+def test_printed_table_is_aligned(arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+    report = harness.Report("some", arguments)
+    capsys.readouterr()
+    report.row(attention="torch flash", length=4096, forward_ms=1.23456)
+    report.row(attention="masked", length=131072, forward_ms=None)
+    blank, head, first, second = capsys.readouterr().out.splitlines()
+    assert blank == ""
+    assert head.split() == ["attention", "length", "forward_ms"]
+    assert first.split() == ["torch", "flash", "4096", "1.235"]
+    assert second.split() == ["masked", "131072", "-"]
+    assert len(head) == len(first) == len(second)
+    report.row(attention="masked", length=131072, forward_ms=2.0)
+    assert len(capsys.readouterr().out.splitlines()) == 1, "the head is not printed again"
+
+
+def test_bars_and_failures(arguments: argparse.Namespace, tmp_path: Path) -> None:
+    report = harness.Report("some", arguments)
+    report.bar("fast", 2.5, at_least=2)
+    report.bar("small", 2.5, at_most=2)
+    report.bar("not a number", float("nan"), at_most=2)
+    assert [bar["met"] for bar in read(tmp_path)["bars"]] == [True, False, False]
+    assert report.finish() == 0, "a missed bar is no failure"
+    with pytest.raises(ValueError, match="at_least and at_most"):
+        report.bar("both", 1.0, at_least=1, at_most=2)
+    report.fail("wrong gradients")
+    assert report.finish() == 1
+    assert read(tmp_path)["failures"] == ["wrong gradients"]
+
+
+def test_unknown_commit_is_loud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setenv("GSA_COMMIT", "1234abc")
+    assert harness.commit() == "1234abc"
+    monkeypatch.delenv("GSA_COMMIT")
+    assert harness.commit() == "unknown"
+    assert "UNKNOWN COMMIT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("estimate", "runs"), [(1000.0, 3), (50.0, 4), (0.01, 200), (0.0, 200)])
+def test_runs_fit_the_budget(estimate: float, runs: int) -> None:
+    assert harness.count_runs(estimate, 200, 3, 200) == runs
+    shares = harness.share_rounds(runs, 5)
+    assert sum(shares) == runs
+    assert max(shares) - min(shares) <= 1
+
+
+def test_finite() -> None:
+    harness.require_finite("good", [torch.ones(2)])
+    with pytest.raises(ArithmeticError, match="bad: result 1"):
+        harness.require_finite("bad", [torch.ones(2), torch.tensor([1.0, float("nan")])])
+
+
+def test_plots(tmp_path: Path) -> None:
+    environment = {"gpu": "a GPU", "commit": "1234abc"}
+    rows = [
+        {"shape": shape, "length": length, "attention": name, "r": r, "forward_ms": 1.0, "both_ms": both}
+        for shape in ("1.7B", "7B")
+        for length in (32768, 131072)
+        for name, r, both in (("cuDNN", None, 3.0), ("GSA", 1, 2.0), ("GSA", 4, 4.0), ("GSA blocks", 1, None))
+    ]
+    rows += [{"part": "selection", "ms": 1.0}]
+    (tmp_path / "bench_long.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    rows = [{"shape": "7B", "batch": 1, "length": n, "mode": "graph", "ratio": 2.0} for n in (4096, 8192)]
+    (tmp_path / "bench_gsa.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    written = plots.write_plots(tmp_path)
+    assert [path.name for path in written] == ["long_length.png", "long_union.png", "gsa.png"]
+    assert all(path.stat().st_size > 10_000 for path in written)
+    assert plots.write_plots(tmp_path / "nothing") == []
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benches at a size for the interpreter; what they check runs, and every time is a second."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = cases.Shape("1.7B", 2, 1)
+    sizes = {"HEAD_SIZE": 32, "INDEXER_HEADS": 2, "INDEXER_SIZE": 16, "K_BASE": 24, "K_MIN": 8, "K_MAX": 32}
+    for name, value in (
+        sizes | {"DEVICE": device, "DTYPE": torch.float32, "SHAPES": {"1.7B": shape}}
+    ).items():
+        monkeypatch.setattr(cases, name, value)
+    for name in ("cudnn", "flash"):
+        dense = getattr(cases, name)
+        monkeypatch.setattr(cases, name, lambda x, f=dense: replace(f(x), backend=SDPBackend.MATH))
+    monkeypatch.setattr(harness, "require_cuda", lambda: None)
+    monkeypatch.setattr(harness, "capture", lambda run: run)
+    monkeypatch.setattr(harness, "peak_bytes", lambda run: (2**30, run()))
+    second = harness.Timing(1000.0, 1000.0, 1000.0, 1)
+    monkeypatch.setattr(harness, "measure", lambda runs, **_: dict.fromkeys(runs, second))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_gsa_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_gsa
+
+    monkeypatch.setattr(bench_gsa, "CHECKED_LENGTH", 40)
+    monkeypatch.setattr(
+        sys, "argv", ["bench_gsa.py", "--out", str(tmp_path), "--lengths", "40", "--batches", "1"]
+    )
+    assert bench_gsa.main() == 0
+    check, *rows = json.loads((tmp_path / "bench_gsa.json").read_text())["rows"]
+    assert check["relative_error"] < 1e-4
+    assert [(row["mode"], row["ratio"]) for row in rows] == [("eager", 1.0), ("graph", 1.0)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_long
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    options = ["--out", str(tmp_path), "--lengths", "40", "--ratios", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
+    assert bench_long.main() == 0
+    *checks, _, _, token, block, token_selected, _ = json.loads((tmp_path / "bench_long.json").read_text())[
+        "rows"
+    ]
+    assert max(check["relative_error"] for check in checks) < 1e-4
+    assert token["both_kl_ms"] == block["both_kl_ms"] == 3000
+    assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_long_reads_the_export(tmp_path: Path) -> None:
+    import bench_long
+
+    inputs = cases.indexer_inputs(1, 72)
+    tensors = {"queries": inputs.q_idx, "keys": inputs.k_idx, "weight_logits": inputs.weight_logits}
+    tensors |= {**inputs.biases, "variance_ema": torch.tensor(0.01, device=cases.DEVICE)}
+    gsa = {"selection_block": 32, "local_window": 40, "k_base": 24, "k_min": 8, "k_max": 32}
+    gsa |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse"}
+    layers = {3: {name: tensor.detach() for name, tensor in tensors.items()}}
+    torch.save({"gsa": gsa, "seq_len_tokens": 72, "layers": layers}, tmp_path / "layers.pt")
+    length, indexers = bench_long.read_indexers(tmp_path / "layers.pt")
+    assert (length, list(indexers)) == (72, [3])
+    assert torch.equal(indexers[3].inputs.q_idx, inputs.q_idx[:, ::32])
+    selection = indexers[3].select()
+    assert selection.budget.shape == (1, 3)
+    assert selection.lists.length == 72
+
+
+@pytest.mark.gpu
+def test_measures() -> None:
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    times = harness.measure({"one": lambda: a @ a, "three": lambda: a @ a @ a @ a}, budget_ms=50)
+    assert 2 < times["three"].ms / times["one"].ms < 4
+    assert times["one"].low <= times["one"].ms <= times["one"].high
+
+    x = torch.randn(4096, device="cuda", requires_grad=True)
+    grad = torch.empty_like(x)
+
+    def run() -> None:
+        grad.copy_(torch.autograd.grad((x * x).sum(), x)[0])
+
+    replay = harness.capture(run)
+    with torch.no_grad():
+        x.fill_(3)
+    replay()
+    assert torch.equal(grad, torch.full_like(x, 6))
+
+    peak, result = harness.peak_bytes(lambda: torch.ones(2**20, device="cuda"))
+    assert peak == result.nbytes
