@@ -126,7 +126,10 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
     if blocks is None:
         tensor = torch.empty(shape, dtype=torch.int32, device=parallel.device)
     else:
-        tensor = torch.from_numpy(blocks).to(parallel.device)
+        tensor = torch.from_numpy(blocks)
+        if parallel.device.type == "cuda":  # from pageable memory the host would wait for the device
+            tensor = tensor.pin_memory()
+        tensor = tensor.to(parallel.device, non_blocking=True)
         assert tuple(tensor.shape) == shape
     if parallel.groups.mp.size() > 1:
         dist.broadcast(tensor, parallel.model_source_rank, group=parallel.groups.mp)

@@ -76,6 +76,9 @@ class GSAConfig:
     """Rotary embedding on the indexer's queries and key, as DeepSeek's indexer has."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
     """beta in softmax(beta * I) of the indexer loss: a number, or `learned` (starts at 1)."""
+    indexer_loss_row_fraction: float = 1.0
+    """Share of the queries, in tiles of 128 drawn anew per micro-batch and layer, from which training estimates the
+    indexer loss without bias; 1 = the paper, below it is cheaper and noisier. Validation uses all."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """Budget rule (eq. 8): `inverse` k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""
     k_base: int = 2048
@@ -95,6 +98,14 @@ class GSAConfig:
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: triton on a GPU where its
     kernels cover the config, else reference; the run says at its start which it is."""
+    attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
+    """Of the fused kernels for selections: `masked` visits all tiles of keys under a mask of bits, `gathered` fetches
+    the keys that each 32 queries selected. `auto`: masked below 16384 tokens, from there what the selection's measured
+    density favours, gathered above 32768 tokens and for shared selections."""
+    dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
+    """Beside the fused kernels, what runs dense passes from which no indexer learns: our kernel, torch's cuDNN or
+    FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at documents; not all of them repeat bit
+    for bit. `auto` is triton."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,10 @@ class TrainConfig:
     """Sequences per optimizer step over all ranks."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """`auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32 weights."""
+    fused_ops: Literal["auto", "triton", "none"] = "auto"
+    """SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64 or 128 without qk_norm) as one Triton
+    kernel each way; with bf16 weight gradients added in fp32 by their matrix product. `auto`: on GPUs; `none`:
+    megatron-core's operations, one by one."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, the attention core, or whole layers."""
     recompute_num_layers: int = 1

@@ -9,7 +9,6 @@ replacement below was found by leaving it out and seeing what broke:
     pin_memory=True                      checkpoints
     torch.cuda.synchronize()             pipeline sends, checkpoints
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
-    torch.norm of the gradients          not a crash but digits: see `_l2_norm`
 """
 
 from __future__ import annotations
@@ -48,18 +47,6 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, int) or str(device).startswith("cuda")
 
 
-def _l2_norm(
-    chunk_size: int, overflow: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool
-) -> tuple[torch.Tensor, None]:
-    """Norm over all tensors, summed in fp64.
-
-    On CPUs torch adds up the squares of a vector in fp32 nearly in one go: over half a million gradients that is
-    3e-5 beside the norm, another 3e-5 for each way of cutting them, and clipping carries it into the weights.
-    """
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for tensors in tensor_lists for t in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
-
-
 def install() -> None:
     """Patch torch and megatron-core for this process; call once, before any megatron object is made.
 
@@ -69,7 +56,6 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("gsa_train.cpu_backend is for processes without a CUDA device")
     import megatron.core.tensor_parallel.random as megatron_random
-    from megatron.core.optimizer import clip_grads
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -84,6 +70,4 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    norms: Any = clip_grads
-    norms.l2_norm_impl = _l2_norm
     _CudaToCpu().__enter__()  # for the life of the process

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config_checks import check_data, data_parallel_size, unsupported_by_kernels
+from gsa_train.config_checks import MASKED_MAX_TOKENS, check_data, data_parallel_size, unsupported_by_kernels
 from gsa_train.model.flops import count_parameters, flops_per_token, indexer_layers
 
 MAX_LAYOUT_LINES = 32
-KERNEL_CHUNK_BYTES = 256 * 2**20  # gsa_kernels.selection.op and indexer_kl.op: row_chunk_bytes
+KERNEL_CHUNK_BYTES = 512 * 2**20  # gsa_kernels: selection.op row_chunk_bytes; kl.op has two of half the size
+GATHERED_SCRATCH_BYTES = 2 * 2**30  # gsa_kernels.attention.gathered: scratch_bytes
+UNION_RATIO = 4.0  # assumed: keys that 32 adjacent queries select together, over those of one
 GIB = 2**30
 
 
@@ -164,9 +166,11 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     in_flight = min(parallel.pipeline - stage, micro_batches)  # 1F1B
 
-    # Logits in the working precision, their softmax in fp32, and its gradient in fp32 where there is one.
+    # Logits in the working precision, over which the fused loss writes their gradient; otherwise their softmax in
+    # fp32, and its gradient in fp32 where there is one.
     is_last = stage == parallel.pipeline - 1
-    logit_bytes = value_bytes + (4 if phase.train == "indexer" else 8)
+    softmax_bytes = 4 if phase.train == "indexer" else 8
+    logit_bytes = value_bytes + (0 if train.fused_ops != "none" else softmax_bytes)
     return MemoryEstimate(
         weights=value_bytes * (base + indexer),
         gradients=4 * trained,
@@ -213,27 +217,57 @@ def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> _Layer
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     uses_indexer = phase.attention == "sparse" or (phase.train != "base" and gsa.attention == "sparse")
 
-    # Per token, in the working precision: in- and output of both norms; Q, K, V as projected and Q, K with RoPE;
-    # attention output; SwiGLU's two halves, its SiLU and their product; logits and result of each gate.
+    # Per token, in the working precision: in- and output of both norms; Q, K, V as attention reads them; its output;
+    # SwiGLU's two halves and their product; logits of the gates.
     gated = gsa.value_gate * key_value + gsa.output_gate * query
     values = 4 * model.hidden_size / sequence_shards
-    values += (2 * query + 3 * key_value + query + 4 * model.ffn_hidden_size + 2 * gated) / tensor
-    # In fp32: the reference attention's Q, K and V, and each gate's input and sigmoid.
-    singles = (query + 2 * key_value + 2 * gated) / tensor
+    values += (query + 2 * key_value + query + 3 * model.ffn_hidden_size + gated) / tensor
+    singles = 0.0
+    if train.fused_ops != "none":  # G1's logits once more, in the order of the heads
+        values += gsa.output_gate * query / tensor
+    else:  # Q, K as projected, SiLU, results of the gates; in fp32 each gate's input and sigmoid
+        values += (query + key_value + model.ffn_hidden_size + gated) / tensor
+        singles = 2 * gated / tensor
     if uses_indexer:  # replicated over tensor-parallel ranks; its detached input is the norm's output
         values += gsa.indexer_heads * gsa.indexer_dim + gsa.indexer_dim + gsa.indexer_heads
+    uses_kernels = gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
+    if not uses_kernels:  # its Q, K and V in fp32
+        singles += (query + 2 * key_value) / tensor
     tokens = train.micro_batch_size * train.seq_len_tokens
     linear = tokens * (value_bytes * values + 4 * singles)
-    uses_kernels = gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
-    if uses_kernels:  # the selection is bits; probabilities and scores exist for a chunk of rows
-        selection = tokens * train.seq_len_tokens / 8 if uses_indexer else 0.0
-        return _LayerBytes(linear, selection, selection, 2 * KERNEL_CHUNK_BYTES if uses_indexer else 0.0)
+    if uses_kernels:
+        if not uses_indexer:
+            return _LayerBytes(linear, 0.0, 0.0, 0.0)
+        selection, scratch = _kernel_selection_bytes(config, value_bytes)
+        return _LayerBytes(linear, selection, selection, scratch)
     # Per query and key, in fp32: each head's softmax and its masked copy. One byte each: visible and selected.
     pairs = 4 * 2 * model.num_heads / tensor + 2
     if uses_indexer:  # each indexer head's activation, then I, the target and log softmax(I)
         pairs += 4 * (gsa.indexer_heads + 3) / gsa.selection_block
     square = tokens * train.seq_len_tokens * pairs
     return _LayerBytes(linear, square, tokens * train.seq_len_tokens, square)
+
+
+def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, float]:
+    """The fused kernels' selection as bits or lists, and what is in use beside it while a layer runs: scores and
+    probabilities of a chunk of rows, and over lists the partial gradients of K and V and their sums in fp32."""
+    gsa, train = config.gsa, config.train
+    length = train.seq_len_tokens
+    tokens = train.micro_batch_size * length
+    if gsa.selection_block > 1:
+        near = gsa.local_window + gsa.selection_block
+        entries = min(gsa.k_max + near, length)  # there is room for the largest budget
+        queries = min(gsa.selection_block, 32)
+        selection = 4 * tokens * (entries / gsa.selection_block + near / queries)
+    elif gsa.attention_kernel == "gathered" or length > MASKED_MAX_TOKENS:
+        queries = 32
+        entries = min(int(UNION_RATIO * gsa.k_base), length)
+        selection = 8 * tokens * entries / queries
+    else:
+        return tokens * length / 8, KERNEL_CHUNK_BYTES
+    partials = tokens / queries * entries * 2 * config.model.head_dim * value_bytes
+    sums = 4 * tokens * 2 * config.model.num_kv_heads * config.model.head_dim / config.parallel.tensor
+    return selection, KERNEL_CHUNK_BYTES + min(partials, GATHERED_SCRATCH_BYTES) + sums
 
 
 def _memory(config: Config, world_size: int) -> list[str]:

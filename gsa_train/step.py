@@ -18,7 +18,7 @@ from gsa_train.config import Config
 from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, set_learning_rate
+from gsa_train.optim import PhaseOptimizer, clipped_step, set_learning_rate
 from gsa_train.parallel import Parallel
 
 
@@ -30,10 +30,8 @@ class StepResult:
     """0-d: summed loss of this replica's scored tokens; 0 on ranks that do not hold the last stage."""
     loss_tokens: torch.Tensor
     """0-d: scored tokens of the whole global batch."""
-    grad_norm: float | None
-    """Global gradient norm before clipping."""
-    applied: bool
-    """Whether the optimizer changed the weights."""
+    grad_norm: torch.Tensor
+    """0-d: global gradient norm before clipping. Where it is not finite, the step changed no weight."""
 
 
 def train_step(
@@ -43,12 +41,20 @@ def train_step(
     lr: float,
     config: Config,
     parallel: Parallel,
+    step: int,
 ) -> StepResult:
-    """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages."""
+    """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
+
+    On a GPU the host never waits for the device, unless this step measures the attention.
+
+    Args:
+        step: optimizer steps before this one, in the whole run; draws what this step samples.
+    """
     runtime, ddp, optimizer = model.runtime, phase_optimizer.ddp, phase_optimizer.optimizer
     phase = phase_optimizer.phase
     local = phase.train == "indexer"
     runtime.evaluating, runtime.local_backward = False, local
+    runtime.begin_step(f"{config.run.seed} {step} {parallel.data_rank}")
     if runtime.train_indexer:
         blocks_per_sequence = -(-config.train.seq_len_tokens // config.gsa.selection_block)
         runtime.kl_grad_scale = indexer_kl_grad_scale(
@@ -71,10 +77,10 @@ def train_step(
         finalize_model_grads([ddp], None)
 
     set_learning_rate(optimizer, lr, config.train.weight_decay)
-    applied, grad_norm, _ = optimizer.step()
+    grad_norm = clipped_step(optimizer, config.train.grad_clip, parallel.device)
     update_variance_emas(model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp)
     runtime.shared_selection = None
-    return StepResult(_sum_of(losses, parallel), loss_tokens, grad_norm, bool(applied))
+    return StepResult(_sum_of(losses, parallel), loss_tokens, grad_norm)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
@@ -65,21 +66,22 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
     config, parallel, phase = run.config, run.parallel, span.phase
     tokens_per_step = config.train.global_batch_size * config.train.seq_len_tokens
     clock = IntervalClock(parallel.device)
+    grad_norms: list[torch.Tensor] = []  # of the steps since the host last looked
     while run.step < span.end:
         lr = learning_rate(phase, run.step - span.start)
         logged = _is_logged(run.step + 1, span, config)
         run.model.runtime.measuring = logged
         waited = run.batches.wait_seconds
         micro_batches = run.batches.next_step()
-        result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel)
+        result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel, run.step)
         run.step += 1
         run.tokens += tokens_per_step
         clock.count(tokens_per_step, run.batches.wait_seconds - waited)
-        if result.grad_norm is not None and not math.isfinite(result.grad_norm):
-            raise NonFiniteError(
-                f"step {run.step}: the gradient norm is {result.grad_norm}. Nothing was saved after step "
-                f"{run.saved_step or 0}; resume from there with a lower learning rate, or look at the batch."
-            )
+        grad_norms.append(result.grad_norm)
+        saves = run.step % config.checkpoint.every_steps == 0
+        if logged or saves:
+            grad_norm = _check_norms(run, grad_norms)
+            grad_norms.clear()
         if logged:
             interval = clock.read_and_reset()
             reduced = reduce_step(
@@ -92,7 +94,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                     run.step,
                     phase,
                     lrs,
-                    result.grad_norm,
+                    grad_norm,
                     run.tokens,
                     reduced,
                     interval,
@@ -106,10 +108,26 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
             clock.pause()
             validate(run, phase.name)
             clock.resume()
-        if run.step % config.checkpoint.every_steps == 0:
+        if saves:
             clock.pause()
             save(run, span, phase_optimizer)
             clock.resume()
+
+
+def _check_norms(run: Run, norms: list[torch.Tensor]) -> float:
+    """The last of the gradient norms up to this step, if all are finite. Waits for the device.
+
+    A step whose norm is not finite changed no weight, and neither a record nor a checkpoint is made before this
+    check, so it need not follow each step.
+    """
+    values = torch.stack(norms).tolist()
+    for step, value in enumerate(values, run.step - len(values) + 1):
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"step {step}: the gradient norm is {value}. Nothing was saved after step "
+                f"{run.saved_step or 0}; resume from there with a lower learning rate, or look at the batch."
+            )
+    return values[-1]
 
 
 def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:

@@ -6,7 +6,7 @@ Batch first throughout: q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] of this te
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 
 class AttentionCore(Protocol):
-    """A selection is a tensor whose format only its core knows."""
+    """A selection is an object whose format only its core knows."""
 
-    def select(
-        self, projections: IndexerProjections, document_ids: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> Any:
         """S_t of every query, without gradient; None where a dense pass measures nothing.
 
         Called outside of what is recomputed: a backward pass that selected anew could differ from its forward
@@ -40,8 +38,8 @@ class AttentionCore(Protocol):
         queries: torch.Tensor | None,
         keys: torch.Tensor | None,
         weight_logits: torch.Tensor | None,
-        selected: torch.Tensor | None,
         document_ids: torch.Tensor | None,
+        selected: Any,
     ) -> torch.Tensor:
         """Gated attention [B, L, n_h, d_k] and, joined to its gradient, the indexer loss.
 
@@ -50,18 +48,19 @@ class AttentionCore(Protocol):
         Args:
             output_gate: logits of G1 [B, L, n_h, d_k], or None.
             queries, keys, weight_logits: the indexer's projections; None where it does not run.
-            selected: what `select` returned, perhaps for an earlier layer.
             document_ids: int32 [B, L], or None for one document per sequence.
+            selected: what `select` returned, perhaps for an earlier layer.
         """
         ...
 
 
-def build_core(attention: GSASelfAttention, implementation: str) -> AttentionCore:
-    """The core with this name: `reference` (plain torch) or `triton` (fused kernels)."""
+def build_core(attention: GSASelfAttention, implementation: str, dense_attention: str) -> AttentionCore:
+    """The core with this name: `reference` (plain torch) or `triton` (fused kernels, and for dense passes what
+    `dense_attention` names)."""
     if implementation == "triton":
         from gsa_train.model.triton_core import TritonCore
 
-        return TritonCore(attention)
+        return TritonCore(attention, dense_attention)
     from gsa_train.model.reference_core import ReferenceCore
 
     return ReferenceCore(attention)

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
 from gsa_train.config_checks import unsupported_by_kernels
+from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.init import initialize_weights
 from gsa_train.model.mcore_config import GSATransformerConfig, to_mcore_config
@@ -40,12 +41,31 @@ class Model:
 def build_model(config: Config, parallel: Parallel) -> Model:
     """Build the stage, draw its weights, and hang the measuring hooks."""
     mcore_config = to_mcore_config(config, parallel)
-    runtime = AttentionRuntime(stats=LayerStats(config.model.num_layers, parallel.device))
+    runtime = AttentionRuntime(
+        stats=LayerStats(config.model.num_layers, parallel.device),
+        row_fraction=config.gsa.indexer_loss_row_fraction,
+    )
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
-    context = AttentionContext(runtime, implementation, config.train.recompute == "selective")
+    dense = (
+        dense_attention_name(config, mcore_config.params_dtype)
+        if implementation == "triton"
+        else implementation
+    )
+    logger.info("dense attention: %s (gsa.dense_attention = %s)", dense, config.gsa.dense_attention)
+    context = AttentionContext(runtime, implementation, dense, config.train.recompute == "selective")
     first = parallel.pipeline_rank == 0
-    gpt = GPTModel(
+    logger.info(
+        "elementwise operations and loss: %s (train.fused_ops = %s)",
+        "fused" if mcore_config.fused_ops else "one by one",
+        config.train.fused_ops,
+    )
+    model_class = GPTModel
+    if mcore_config.fused_ops:
+        from gsa_train.model.language_model import FusedLossGPTModel  # imports Triton
+
+        model_class = FusedLossGPTModel
+    gpt = model_class(
         config=mcore_config,
         transformer_layer_spec=decoder_spec(mcore_config, context),
         vocab_size=config.model.vocab_size,

@@ -27,6 +27,7 @@ def build_gate_projection(
         init_method=config.init_method,
         bias=True,
         gather_output=False,
+        skip_bias_add=True,
         tp_group=groups.tp,
     )
     for parameter in projection.parameters():

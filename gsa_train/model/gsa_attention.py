@@ -8,7 +8,10 @@ hands activations over as [L, B, ...]; from the indexer to G1 tensors are batch 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -20,6 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import sigmoid_gate
+from gsa_train.config_checks import KERNEL_HEAD_SIZES
 from gsa_train.model.attention_core import build_core, indexer_graph
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.gates import build_gate_projection, split_gate_logits
@@ -36,6 +40,8 @@ class AttentionContext:
     runtime: AttentionRuntime
     implementation: str
     """Name of the attention core (attention_core.py)."""
+    dense_attention: str
+    """Name of what runs dense passes beside the fused kernels (dense_attention.py)."""
     recompute_core: bool
     """Compute the attention core again in the backward pass instead of keeping its L x L tensors."""
 
@@ -68,8 +74,11 @@ class GSASelfAttention(MegatronModule):
         self.leads_group = self.layer % self.gsa.selection_reuse == 0
         """False: this layer takes the selection of an earlier one."""
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
-
+        self.local_kv_heads = config.num_query_groups // pg_collection.tp.size()
         d, d_k = config.hidden_size, config.kv_channels
+        fuses_heads = config.fused_ops and not config.qk_layernorm and d_k in KERNEL_HEAD_SIZES
+        self.heads_op = _fused_heads_op() if fuses_heads else None
+
         self.linear_qkv = ColumnParallelLinear(
             d,
             (config.num_attention_heads + 2 * config.num_query_groups) * d_k,
@@ -96,7 +105,7 @@ class GSASelfAttention(MegatronModule):
         has_indexer = self.gsa.attention == "sparse" and self.leads_group
         self.indexer = Indexer(config, pg_collection) if has_indexer else None
         self.variance = VarianceTracker(self.linear_qkv.weight.device) if has_indexer else None
-        self.core = build_core(self, context.implementation)
+        self.core = build_core(self, context.implementation, context.dense_attention)
 
     def forward(
         self,
@@ -122,11 +131,12 @@ class GSASelfAttention(MegatronModule):
             selected = self.runtime.shared_selection
 
         queries, keys, weight_logits = projections or (None, None, None)
-        core_inputs = (q, k, v, output_gate, queries, keys, weight_logits, selected, attention_mask)
+        core_inputs = (q, k, v, output_gate, queries, keys, weight_logits, attention_mask)
+        attend = partial(self.core.attend, selected=selected)  # checkpoints take tensors only
         if self.recompute_core and torch.is_grad_enabled():
-            out = tensor_parallel.checkpoint(self.core.attend, False, *core_inputs)
+            out = tensor_parallel.checkpoint(attend, False, *core_inputs)
         else:
-            out = self.core.attend(*core_inputs)
+            out = attend(*core_inputs)
         return self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
 
     def _project(
@@ -135,16 +145,29 @@ class GSASelfAttention(MegatronModule):
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_h, d_k] or None."""
-        d_k = self.config.kv_channels
         qkv, _ = self.linear_qkv(hidden_states)
+        gates = gate_bias = value_gate = output_gate = None
+        if self.linear_gate is not None:
+            gates, gate_bias = self.linear_gate(hidden_states)
+        if gates is not None and (self.runtime.measuring or self.heads_op is None):
+            value_gate, output_gate = split_gate_logits(gates + gate_bias, self.config)
+            self._measure_gates(value_gate, output_gate)
+        if self.heads_op is not None:
+            assert isinstance(rotary_pos_emb, torch.Tensor)
+            return self.heads_op(
+                qkv,
+                gates,
+                gate_bias,
+                *self.runtime.rotary_tables(rotary_pos_emb),
+                kv_heads=self.local_kv_heads,
+                value_gate=self.gsa.value_gate,
+                output_gate=self.gsa.output_gate,
+            )
+
+        d_k = self.config.kv_channels
         per_group = qkv.unflatten(-1, (-1, (self.heads_per_group + 2) * d_k))
         q, k, v = per_group.split([self.heads_per_group * d_k, d_k, d_k], -1)
         q = q.unflatten(-1, (self.heads_per_group, d_k)).flatten(2, 3)
-        value_gate = output_gate = None
-        if self.linear_gate is not None:
-            logits, _ = self.linear_gate(hidden_states)
-            value_gate, output_gate = split_gate_logits(logits, self.config)
-            self._measure_gates(value_gate, output_gate)
         if value_gate is not None:
             v = sigmoid_gate(v, value_gate)  # eq. 9
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -176,3 +199,9 @@ class GSASelfAttention(MegatronModule):
                 opening = logits.detach().float().sigmoid()
                 self.runtime.stats.add(f"{name}_mean", self.layer, opening)
                 self.runtime.stats.add(f"{name}_low", self.layer, opening < 0.1)
+
+
+def _fused_heads_op() -> Callable[..., Any]:
+    from gsa_kernels.prologue.op import fused_split_rotate_gate  # imports Triton
+
+    return fused_split_rotate_gate

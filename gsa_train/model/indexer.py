@@ -66,18 +66,21 @@ class Indexer(MegatronModule):
 
     def forward(self, hidden: torch.Tensor) -> IndexerProjections:
         """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
-        queries = F.linear(hidden, self.query_weight).unflatten(
-            -1, (self.gsa.indexer_heads, self.gsa.indexer_dim)
-        )
-        keys = F.linear(hidden, self.key_weight)
+        weights = (self.query_weight, self.key_weight, self.head_weight)
+        sizes = [len(weight) for weight in weights]
+        # One product instead of three, padded: matrix units want multiples of 8.
+        padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
+        together = F.linear(hidden, torch.cat([*weights, padding]))
+        queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
+        queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0])
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
             )[:, :, 0]
-        weight_logits = F.linear(hidden, self.head_weight)
-        return IndexerProjections(*(x.transpose(0, 1) for x in (queries, keys, weight_logits)))
+        # Contiguous, since selection and loss would each make copies.
+        return IndexerProjections(*(x.transpose(0, 1).contiguous() for x in (queries, keys, weight_logits)))
 
     def scores(self, projections: IndexerProjections, query_stride: int = 1) -> torch.Tensor:
         """I[t, s] of every `query_stride`-th query against all keys: [B, ceil(L / query_stride), L], fp32."""

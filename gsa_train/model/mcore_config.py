@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from gsa_train.config import Config, GSAConfig
+from gsa_train.model import weight_gradients
 from gsa_train.parallel import Parallel
 
 
@@ -16,6 +17,8 @@ class GSATransformerConfig(TransformerConfig):
     """megatron-core's transformer config with the section `gsa` beside it."""
 
     gsa: GSAConfig = field(default_factory=GSAConfig)
+    fused_ops: bool = False
+    """Elementwise chains and the cross-entropy by fused kernels."""
     rotary_base: float = 10000.0
     """Read by GPTModel for Q and K, and by the indexer when `gsa.indexer_rope` is on."""
 
@@ -27,10 +30,26 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
 
 
+def uses_fused_ops(config: Config, device: torch.device) -> bool:
+    """Whether `train.fused_ops` means the fused kernels on this device.
+
+    Raises:
+        ValueError: `triton` is asked for on a device that has no such kernels.
+    """
+    chosen = config.train.fused_ops
+    if chosen == "triton" and device.type != "cuda":
+        raise ValueError("train.fused_ops = triton: there is no CUDA device; set it to none or auto")
+    return chosen == "triton" or (chosen == "auto" and device.type == "cuda")
+
+
 def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
     """Translate; whatever is not named here keeps megatron-core's default."""
     model, train = config.model, config.train
     dtype = compute_dtype(config, parallel.device)
+    fused_ops = uses_fused_ops(config, parallel.device)
+    adds_weight_gradients = fused_ops and dtype == torch.bfloat16
+    if adds_weight_gradients:
+        weight_gradients.install()
     recompute_layers = train.recompute == "full"
     return GSATransformerConfig(
         num_layers=model.num_layers,
@@ -48,6 +67,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         rotary_base=model.rope_base,
+        fused_ops=fused_ops,
+        use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
         gsa=config.gsa,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -65,8 +86,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         recompute_granularity="full" if recompute_layers else None,
         recompute_method="uniform" if recompute_layers else None,
         recompute_num_layers=train.recompute_num_layers if recompute_layers else None,
-        # fusions that need Apex, Transformer Engine or a compiler at run time
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=adds_weight_gradients,
+        # megatron-core's own fusions need Apex, Transformer Engine or a compiler at run time
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

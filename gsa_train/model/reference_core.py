@@ -26,6 +26,7 @@ from gsa_kernels import (
     union_ratio,
     visible_mask,
 )
+from gsa_kernels.kl.sampling import row_ranges
 from gsa_train.model.attention_core import indexer_graph, train_indexer
 from gsa_train.model.indexer import IndexerProjections
 
@@ -92,8 +93,8 @@ class ReferenceCore:
         queries: torch.Tensor | None,
         keys: torch.Tensor | None,
         weight_logits: torch.Tensor | None,
-        selected: torch.Tensor | None,
         document_ids: torch.Tensor | None,
+        selected: torch.Tensor | None,
     ) -> torch.Tensor:
         runtime, stats, layer = self.runtime, self.runtime.stats, self.layer
         counted = runtime.counts_this_pass()
@@ -132,11 +133,12 @@ class ReferenceCore:
             assert keys is not None
             assert weight_logits is not None
             with indexer_graph(runtime):
-                kl = self._indexer_loss(IndexerProjections(queries, keys, weight_logits), probs, mask)
+                rows = self._indexer_loss(IndexerProjections(queries, keys, weight_logits), probs, mask)
+                kl, logged = self._sum_or_estimate(rows)
                 if runtime.train_indexer:
-                    out = train_indexer(runtime, out, kl.sum())
+                    out = train_indexer(runtime, out, kl)
             if measured:
-                stats.add("indexer_kl", layer, kl)
+                stats.add("indexer_kl", layer, logged)
         return out if output_gate is None else sigmoid_gate(out, output_gate)  # eq. 10
 
     def _indexer_loss(
@@ -152,6 +154,15 @@ class ReferenceCore:
         target = renormalise_target(sum_over_blocks(probs, block), support)
         scores = indexer.scores(projections, query_stride=block)
         return indexer_kl(scores, target, support, indexer.inverse_temperature())
+
+    def _sum_or_estimate(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL of the rows [B, R] -> their sum, and what to log: the rows, or the mean of a sample of them."""
+        fraction, seed = self.runtime.draw_rows(self.layer)
+        if fraction == 1:
+            return rows.sum(), rows
+        ranges, factor = row_ranges(rows.shape[1], fraction, seed)
+        kl = torch.stack([rows[:, start:stop].sum() for start, stop in ranges]).sum() * factor
+        return kl, kl.detach() / rows.numel()
 
     def _measure(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,8 +27,43 @@ class AttentionRuntime:
     """This pass is logged: record the statistics of section 4 of the specification."""
     kl_grad_scale: float = 0.0
     """Factor from a layer's sum of KL over its rows to its share of the gradient."""
-    shared_selection: torch.Tensor | None = field(default=None, repr=False)
+    row_fraction: float = 1.0
+    """Share of the queries that the indexer loss takes (`gsa.indexer_loss_row_fraction`)."""
+    row_key: str = ""
+    """Names the run, the step and the data-parallel rank: what draws these queries."""
+    _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
+    """Per layer: micro-batches of this step that have drawn."""
+    shared_selection: Any = field(default=None, repr=False)
     """Selection of the last leader layer, for the followers of its group (`selection_reuse`)."""
+
+    _rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    def begin_step(self, row_key: str) -> None:
+        """Start to count the micro-batches anew."""
+        self.row_key = row_key
+        self._row_draws.clear()
+
+    def draw_rows(self, layer: int) -> tuple[float, int | None]:
+        """Share of the rows for this layer's loss on the micro-batch under way, and the seed that chooses them.
+
+        Call it once per loss: recomputation calculates a loss in its second pass only, micro-batch after micro-batch.
+        The same on all tensor-parallel ranks, and after a resume.
+        """
+        if self.evaluating or self.row_fraction == 1:
+            return 1.0, None
+        draw = self._row_draws.get(layer, 0)
+        self._row_draws[layer] = draw + 1
+        return self.row_fraction, zlib.crc32(f"{self.row_key} {draw} {layer}".encode())
+
+    def rotary_tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
+
+        All layers get the same tensor, so the last one is remembered.
+        """
+        if self._rotary is None or self._rotary[0] is not angles:
+            half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
+            self._rotary = (angles, half.cos().contiguous(), half.sin().contiguous())
+        return self._rotary[1:]
 
     @property
     def uses_indexer(self) -> bool:

@@ -17,6 +17,11 @@ from gsa_train.model.norm import RMSNorm
 
 def decoder_spec(config: GSATransformerConfig, context: AttentionContext) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm."""
+    activation = None
+    if config.fused_ops:
+        from gsa_train.model.swiglu import FusedSwiGLU  # imports Triton
+
+        activation = FusedSwiGLU
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -29,7 +34,9 @@ def decoder_spec(config: GSATransformerConfig, context: AttentionContext) -> Tra
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

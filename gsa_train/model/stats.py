@@ -18,6 +18,7 @@ MEANS = (
     "first_token_attention",
     "adjacent_overlap",
     "union_ratio_32",
+    "union_density",
     "variance",
     "variance_ema",
 )

@@ -1,29 +1,23 @@
-"""The attention core on fused kernels: the same values as `ReferenceCore`, nothing L x L in floating point.
-
-A selection is int32 words [B, L, ceil(L / 32)]: bit s % 32 of word s // 32 in row t says that t attends to s.
-"""
+"""The attention core on fused kernels: the same values as `ReferenceCore`, nothing L x L in floating point."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from gsa_kernels.attention.op import masked_attention
-from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.kl.op import indexer_kl_loss
-from gsa_kernels.selection.op import Selection, select_keys
-from gsa_kernels.statistics.words import (
-    adjacent_overlap_of_words,
-    selected_per_row,
-    union_ratio_of_words,
-)
+from gsa_kernels import sigmoid_gate
 from gsa_train.model.attention_core import indexer_graph, train_indexer
+from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
+from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
+from gsa_train.model.supports import AllVisible, LossInputs, Selected, SelectedLists, Support
 
 if TYPE_CHECKING:
     from gsa_train.model.gsa_attention import GSASelfAttention
+
+logger = logging.getLogger(__name__)
 
 
 def document_starts(document_ids: torch.Tensor | None) -> torch.Tensor | None:
@@ -36,40 +30,26 @@ def document_starts(document_ids: torch.Tensor | None) -> torch.Tensor | None:
 class TritonCore:
     """Selection, attention and indexer loss of one layer; see `AttentionCore`."""
 
-    def __init__(self, attention: GSASelfAttention) -> None:
+    def __init__(self, attention: GSASelfAttention, dense_attention: str = "triton") -> None:
         self.attention = attention
+        self.dense = build_dense_attention(dense_attention)
         self.gsa, self.runtime, self.layer = attention.gsa, attention.runtime, attention.layer
+        self._kernel: str | None = None
 
-    def select(
-        self, projections: IndexerProjections, document_ids: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        runtime, gsa = self.runtime, self.gsa
+    def select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> Selected:
+        runtime = self.runtime
         indexer, tracker = self.attention.indexer, self.attention.variance
         assert indexer is not None
         assert tracker is not None
         counted = runtime.counts_this_pass()
-        with torch.no_grad():
-            starts = document_starts(document_ids)
-            selection = select_keys(
-                projections.queries,
-                projections.keys,
-                projections.weight_logits,
-                tracker.ema,
-                score_bias=indexer.score_bias,
-                weight_bias=indexer.weight_bias,
-                activation=gsa.indexer_activation,
-                k_base=gsa.k_base,
-                k_min=gsa.k_min,
-                k_max=gsa.k_max,
-                mode=gsa.adaptive_k,
-                document_starts=starts,
-                local_window=gsa.local_window,
-            )
-            if counted and not runtime.evaluating:
-                tracker.record(selection.variance)
-            if counted and runtime.measuring:
-                self._measure(selection, tracker.ema, starts)
-        return selection.words
+        starts = document_starts(document_ids)
+        selection = select_for_layer(self._of_rows(projections), indexer, tracker.ema, self.gsa, starts)
+        self._say_kernel(selection)
+        if counted and not runtime.evaluating:
+            tracker.record(selection.variance)
+        if counted and runtime.measuring:
+            self._measure(selection, tracker.ema, starts, projections.keys.shape[1])
+        return selection.selected
 
     def attend(
         self,
@@ -80,68 +60,82 @@ class TritonCore:
         queries: torch.Tensor | None,
         keys: torch.Tensor | None,
         weight_logits: torch.Tensor | None,
-        selected: torch.Tensor | None,
         document_ids: torch.Tensor | None,
+        selected: Selected | None,
     ) -> torch.Tensor:
         runtime = self.runtime
         counted = runtime.counts_this_pass()
         measured = counted and runtime.measuring
         starts = document_starts(document_ids)
-        words = selected if runtime.sparse else None
-        out, lse = masked_attention(q, k, v, words, document_starts=starts, output_gate_logits=output_gate)
-        if measured:
-            self._measure_attention(q, k, v, lse, words, selected, starts)
+        dense = AllVisible(self.gsa.selection_block, q.device)
+        support: Support = dense
+        if runtime.sparse:
+            assert selected is not None
+            support = selected
         distils = queries is not None and counted and (runtime.train_indexer or measured)
+        lse: torch.Tensor | None = None
+        if runtime.sparse or self.dense is None or (distils and runtime.train_indexer):
+            out, lse = support.attention(q, k, v, starts, output_gate)
+        else:
+            out = self.dense(q, k, v)
+            if output_gate is not None:
+                out = sigmoid_gate(out, output_gate)
+            if measured:
+                # By our kernel: what is logged must not change what the pass calculates.
+                with torch.no_grad():
+                    lse = dense.attention(q, k, v, starts)[1]
+        if measured:
+            assert lse is not None
+            self._measure_attention(q, k, v, lse, support, dense if runtime.sparse else selected, starts)
         if distils:
+            assert lse is not None
             assert queries is not None
             assert keys is not None
             assert weight_logits is not None
             with indexer_graph(runtime):
-                kl, rows = self._indexer_loss(
-                    IndexerProjections(queries, keys, weight_logits), q, k, lse, words, starts
-                )
+                projections = self._of_rows(IndexerProjections(queries, keys, weight_logits))
+                kl, rows = self._indexer_loss(support, projections, q, k, lse, starts)
                 if runtime.train_indexer:
                     out = train_indexer(runtime, out, kl)
             if measured:
                 runtime.stats.add("indexer_kl", self.layer, rows)
         return out
 
+    def _of_rows(self, projections: IndexerProjections) -> IndexerProjections:
+        """Queries that select, [B, ceil(L / selection_block), ...], and all keys."""
+        block = self.gsa.selection_block
+        if block == 1:
+            return projections
+        return IndexerProjections(
+            projections.queries[:, ::block], projections.keys, projections.weight_logits[:, ::block]
+        )
+
     def _indexer_loss(
         self,
+        support: Support,
         projections: IndexerProjections,
         q: torch.Tensor,
         k: torch.Tensor,
         lse: torch.Tensor,
-        words: torch.Tensor | None,
         starts: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the rows of KL(p_t || softmax over the support of beta * I[t, :]), and the rows [B, L]."""
-        indexer, group = self.attention.indexer, self.attention.groups.tp
+        """Sum over the rows of KL(p_t || softmax over the support of beta * I[t, :]), and the rows [B, R]; of a
+        sample of rows an estimate of the sum, and its mean over all rows, 0-d."""
+        indexer = self.attention.indexer
         assert indexer is not None
-
-        def target_rows(row_start: int, rows: int) -> torch.Tensor:
-            probs = head_sum_probs_rows(
-                q.detach(), k.detach(), lse, words, row_start, rows, document_starts=starts
-            )
-            if group.size() > 1:
-                dist.all_reduce(probs, group=group)  # the target averages all ranks' heads
-            return probs
-
-        result = indexer_kl_loss(
-            projections.queries,
-            projections.keys,
-            projections.weight_logits,
-            target_rows,
-            score_bias=indexer.score_bias,
-            weight_bias=indexer.weight_bias,
-            activation=self.gsa.indexer_activation,
-            inverse_temperature=indexer.inverse_temperature(),
-            words=words,
-            document_starts=starts,
-            return_rows=True,
+        fraction, seed = self.runtime.draw_rows(self.layer)
+        options = {
+            "score_bias": indexer.score_bias,
+            "weight_bias": indexer.weight_bias,
+            "activation": self.gsa.indexer_activation,
+            "inverse_temperature": indexer.inverse_temperature(),
+            "row_fraction": fraction,
+            "seed": seed,
+        }
+        kl, rows = support.indexer_loss(
+            LossInputs(projections, q, k, lse, starts, self.attention.groups.tp, options)
         )
-        assert isinstance(result, tuple)
-        return result
+        return kl, rows if fraction == 1 else kl.detach() / rows.numel()
 
     @torch.no_grad()
     def _measure_attention(
@@ -150,38 +144,58 @@ class TritonCore:
         k: torch.Tensor,
         v: torch.Tensor,
         lse: torch.Tensor,
-        words: torch.Tensor | None,
-        selected: torch.Tensor | None,
+        support: Support,
+        other: Support | None,
         starts: torch.Tensor | None,
     ) -> None:
-        """Recall from the masses of selected and of visible keys; first-token attention from one dot product."""
+        """Recall from the masses of selected and of visible keys; first-token attention from one dot product.
+
+        Args:
+            support: what was attended to, with `lse`.
+            other: all visible keys if `support` is a selection, else the selection if there is one.
+        """
         stats, layer = self.runtime.stats, self.layer
-        if selected is not None:
-            other = None if words is not None else selected
-            _, other_lse = masked_attention(q, k, v, other, document_starts=starts)
-            mass = lse - other_lse if words is not None else other_lse - lse
+        if other is not None:
+            other_lse = other.attention(q, k, v, starts)[1]
+            mass = lse - other_lse if self.runtime.sparse else other_lse - lse
             stats.add("recall", layer, mass.exp())
         first_key = k[:, :1].repeat_interleave(self.attention.heads_per_group, dim=2)
         logits = (q.float() * first_key.float()).sum(-1) * q.shape[-1] ** -0.5  # [B, L, n_h]
-        sees_first = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
-        if words is not None:
-            sees_first = words[..., 0] & 1 == 1
-        elif starts is not None:
-            sees_first = starts == 0
+        sees_first = support.sees_first(starts, q.shape[1])
         probability = (logits - lse.transpose(1, 2)).exp()
         stats.add("first_token_attention", layer, torch.where(sees_first[..., None], probability, 0))
 
-    def _measure(self, selection: Selection, variance_ema: torch.Tensor, starts: torch.Tensor | None) -> None:
-        stats, layer, words = self.runtime.stats, self.layer, selection.words
+    @torch.no_grad()
+    def _measure(
+        self,
+        selection: LayerSelection,
+        variance_ema: torch.Tensor,
+        starts: torch.Tensor | None,
+        length: int,
+    ) -> None:
+        stats, layer, selected = self.runtime.stats, self.layer, selection.selected
         stats.add("k_mean", layer, selection.budget)
         stats.maximum("k_max", layer, selection.budget.max())
         stats.maximum("k_min", layer, -selection.budget.min())
         stats.add("variance", layer, selection.variance)
         stats.add("variance_ema", layer, variance_ema)
-        stats.add("adjacent_overlap", layer, adjacent_overlap_of_words(words))
-        stats.add("union_ratio_32", layer, union_ratio_of_words(words, 32))
-        positions = torch.arange(words.shape[1], device=words.device)
+        stats.add("adjacent_overlap", layer, selected.adjacent_overlap())
+        stats.add("union_ratio_32", layer, selected.union_ratio())
+        if selection.density is not None:
+            stats.add("union_density", layer, torch.tensor(selection.density))
+        positions = torch.arange(length, device=variance_ema.device)
         visible = positions + 1 if starts is None else positions - starts + 1
-        selected = selected_per_row(words)
-        stats.add("random_recall", layer, selected / visible)
-        stats.add("selected_keys", layer, selected)
+        per_query = selected.keys_per_query()
+        stats.add("random_recall", layer, per_query / visible)
+        stats.add("selected_keys", layer, per_query)
+
+    def _say_kernel(self, selection: LayerSelection) -> None:
+        """Log which attention kernel the layer's selection goes to, when that changes."""
+        kernel = "gathered" if isinstance(selection.selected, SelectedLists) else "masked"
+        if kernel == self._kernel:
+            return
+        self._kernel = kernel
+        reason = f"gsa.attention_kernel = {self.gsa.attention_kernel}"
+        if selection.density is not None:
+            reason += f", union density {selection.density:.2f}, break-even {GATHERED_BELOW_DENSITY:.2f}"
+        logger.info("layer %d: %s attention (%s)", self.layer, kernel, reason)

@@ -90,9 +90,14 @@ def token_losses(model: Model, batch: MicroBatch) -> torch.Tensor:
 
 
 def take_step(
-    model: Model, optimizer: PhaseOptimizer, batches: list[MicroBatch], config: Config, lr: float
+    model: Model,
+    optimizer: PhaseOptimizer,
+    batches: list[MicroBatch],
+    config: Config,
+    lr: float,
+    step: int = 0,
 ) -> StepResult:
-    return train_step(model, optimizer, batches, lr, config, single_rank())
+    return train_step(model, optimizer, batches, lr, config, single_rank(), step)
 
 
 def step_gradients(

@@ -80,10 +80,37 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["gsa.k_min=3000"], ["gsa.k_min = 3000", "above gsa.k_base = 2048"]),
     (["gsa.k_max=2000"], ["gsa.k_max = 2000", "below gsa.k_base = 2048"]),
     (["gsa.selection_block=4", "gsa.local_window=3"], ["gsa.local_window = 3", "gsa.selection_block = 4"]),
+    (
+        ["gsa.attention_kernel=gathered", "gsa.attention_impl=reference"],
+        ["gsa.attention_kernel = gathered", "gsa.attention_impl = reference"],
+    ),
+    (
+        ["gsa.attention_kernel=masked", "gsa.selection_block=16", "gsa.local_window=16"],
+        ["gsa.attention_kernel = masked", "gsa.selection_block = 16"],
+    ),
+    (
+        ["gsa.attention_kernel=masked", "train.seq_len_tokens=65536"],
+        ["gsa.attention_kernel = masked", "train.seq_len_tokens = 65536"],
+    ),
     (["gsa.selection_reuse=3"], ["gsa.selection_reuse = 3", "8 layers of a stage"]),
     (["gsa.selection_reuse=8", "parallel.pipeline=2"], ["gsa.selection_reuse = 8", "4 layers of a stage"]),
     (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
     (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
+    *[
+        ([f"gsa.indexer_loss_row_fraction={share}"], ["gsa.indexer_loss_row_fraction", "outside (0, 1]"])
+        for share in ("0", "-0.5", "1.01")
+    ],
+    *[
+        (
+            [f"gsa.dense_attention={name}"],
+            [f"gsa.dense_attention = {name}", "data.attend_across_documents = false", "auto"],
+        )
+        for name in ("cudnn", "flash_sdpa", "flash_attn")
+    ],
+    (
+        ["gsa.dense_attention=triton", "gsa.attention_impl=reference"],
+        ["gsa.dense_attention = triton", "gsa.attention_impl = reference"],
+    ),
     (["gsa.variance_ema_decay=1"], ["gsa.variance_ema_decay = 1.0", "outside [0, 1)"]),
     # recomputation
     (

@@ -20,7 +20,7 @@ def test_the_report_of_a_shipped_config():
     for fragment in (
         "gsa_1.7b on 8 ranks",
         "8 = tensor 1 x pipeline 1 x data 8",
-        "32 micro-batches",
+        "8 micro-batches of 4",
         "stage 0 (layers 0-23), data 7: rank 7",
         "1,730,508,992",
         "1,048,576 tokens per step",
@@ -116,7 +116,7 @@ def test_one_forward_one_backward_keeps_more_on_early_stages():
     last = stages[-1].activations
     assert [stage.activations for stage in stages] == pytest.approx([4 * last, 3 * last, 2 * last, last])
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
-    few = ["parallel.pipeline=4", "train.global_batch_size=4"]  # 2 micro-batches
+    few = ["parallel.pipeline=4", "train.global_batch_size=16"]  # 2 micro-batches
     assert estimate(few).activations == pytest.approx(2 * last)
 
 
@@ -127,26 +127,40 @@ def test_recomputation_saves_activations():
     modes = ("none", "selective", "full")
     kept = {mode: estimate([REFERENCE, f"train.recompute={mode}"]).activations for mode in modes}
     assert kept["none"] > 2 * kept["selective"] > 4 * kept["full"] > 0
-    # Whole layers: one bf16 input of [4096, 2048] per recomputed unit.
-    assert kept["full"] == 24 * 2 * 4096 * 2048
+    # Whole layers: four bf16 inputs of [4096, 2048] per recomputed unit.
+    assert kept["full"] == 24 * 4 * 2 * 4096 * 2048
     units_of_four = estimate(["train.recompute=full", "train.recompute_num_layers=4"])
     assert units_of_four.activations == kept["full"] / 4
     assert units_of_four.working > estimate(["train.recompute=full"]).working
 
 
 def test_squares_grow_with_the_square_of_the_length():
-    short, long = (estimate([REFERENCE, f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
+    short, long = (
+        estimate([REFERENCE, "train.recompute=selective", f"train.seq_len_tokens={length}"])
+        for length in (4096, 8192)
+    )
     assert long.working == pytest.approx(4 * short.working)
     # Reference attention: two fp32 copies of [n_h, L, L], its gradients as many, and what the indexer keeps.
-    assert short.working > 2 * 8 * 16 * 4096**2
+    assert short.working > 4 * 2 * 8 * 16 * 4096**2
 
 
 def test_the_kernels_keep_a_selection_as_bits_and_nothing_else_square():
-    short, long = (
-        estimate(["train.recompute=none", f"train.seq_len_tokens={length}"]) for length in (4096, 8192)
-    )
+    short, long = (estimate([f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
     assert long.working == short.working
-    assert long.activations - 2 * short.activations == pytest.approx(24 * (8192**2 - 2 * 4096**2) / 8)
+    assert long.activations - 2 * short.activations == pytest.approx(24 * 4 * (8192**2 - 2 * 4096**2) / 8)
+
+
+def test_lists_grow_with_the_length_and_not_with_its_square():
+    for options in (["gsa.attention_kernel=gathered"], ["gsa.selection_block=32", "gsa.local_window=64"]):
+        short, long = (estimate([f"train.seq_len_tokens={length}", *options]) for length in (32768, 65536))
+        assert long.activations == pytest.approx(2 * short.activations)
+        sums = 4 * 4 * 32768 * 2 * 4 * 128  # of dK and dV: 4 sequences, 4 heads of 128, in fp32
+        assert long.working - short.working == pytest.approx(sums)
+
+
+def test_beyond_the_longest_mask_selections_are_lists():
+    masked, lists = (estimate([f"train.seq_len_tokens={length}"]) for length in (32768, 65536))
+    assert lists.activations < 2 * masked.activations
 
 
 def test_every_phase_and_stage_has_a_line():

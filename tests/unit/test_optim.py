@@ -15,6 +15,7 @@ from gsa_train.model.build import Model
 from gsa_train.optim import (
     PhaseOptimizer,
     build_optimizer,
+    clipped_step,
     close_optimizer,
     lr_multipliers,
     set_learning_rate,
@@ -102,7 +103,7 @@ def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) ->
     model = tiny_model(config)
     before = named_weights(model)
     result = take_step(model, build_optimizer(model, SPARSE, config), batches, config, LR)
-    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert result.grad_norm.item() == pytest.approx(norm, rel=1e-5)
     assert norm > 100 * clip
     for name, after in named_weights(model).items():
         clipped = gradients[name] * clip / norm
@@ -120,7 +121,23 @@ def test_the_gradient_norm_is_reported_with_and_without_clipping(clip: float) ->
     model = tiny_model(config)
     result = take_step(model, build_optimizer(model, SPARSE, config), batches, config, LR)
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
-    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert result.grad_norm.item() == pytest.approx(norm, rel=1e-5)
+
+
+@SHARDED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_change_no_weight(sharded: bool, bad: float) -> None:
+    config = tiny_config(parallel={"distributed_optimizer": sharded})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config), config, LR)
+    before = named_weights(model)
+    parameter = model.gpt.decoder.layers[0].mlp.linear_fc2.weight
+    parameter.main_grad.view(-1)[0] = bad
+    norm = clipped_step(optimizer.optimizer, 1.0, single_rank().device)
+    assert not norm.isfinite()
+    for name, after in named_weights(model).items():
+        assert torch.equal(after, before[name]), name
 
 
 # --- from phase to phase ----------------------------------------------------------------------------------

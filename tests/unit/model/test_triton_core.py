@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_kernels.lists.key_lists import mask_from_key_lists
+from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
+from gsa_train.model import selecting
+from gsa_train.model.indexer import IndexerProjections
+from gsa_train.model.selecting import LayerSelection, select_for_layer
+from gsa_train.model.supports import SelectedBits, SelectedLists
 from gsa_train.model.triton_core import TritonCore, document_starts
 from helpers.single_rank import (
     SPARSE,
@@ -34,6 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "adaptive_k": "off",
     },
     "learned temperature": {"indexer_temperature": "learned"},
+    "lists": {"attention_kernel": "gathered", "local_window": 3},
+    "blocks": {
+        "selection_block": 16,
+        "local_window": 17,
+        "selection_reuse": 2,
+        "indexer_temperature": "learned",
+    },
 }
 DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", steps=10, lr=1e-2, min_lr=1e-3)
 
@@ -64,7 +77,7 @@ def assert_same_step(fused: tuple, reference: tuple) -> None:
     for name, expected in expected_gradients.items():
         error = (gradients[name] - expected).norm() / expected.norm()
         assert error < 1e-4, (name, error)
-    assert stats.keys() == expected_stats.keys()
+    assert stats.keys() - {"union_density"} == expected_stats.keys()  # the reference has no lists to count
     for name, expected in expected_stats.items():
         assert stats[name] == pytest.approx(expected, rel=1e-4, nan_ok=True), name
     torch.testing.assert_close(averages, expected_averages, rtol=1e-5, atol=0)
@@ -75,6 +88,9 @@ CASES = [  # each option once: the interpreter is slow
     ("window, rope and reuse", SPARSE),
     ("sparse-only", SPARSE),
     ("learned temperature", WARM_UP),
+    ("lists", SPARSE),
+    ("blocks", SPARSE),
+    ("blocks", WARM_UP),
 ]
 
 
@@ -83,6 +99,57 @@ CASES = [  # each option once: the interpreter is slow
 def test_one_step_is_that_of_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
+
+
+def select(length: int, **gsa: Any) -> LayerSelection:
+    torch.manual_seed(0)
+    config = tiny_config(
+        [SPARSE], gsa={"indexer_dim": 16, "indexer_heads": 2, "k_base": 3, "k_max": 4, **gsa}
+    )
+    model = tiny_model(config, variance_ema=0.01)
+    attention = model.attentions[0]
+    assert attention.indexer is not None
+    assert attention.variance is not None
+    projections = IndexerProjections(
+        torch.randn(1, length, 2, 16), torch.randn(1, length, 16), torch.randn(1, length, 2)
+    )
+    return select_for_layer(projections, attention.indexer, attention.variance.ema, config.gsa, None)
+
+
+def test_short_sequences_take_bits_uncounted() -> None:
+    selection = select(40)
+    assert isinstance(selection.selected, SelectedBits)
+    assert selection.density is None
+
+
+def test_density_decides_between_bits_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selecting, "MEASURED_FROM_TOKENS", 40)
+    thin, full = select(200), select(40, local_window=40)
+    assert thin.density is not None
+    assert full.density is not None
+    assert thin.density < selecting.GATHERED_BELOW_DENSITY <= full.density
+    assert isinstance(thin.selected, SelectedLists)
+    assert isinstance(full.selected, SelectedBits)
+    # counted by hand: keys that any query of a tile of 32 selects, over the keys that its last query sees
+    mask = mask_from_key_lists(thin.selected.lists)[0]
+    tiles = [mask[start : start + 32].any(0).sum().item() for start in range(0, 200, 32)]
+    assert thin.density == pytest.approx(sum(tiles) / (32 + 64 + 96 + 128 + 160 + 192 + 200))
+
+
+def test_a_named_kernel_is_taken_whatever_the_density(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(select(40, attention_kernel="gathered").selected, SelectedLists)
+    monkeypatch.setattr(selecting, "MEASURED_FROM_TOKENS", 40)
+    assert isinstance(select(200, attention_kernel="masked").selected, SelectedBits)
+
+
+def test_long_sequences_never_hold_a_bit_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = select(80, attention_kernel="masked").selected
+    assert isinstance(bits, SelectedBits)
+    monkeypatch.setattr(selecting, "MASKED_MAX_TOKENS", 64)
+    monkeypatch.setattr(selecting, "select_keys", None)
+    listed = select(80)
+    assert isinstance(listed.selected, SelectedLists)
+    assert torch.equal(mask_from_key_lists(listed.selected.lists), mask_from_words(bits.words, 80))
 
 
 @pytest.mark.slow

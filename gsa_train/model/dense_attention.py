@@ -1,0 +1,64 @@
+"""Dense causal attention by other libraries, for passes in which nobody needs the probabilities."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gsa_train.config import Config
+
+DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] -> [B, L, n_h, d_k]; each sequence is one document."""
+
+_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash_sdpa": SDPBackend.FLASH_ATTENTION}
+
+
+def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
+    """What `gsa.dense_attention` means for this config on a GPU: `cudnn`, `flash_sdpa`, `flash_attn` or `triton`.
+
+    Raises:
+        ValueError: what is asked for is not installed, or cannot run in this precision.
+    """
+    chosen = config.gsa.dense_attention
+    if chosen in ("triton", "auto"):
+        return "triton"
+    if dtype == torch.float32:
+        raise ValueError(
+            f"gsa.dense_attention = {chosen}: has no fp32; set it to triton or train.precision to bf16"
+        )
+    if chosen == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(
+            "gsa.dense_attention = flash_attn: not installed; install flash-attn, or set it to auto"
+        )
+    return chosen
+
+
+def build_dense_attention(name: str) -> DenseAttention | None:
+    """The function with this name; None for `triton`, which the attention core runs itself."""
+    if name == "triton":
+        return None
+    if name == "flash_attn":
+        return _flash_attn()
+    backend = _BACKENDS[name]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):  # raises where this backend cannot run; never falls back to another
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _flash_attn() -> DenseAttention:
+    from flash_attn import flash_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=True, deterministic=True)
+
+    return attend

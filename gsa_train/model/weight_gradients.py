@@ -1,0 +1,28 @@
+"""Weight gradients that the matrix product itself adds to their fp32 buffers.
+
+megatron-core does so with an extension of Apex (`gradient_accumulation_fusion`). cuBLAS can, through torch, without:
+no gradient in bf16 is written, rounded and read again.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import layers
+
+
+class CublasAccumulation:
+    """What megatron-core calls of Apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        """main_grad [out, in] += grad_output [tokens, out]^T inputs [tokens, in], summed in fp32."""
+        torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+
+
+def install() -> None:
+    """Offer it to megatron-core, whose layers ask whether Apex's extension is there."""
+    module: object = layers
+    setattr(module, "fused_weight_gradient_mlp_cuda", CublasAccumulation)  # noqa: B010 - absent without Apex
+    setattr(module, "_grad_accum_fusion_available", True)  # noqa: B010

@@ -1,0 +1,211 @@
+"""One training step in this process on a CUDA device: no waiting, repeatable, and the same by every kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
+from gsa_train.config import Config, load_config
+from gsa_train.model.build import Model, build_model
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.step import StepResult, train_step
+from helpers.runs import REPOSITORY
+from helpers.single_rank import single_rank
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden_size=512",
+    "model.num_heads=8",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.ffn_hidden_size=1376",
+    "model.vocab_size=4096",
+    "model.init_std=0.05",
+    "train.seq_len_tokens=1024",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "data.num_workers=0",
+)
+ALL_KEYS = ("gsa.k_min=1024", "gsa.k_base=1024", "gsa.k_max=1024")
+"""No rounding can change a selection."""
+NO_DOCUMENTS = "data.attend_across_documents=true"
+
+
+def config_of(name: str, *overrides: str) -> Config:
+    gsa = (
+        [] if name.startswith(("standard", "gated")) else ["gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512"]
+    )
+    path = REPOSITORY / "configs" / f"{name}.yaml"
+    return load_config(path, [*SMALL, *gsa, *overrides], world_size=1, need_data=False)
+
+
+class Trainer:
+    """A model, the optimizer of one of its phases, and random text with documents."""
+
+    def __init__(self, config: Config, phase: int = -1) -> None:
+        self.config, self.parallel = config, single_rank()
+        self.model: Model = build_model(config, self.parallel)
+        self.optimizer: PhaseOptimizer = build_optimizer(self.model, config.phases[phase], config)
+
+    def batches(self, seed: int) -> list[MicroBatch]:
+        train, generator = self.config.train, torch.Generator().manual_seed(seed)
+        shape = (train.global_batch_size, train.seq_len_tokens + 1)
+        blocks = torch.randint(1, self.config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+        blocks[torch.rand(shape, generator=generator) < 0.005] = 0
+        shared = share_blocks(blocks.numpy(), shape, self.parallel)
+        across = self.config.data.attend_across_documents
+        return [to_micro_batch(part, 0, across) for part in shared.split(train.micro_batch_size)]
+
+    def step(self, step: int) -> StepResult:
+        batches = self.batches(step)
+        return train_step(self.model, self.optimizer, batches, 1e-3, self.config, self.parallel, step)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        named = self.model.gpt.named_parameters()
+        return {name: p.main_grad.clone() for name, p in named if p.requires_grad}
+
+
+@pytest.fixture
+def trainer() -> Iterator[Callable[..., Trainer]]:
+    made: list[Trainer] = []
+
+    def make(config: Config, phase: int = -1) -> Trainer:
+        made.append(Trainer(config, phase))
+        return made[-1]
+
+    yield make
+    for one in made:
+        close_optimizer(one.model, one.optimizer)
+
+
+def worst_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[n] - g).norm() / g.norm().clamp(min=1e-12)) for n, g in other.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "overrides"),
+    [
+        ("gsa_1.7b", -1, ()),
+        ("gsa_1.7b", 0, ()),
+        ("gsa_1.7b", -1, ("gsa.indexer_loss_row_fraction=0.5", "train.recompute=full")),
+        ("standard_1.7b", -1, ()),
+        ("gated_only_1.7b", -1, ("train.fused_ops=none",)),
+    ],
+)
+def test_the_host_waits_for_nothing(
+    trainer: Callable[..., Trainer], name: str, phase: int, overrides: tuple[str, ...]
+) -> None:
+    one = trainer(config_of(name, *overrides), phase)
+    one.step(0)  # compiles, and creates handles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norms = [one.step(step).grad_norm for step in (1, 2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(norms).isfinite().all()
+
+
+def test_a_norm_that_is_not_finite_changes_no_weight(trainer: Callable[..., Trainer]) -> None:
+    one = trainer(config_of("gsa_1.7b"))
+    one.step(0)
+    weights = {name: p.detach().clone() for name, p in one.model.gpt.named_parameters()}
+    one.model.gpt.decoder.layers[0].mlp.linear_fc2.register_forward_hook(
+        lambda module, inputs, output: (output[0] * float("nan"), output[1])
+    )
+    assert not one.step(1).grad_norm.isfinite()
+    for name, parameter in one.model.gpt.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: str) -> None:
+    """Adam's first step in closed form, of gradients clipped to a hundredth."""
+    fields = (
+        "train.grad_clip=0.01",
+        "train.adam_epsilon=1.0",
+        "train.weight_decay=0",
+        "train.precision=fp32",
+    )
+    one = trainer(config_of("standard_1.7b", *fields, f"parallel.distributed_optimizer={sharded}"))
+    before = {name: p.detach().clone() for name, p in one.model.gpt.named_parameters()}
+    norm = one.step(0).grad_norm.item()
+    clipped = one.gradients()  # the kernel writes them back
+    total = torch.stack([gradient.norm() for gradient in clipped.values()]).norm().item()
+    assert norm > 0.1
+    assert total == pytest.approx(0.01, rel=1e-4)
+    for name, parameter in one.model.gpt.named_parameters():
+        expected = -1e-3 * clipped[name] / (clipped[name].abs() + 1e-5)
+        torch.testing.assert_close(parameter - before[name], expected, rtol=0.02, atol=2e-8, msg=name)
+
+
+@pytest.mark.parametrize("overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",)])
+def test_steps_repeat_bit_for_bit(trainer: Callable[..., Trainer], overrides: tuple[str, ...]) -> None:
+    runs = [trainer(config_of("gsa_1.7b", *overrides)) for _ in range(2)]
+    for step in range(3):
+        results = [one.step(step) for one in runs]
+        assert torch.equal(results[0].loss_sum, results[1].loss_sum)
+        assert torch.equal(results[0].grad_norm, results[1].grad_norm)
+    first, second = (one.gradients() for one in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["gsa_1.7b", "standard_1.7b"])
+@pytest.mark.parametrize(("precision", "largest"), [("fp32", 1e-4), ("bf16", 0.06)])
+def test_fused_operations_change_nothing_but_rounding(
+    trainer: Callable[..., Trainer], name: str, precision: str, largest: float
+) -> None:
+    found: list[Any] = []
+    all_keys = ALL_KEYS if name.startswith("gsa") else ()
+    for fused in ("none", "triton"):
+        fields = (f"train.fused_ops={fused}", f"train.precision={precision}", *all_keys)
+        one = trainer(config_of(name, *fields))
+        found.append((one.step(0), one.gradients()))
+    (plain, expected), (result, gradients) = found
+    torch.testing.assert_close(
+        result.loss_sum, plain.loss_sum, rtol=1e-6 if precision == "fp32" else 1e-3, atol=0
+    )
+    assert worst_difference(gradients, expected) < largest
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash_sdpa"])
+@pytest.mark.parametrize("config_name", ["standard_1.7b", "gated_only_1.7b"])
+def test_dense_attention_by_other_kernels(
+    trainer: Callable[..., Trainer], name: str, config_name: str
+) -> None:
+    found = []
+    for chosen in ("triton", name):
+        one = trainer(config_of(config_name, f"gsa.dense_attention={chosen}", NO_DOCUMENTS))
+        one.model.runtime.measuring = True
+        found.append((one.step(0), one.gradients()))
+    torch.testing.assert_close(found[0][0].loss_sum, found[1][0].loss_sum, rtol=1e-3, atol=0)
+    assert worst_difference(found[1][1], found[0][1]) < 0.06
+
+
+def test_a_loaded_choice_of_kernel_does_not_last(trainer: Callable[..., Trainer]) -> None:
+    """AdamW's groups come back from a checkpoint with the flags of the machine that wrote it."""
+    from gsa_train.optim import unshare_step_counts
+
+    one = trainer(dataclasses.replace(config_of("standard_1.7b")))
+    one.step(0)
+    for inner in one.optimizer.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            group["fused"], group["foreach"] = False, None
+        for state in inner.optimizer.state.values():
+            state["step"] = state["step"].cpu()
+    unshare_step_counts(one.optimizer.optimizer)
+    one.step(1)
+    for inner in one.optimizer.optimizer.chained_optimizers:
+        assert all(group["fused"] for group in inner.optimizer.param_groups)
+        assert {state["step"].item() for state in inner.optimizer.state.values()} == {2.0}
