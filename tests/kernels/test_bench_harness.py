@@ -184,6 +184,7 @@ def test_bench_long_reads_the_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_measures() -> None:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     times = harness.measure({"one": lambda: a @ a, "three": lambda: a @ a @ a @ a}, budget_ms=50)
