@@ -17,7 +17,8 @@ from typing import Any
 
 import orjson
 
-from gsa_data.documents import Document, parse_line
+from gsa_data.documents import Document, read_documents
+from gsa_data.faults import Reading
 from gsa_data.shards import DataFault, build_manifest, read_lines
 
 
@@ -34,12 +35,12 @@ class ShardReport:
 def verify_shard(root: Path, relpath: str, expected: dict[str, Any] | None) -> ShardReport:
     """Read one shard. `expected` is its entry in manifest.json, None when there is no manifest."""
     problems: list[str] = []
-    lines: list[bytes] = []
+    parsed: list[Document | str] = []
+    reading, manifest = Reading(max_bad_line_fraction=1.0), build_manifest(str(root), relpath)
     try:
-        lines = read_lines(build_manifest(str(root), relpath), relpath, "fail", Counter())
+        parsed = read_documents(manifest, relpath, reading, Counter())
     except DataFault as fault:
         problems.append(str(fault))
-    parsed = [parse_line(line) for line in lines]
     documents = [item for item in parsed if isinstance(item, Document)]
     faults = Counter(item for item in parsed if isinstance(item, str))
     problems += [f"{relpath}: {count} lines with {name}" for name, count in sorted(faults.items())]
@@ -49,7 +50,7 @@ def verify_shard(root: Path, relpath: str, expected: dict[str, Any] | None) -> S
             "size_bytes": size_bytes,
             "sha256": hashlib.sha256((root / relpath).read_bytes()).hexdigest(),
             "documents": len(documents),
-            "line_bytes": sum(len(line) + 1 for line in lines),
+            "line_bytes": sum(len(line) + 1 for line in read_lines(manifest, relpath, reading, Counter())),
         }
         problems += [
             f"{relpath}: {field} is {value}, manifest.json says {expected.get(field)}"

@@ -6,20 +6,27 @@ them, before the pipeline schedule starts; inside it stages are at different mic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from gsa_data.corpus import Corpus, open_corpus
+from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import document_ids, loss_mask
-from gsa_data.shards import build_manifest
-from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_blocks, validation_blocks
-from gsa_data.tokenize import Tokenizer
+from gsa_data.shards import Manifest, build_manifest
+from gsa_data.stream import BlockStream, StateMismatch, StreamConfig, merge_states, replay_blocks
+from gsa_data.tokenize import Tokenizer, TokenizerError
+from gsa_data.validation import ValidationSet, read_validation_set
 from gsa_train.config import Config
 from gsa_train.parallel import Parallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,28 @@ def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: b
     )
 
 
+def reading_of(config: Config) -> Reading:
+    data = config.data
+    return Reading(
+        on_bad_shard=data.on_bad_shard,
+        max_bad_line_fraction=data.max_bad_line_fraction,
+        max_document_bytes=data.max_document_bytes,
+        retries=data.read_retries,
+        timeout_seconds=data.read_timeout_seconds,
+    )
+
+
+def open_training_corpus(config: Config) -> Corpus:
+    return open_corpus(config.data.train_dir, config.data.text_field, reading_of(config))
+
+
+def validation_manifest(config: Config, folder: str) -> Manifest:
+    """Its shards; a copy of one fails, whatever data.on_bad_shard does with it in training."""
+    return build_manifest(
+        folder, text_field=config.data.text_field, reading=replace(reading_of(config), on_bad_shard="fail")
+    )
+
+
 def stream_config(config: Config) -> StreamConfig:
     data = config.data
     return StreamConfig(
@@ -53,18 +82,17 @@ def stream_config(config: Config) -> StreamConfig:
         num_lanes=data.num_lanes,
         seed=data.seed,
         shuffle_documents=data.shuffle_documents,
-        on_bad_shard=data.on_bad_shard,
-        max_bad_line_fraction=data.max_bad_line_fraction,
+        reading=reading_of(config),
         num_workers=data.num_workers,
         prefetch_blocks=data.prefetch_blocks,
     )
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Raises ValueError when the model's embedding is too small for the tokenizer."""
-    tokenizer = Tokenizer(config.data.tokenizer)
+    """Raises TokenizerError when there is none, or the model's embedding is too small for it."""
+    tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None)
     if tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
+        raise TokenizerError(
             f"model.vocab_size = {config.model.vocab_size}: {config.data.tokenizer} has {tokenizer.vocab_size} "
             f"tokens; set model.vocab_size to at least that"
         )
@@ -76,22 +104,53 @@ class TrainBatches:
 
     Args:
         state: what `state()` returned, to go on from there; None starts at the beginning.
+        accept_new_data: where `state` is of other text or another order, start at the beginning of the config's and
+            go on with the state's counters, instead of refusing it.
+
+    Raises, on every rank alike:
+        StateMismatch: `state` does not fit the config's data.
+        DataFault: the training text cannot be opened.
     """
 
     def __init__(
-        self, config: Config, parallel: Parallel, tokenizer: Tokenizer, state: dict[str, Any] | None
+        self,
+        config: Config,
+        parallel: Parallel,
+        tokenizer: Tokenizer,
+        state: dict[str, Any] | None,
+        accept_new_data: bool = False,
     ) -> None:
         self._config, self._parallel, self._eos_id = config, parallel, tokenizer.eos_id
         self._stream: BlockStream | None = None
-        if parallel.reads_data:
-            self._stream = BlockStream(
-                build_manifest(config.data.train_dir),
-                tokenizer,
-                stream_config(config),
-                rank=parallel.data_rank,
-                world_size=parallel.data_size,
-                state=state,
-            )
+        error: DataFault | StateMismatch | None = None
+        try:
+            if parallel.reads_data:
+                self._stream = self._open(tokenizer, state, accept_new_data)
+        except (DataFault, StateMismatch) as found:
+            error = found
+        errors: list[DataFault | StateMismatch | None] = [None] * parallel.world_size
+        dist.all_gather_object(errors, error)  # no rank waits for one that has given up
+        for each in errors:
+            if each is not None:
+                raise each
+
+    def _open(self, tokenizer: Tokenizer, state: dict[str, Any] | None, accept_new_data: bool) -> BlockStream:
+        open_stream = partial(
+            BlockStream,
+            open_training_corpus(self._config),
+            tokenizer,
+            stream_config(self._config),
+            rank=self._parallel.data_rank,
+            world_size=self._parallel.data_size,
+        )
+        try:
+            return open_stream(state=state)
+        except StateMismatch as error:
+            if state is None or not accept_new_data or not error.other_data:
+                raise
+            if self._parallel.is_main:
+                logger.warning("--accept-new-data: the text starts at its beginning, as the %s", error)
+            return open_stream(carried_counters=state["counters"])
 
     def next_step(self) -> list[MicroBatch]:
         """The micro-batches of one optimizer step. Collective over the model-parallel group."""
@@ -103,6 +162,11 @@ class TrainBatches:
             to_micro_batch(part, self._eos_id, self._config.data.attend_across_documents)
             for part in shared.split(train.micro_batch_size)
         ]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What this process has read and left out (gsa_data.faults); the sum over the ranks is the run's."""
+        return {} if self._stream is None else self._stream.counters
 
     @property
     def wait_seconds(self) -> float:
@@ -136,17 +200,24 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
     return tensor
 
 
-def read_validation_blocks(config: Config, tokenizer: Tokenizer) -> np.ndarray:
-    """The validation sequences, int32 [n, L + 1] with n <= evaluate.max_blocks."""
-    return validation_blocks(
-        build_manifest(config.data.validation_dir),
-        tokenizer,
-        config.train.seq_len_tokens,
-        config.evaluate.max_blocks,
-        config.data.max_bad_line_fraction,
-    )
+def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
+    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each."""
+    data = config.data
+    return [
+        read_validation_set(
+            name,
+            validation_manifest(config, folder),
+            tokenizer,
+            config.train.seq_len_tokens,
+            config.evaluate.max_blocks,
+            reading_of(config),
+            data.attend_across_documents,
+            config.evaluate.split_by_source,
+        )
+        for name, folder in data.validation_folders.items()
+    ]
 
 
 def replay_training_blocks(config: Config, tokenizer: Tokenizer, samples: int) -> Iterator[np.ndarray]:
     """The first `samples` sequences of the run again, in arrays int32 [n, L + 1]."""
-    return replay_blocks(build_manifest(config.data.train_dir), tokenizer, stream_config(config), samples)
+    return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), samples)

@@ -18,6 +18,8 @@ class Arguments:
     """Folder of the checkpoint to start from."""
     no_resume: bool
     """Start at step 0 even if the run folder has checkpoints."""
+    accept_new_data: bool
+    """Where the checkpoint is of other text, start that of the config instead of refusing it."""
     dry_run: bool
     world_size: int
     """Ranks: what `--world-size` plans for in a dry run, else what torchrun or Slurm announced, else 1."""
@@ -40,6 +42,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     resume = parser.add_mutually_exclusive_group()
     resume.add_argument("--resume-from", metavar="DIR", help="start from this checkpoint folder")
     resume.add_argument("--no-resume", action="store_true", help="ignore the checkpoints of the run folder")
+    parser.add_argument(
+        "--accept-new-data",
+        action="store_true",
+        help="if the checkpoint is of other data or another order, go on at its step from the start of the config's",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print layout, sizes and costs, and stop")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to plan for, with --dry-run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.grad_clip=0.5")
@@ -47,6 +54,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size needs --dry-run; a real run takes its size from torchrun")
+    if arguments.accept_new_data and arguments.no_resume:
+        parser.error("--accept-new-data: not allowed with argument --no-resume, which starts all anew")
     if arguments.resume_from is not None and not Path(arguments.resume_from).is_dir():
         parser.error(f"--resume-from {arguments.resume_from}: no such folder; give a checkpoint folder")
     world_size = arguments.world_size
@@ -62,6 +71,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         overrides=tuple(arguments.overrides),
         resume_from=arguments.resume_from,
         no_resume=arguments.no_resume,
+        accept_new_data=arguments.accept_new_data,
         dry_run=arguments.dry_run,
         world_size=world_size,
     )

@@ -183,11 +183,20 @@ class TrainConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder (or fsspec address) of the training shards `**/*.jsonl.zst`."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training shards: all `*.jsonl`, `*.jsonl.zst`,
+    `*.jsonl.gz` and `*.parquet` below it, mixed as they come; or of tokens that `prepare.py tokens` made of them,
+    or of megatron-core's indexed datasets (`*.bin` and `*.idx`)."""
     validation_dir: str = "data/sample/validation"
-    """The same for validation."""
+    """The same for validation: one set, named `validation`. Not read when `validation_sets` names any."""
+    validation_sets: dict[str, str] = field(default_factory=dict)
+    """Several validation sets, `name: folder`, each scored apart; they take the place of `validation_dir`. A name is
+    letters, digits and _. `validation_loss`, the attention's statistics and the n-gram baselines are of the first."""
     tokenizer: str = "data/sample/tokenizer.model"
-    """Sentencepiece model file."""
+    """Sentencepiece model or Hugging Face tokenizer.json, also at an fsspec address."""
+    eos_token: str = ""
+    """Token that ends each document; empty: sentencepiece's EOS, or tokenizer.json's `</s>`, `<|endoftext|>`, ..."""
+    text_field: str = "text"
+    """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
     seed: int = 0
     """Seed of the order of shards and documents."""
     num_lanes: int = 8
@@ -201,9 +210,22 @@ class DataConfig:
     prefetch_blocks: int = 64
     """Blocks read ahead per worker."""
     on_bad_shard: Literal["fail", "skip"] = "fail"
-    """What a missing, truncated or corrupt shard does."""
+    """What a shard does that is missing, unreadable, damaged, a copy of another or too full of bad lines: stop the
+    run, or be left out as far as it is bad, with a log line and in `data_skipped_shards`. Validation always fails."""
     max_bad_line_fraction: float = 0.01
-    """A shard with more unreadable lines than this stops the run."""
+    """Lines without readable text are left out and counted; a shard with a larger share of them is a bad shard."""
+    max_document_bytes: int = 33554432
+    """Longer documents are left out and counted; one MiB takes a reader about a second."""
+    read_retries: int = 5
+    """Times that a read which failed or timed out is tried again, after 0.5, 1, 2, 4, ... seconds."""
+    read_timeout_seconds: float = 120.0
+    """A read that brings nothing for so long has failed. A reader process that hangs stops the run a minute after
+    the last retry must have ended."""
+
+    @property
+    def validation_folders(self) -> dict[str, str]:
+        """name -> folder of the validation sets in their order."""
+        return self.validation_sets or {"validation": self.validation_dir}
 
 
 @dataclass(frozen=True)
@@ -211,7 +233,9 @@ class EvaluateConfig:
     every_steps: int = 0
     """Steps between validations; 0 = only at the end of the run."""
     max_blocks: int = 64
-    """Validation sequences used."""
+    """Sequences used of each validation set."""
+    split_by_source: bool = False
+    """Score the documents of these sequences again, packed by `meta.redpajama_set_name`: a perplexity per source."""
     ngram_baselines: bool = False
     """At the end, score unigram and bigram models of the same training tokens (reads them again: small runs)."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 AT_LEAST_ZERO = frozenset(
     """
     run.seed data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
-    phases.warmup_steps phases.min_lr phases.kl_coeff
+    data.read_retries phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
     """
     model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
-    phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    data.read_timeout_seconds phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
-NOT_EMPTY = ("run.dir", "data.train_dir", "data.validation_dir", "data.tokenizer", "logging.wandb_project")
+# As gsa_data has them, whose import would load torch.
+DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
+PREPARED_TOKENS = ("tokens.json", "tokens.journal")
+NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
 
 def check_config(config: Config, world_size: int) -> list[str]:
@@ -42,6 +46,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     return [
         *_check_ranges(config),
         *_check_run_name(config),
+        *_check_validation_sets(config.data),
         *_check_model(config),
         *_check_gsa(config),
         *_check_kernels(config),
@@ -57,20 +62,37 @@ def check_config(config: Config, world_size: int) -> list[str]:
 def check_data(data: DataConfig) -> list[str]:
     """Local files that a run needs and that are missing; addresses with `://` are left to the reader."""
     lines = []
-    for field, folder in (("data.train_dir", data.train_dir), ("data.validation_dir", data.validation_dir)):
+    for field, folder in {"data.train_dir": data.train_dir, **_validation_fields(data)}.items():
         if not folder or "://" in folder:
             continue
         if not Path(folder).is_dir():
             lines.append(problem_line(field, folder, "no such folder", f"create it, or set {field}"))
-        elif next(Path(folder).rglob("*.jsonl.zst"), None) is None:
-            lines.append(
-                problem_line(field, folder, "holds no *.jsonl.zst", f"put shards there, or set {field}")
-            )
+        elif not _holds_text(Path(folder)):
+            wanted = f"holds no *{', *'.join(DATA_FORMATS)}"
+            lines.append(problem_line(field, folder, wanted, f"put shards there, or set {field}"))
     if data.tokenizer and "://" not in data.tokenizer and not Path(data.tokenizer).is_file():
         lines.append(
-            problem_line("data.tokenizer", data.tokenizer, "no such file", "set it to a sentencepiece model")
+            problem_line("data.tokenizer", data.tokenizer, "no such file", "set it to a tokenizer file")
         )
     return lines
+
+
+def _holds_text(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in PREPARED_TOKENS) or any(folder.glob("*.idx")):
+        return True
+    return any(name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder) for name in names)
+
+
+def _validation_fields(data: DataConfig) -> dict[str, str]:
+    """Field -> folder of the validation sets."""
+    if not data.validation_sets:
+        return {"data.validation_dir": data.validation_dir}
+    return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}
+
+
+def _check_validation_sets(data: DataConfig) -> list[str]:
+    empty = [field for field, folder in _validation_fields(data).items() if not folder.strip()]
+    return [problem_line(field, "", "empty", "give a folder") for field in empty]
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

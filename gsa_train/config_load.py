@@ -197,6 +197,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
             _add_unknown(cls, str(key), value, where, problems)
         elif _is_section(hint):
             values[key] = build(hint, value, problems, field)
+        elif typing.get_origin(hint) is dict:
+            values[key] = _build_dict(typing.get_args(hint)[1], value, problems, field)
         elif typing.get_origin(hint) is list:
             values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
         else:
@@ -220,6 +222,33 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
         problems.add(field, value, "not a list", f"write one `- name: ...` below `{field}:` for each item")
         return []
     return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
+
+
+PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+"""What can stand in a dotted field name, and in the name of a metric."""
+
+
+def _build_dict(value_hint: Any, value: object, problems: Problems, field: str) -> dict[str, Any]:
+    """Values of one type under plain names of the user's choice; an entry with a mistake is left out."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        problems.add(field, value, "not a value under a name", f"write {field}.NAME=VALUE for each")
+        return {}
+    entries: dict[str, Any] = {}
+    section = DictConfig({}, key_type=str, element_type=value_hint)
+    for name, item in value.items():
+        entry = f"{field}.{name}"
+        if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
+            remedy = "use letters, digits and _, and begin with a letter"
+            problems.add(entry, item, f"{_as_written(name)} is not a plain name", remedy)
+            continue
+        try:
+            entries[name] = _typed(section, name, value_hint, item)
+        except ValidationError:
+            wrong = "no value" if item is None else f"not {_type_in_words(value_hint)}"
+            problems.add(entry, item, wrong, f"write {entry}=VALUE, or remove the name")
+    return entries
 
 
 def _typed(section: DictConfig, key: str, hint: Any, value: object) -> Any:

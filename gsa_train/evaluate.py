@@ -1,49 +1,97 @@
-"""Validation: perplexity and attention statistics on fixed text, and what n-gram models reach on it."""
+"""Validation: perplexities and attention statistics on fixed text, and what n-gram models reach on it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from gsa_data.ngram import fit_ngrams
 from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ScoredText, ValidationSet
 from gsa_train.batches import MicroBatch, replay_training_blocks, to_micro_batch
 from gsa_train.config import Config
-from gsa_train.metrics import attention_metrics, reduce_step
+from gsa_train.metrics import Reduced, attention_metrics, reduce_step
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.step import evaluation_step
 
+SCORES = ("loss", "perplexity", "bits_per_byte")
+
 
 def evaluate(
-    model: Model, blocks: np.ndarray, eos_id: int, config: Config, parallel: Parallel
+    model: Model, sets: list[ValidationSet], eos_id: int, config: Config, parallel: Parallel
 ) -> dict[str, Any]:
-    """Score int32 blocks [n, L + 1], dealt over the replicas; every rank gets the result. Collective.
+    """Score every validation set, its sequences dealt over the replicas; every rank gets the result. Collective.
+
+    Nothing of the training changes: no random number is drawn, no moving average moves.
 
     Returns:
-        `validation_loss` (nats per token), `validation_perplexity`, and the statistics of section 4 of the
-        specification as `validation_recall`, `validation_random_recall`, ... (overall values).
+        Of the first set `validation_loss` (nats per scored token), `validation_perplexity` and
+        `validation_bits_per_byte` (the nats of all scored labels, EOS included, over the bytes of their text, of
+        which an EOS has none), and the statistics of section 4 of the specification as `validation_recall`,
+        `validation_random_recall`, ... (overall values; a sequence that fills up the last round counts there). Of
+        each other set `validation_<name>_loss` and so on. Where a set was split by source also
+        `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
     """
-    model.runtime.measuring = True
-    loss_sum, loss_tokens = evaluation_step(model, _deal(blocks, eos_id, config, parallel), config, parallel)
-    model.runtime.measuring = False
-    dist.all_reduce(loss_tokens, group=parallel.groups.dp)
-    reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
-    overall = {
-        f"validation_{name}": value
-        for name, value in attention_metrics(reduced.layers).items()
-        if not name.startswith("layer_")
-    }
+    record: dict[str, Any] = {"validation_set": sets[0].name}
+    for each in sets:
+        is_first = each is sets[0]
+        prefix = "validation" if is_first else f"validation_{each.name}"
+        model.runtime.measuring = is_first
+        reduced = _score(model, each.text, eos_id, config, parallel)
+        model.runtime.measuring = False
+        scores = _scores(reduced.loss, each.text)
+        record |= {f"{prefix}_{score}": scores[score] for score in SCORES}
+        if is_first:
+            record |= {"validation_recall": None, "validation_random_recall": None}
+            record |= {
+                f"validation_{name}": value
+                for name, value in attention_metrics(reduced.layers).items()
+                if not name.startswith("layer_")
+            }
+        if each.by_source:
+            by_source = {
+                source: _scores(_score(model, text, eos_id, config, parallel).loss, text)
+                for source, text in each.by_source.items()
+            }
+            for score in SCORES:
+                record[f"{prefix}_{score}_by_source"] = {
+                    source: scores[score] for source, scores in by_source.items()
+                }
+    return record
+
+
+def describe(each: ValidationSet) -> str:
+    """What a set amounts to: a source with few tokens has a perplexity that says little."""
+    sources = ", ".join(f"{source} {text.scored_tokens}" for source, text in each.by_source.items())
+    return (
+        f"validation set {each.name}: {len(each.text.blocks)} sequences, {each.text.scored_tokens} scored tokens"
+        f"{f' ({sources})' if sources else ''}"
+    )
+
+
+def scores_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What `evaluate` says about the text, without the statistics of the attention."""
+    endings = tuple(f"_{score}{by_source}" for score in SCORES for by_source in ("", "_by_source"))
+    return {name: value for name, value in record.items() if name.endswith(endings)}
+
+
+def _score(model: Model, text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> Reduced:
+    """`loss` is the mean over all scored labels of the text, however they are dealt."""
+    loss_sum, _ = evaluation_step(model, _deal(text, eos_id, config, parallel), config, parallel)
+    return reduce_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)
+
+
+def _scores(loss: float, text: ScoredText) -> dict[str, float | None]:
+    bits = loss * text.scored_tokens / math.log(2)
     return {
-        "validation_loss": reduced.loss,
-        "validation_perplexity": perplexity(reduced.loss),
-        "validation_recall": None,
-        "validation_random_recall": None,
-        **overall,
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": bits / text.text_bytes if text.text_bytes > 0 else None,
     }
 
 
@@ -52,24 +100,24 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _deal(blocks: np.ndarray, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
+def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
     """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
     count for nothing in the loss."""
     size = config.train.micro_batch_size
-    per_round = size * parallel.data_size
-    missing = -len(blocks) % per_round
-    filled = np.concatenate([blocks, np.repeat(blocks[:1], missing, axis=0)])
-    counts = np.arange(len(filled)) < len(blocks)
-    mine = torch.from_numpy(filled[parallel.data_rank :: parallel.data_size]).to(parallel.device)
-    counted = torch.from_numpy(counts[parallel.data_rank :: parallel.data_size]).to(parallel.device)
+    missing = -len(text.blocks) % (size * parallel.data_size)
+    blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
+    lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
+    mine = slice(parallel.data_rank, None, parallel.data_size)
+    places = torch.arange(config.train.seq_len_tokens, device=parallel.device)
     micro_batches = []
-    for part, counted_part in zip(mine.split(size), counted.split(size), strict=True):
+    for part, part_lengths in zip(
+        torch.from_numpy(blocks[mine]).to(parallel.device).split(size),
+        torch.from_numpy(lengths[mine]).to(parallel.device).split(size),
+        strict=True,
+    ):
         batch = to_micro_batch(part, eos_id, config.data.attend_across_documents)
-        micro_batches.append(
-            MicroBatch(
-                batch.tokens, batch.labels, batch.document_ids, batch.loss_mask * counted_part[:, None]
-            )
-        )
+        is_text = places < part_lengths[:, None]
+        micro_batches.append(dataclasses.replace(batch, loss_mask=batch.loss_mask * is_text))
     return micro_batches
 
 

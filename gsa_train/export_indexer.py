@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gsa_data.shards import build_manifest
-from gsa_data.stream import validation_blocks
-from gsa_train.batches import load_tokenizer, to_micro_batch
+from gsa_data.validation import validation_blocks
+from gsa_train.batches import load_tokenizer, reading_of, to_micro_batch, validation_manifest
 from gsa_train.checkpoint import find_checkpoint, load_weights
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model, build_model
@@ -26,7 +25,7 @@ from gsa_train.step import evaluation_step
 def export_indexer(
     config: Config, checkpoint_folder: Path, seq_len_tokens: int, layers: Sequence[int], out: Path
 ) -> dict[str, Any]:
-    """Run the checkpoint's model on one sequence of validation text and save its indexers' projections.
+    """Run the checkpoint's model on one sequence of the first validation set and save its indexers' projections.
 
     The sequence is one document to the model, whatever `data.attend_across_documents` says: what is asked for is
     the selection at a length that few documents have.
@@ -54,11 +53,11 @@ def export_indexer(
     parallel = init_parallel(config.parallel, config.run.seed)
     tokenizer = load_tokenizer(config)
     blocks = validation_blocks(
-        build_manifest(config.data.validation_dir),
+        validation_manifest(config, next(iter(config.data.validation_folders.values()))),
         tokenizer,
         seq_len_tokens,
         1,
-        config.data.max_bad_line_fraction,
+        reading_of(config),
     )
     model = build_model(config, parallel)
     load_weights(checkpoint, model, parallel)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gsa_train.config import PhaseConfig
-from gsa_train.evaluate import ngram_perplexities
+from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.plots import write_plots
 from gsa_train.resume import run_dir
 from gsa_train.trainer import Run, validate
@@ -21,12 +21,15 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
         if config.evaluate.ngram_baselines:
             samples = run.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
-            baselines = ngram_perplexities(run.validation_blocks, run.tokenizer, samples, config)
+            blocks = run.validation_sets[0].text.blocks
+            baselines = ngram_perplexities(blocks, run.tokenizer, samples, config)
         summary = {
             "steps": run.step,
             "tokens": run.tokens,
-            "val_loss": validation["validation_loss"],
-            "val_perplexity": validation["validation_perplexity"],
+            **{
+                f"val_{name.removeprefix('validation_')}": value
+                for name, value in scores_of(validation).items()
+            },
             **baselines,
             "recall": validation["validation_recall"],
             "random_recall": validation["validation_random_recall"],
@@ -34,7 +37,10 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         run.progress.close()
         run.sinks.finish(summary)
         for name, value in summary.items():
-            run.progress.message(f"{name:>20}  {'--' if value is None else value}")
+            parts = value if isinstance(value, dict) else {"": value}
+            for part, number in parts.items():
+                label = f"{name} {part}".strip()
+                run.progress.message(f"{label:>20}  {'--' if number is None else number}")
         if config.logging.plots:
             for path in write_plots(run_dir(config)):
                 run.progress.message(f"wrote {path}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gsa_data.faults import skipped_totals
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.stats import EXTREMES, LayerStats
@@ -66,6 +68,8 @@ class Reduced:
     loss: float
     data_wait: float
     """Largest share over the ranks of the interval spent waiting for text."""
+    skipped: dict[str, int]
+    """Documents and shards left out, and reads tried again, since the start of the run."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Largest over the ranks; None on CPUs."""
@@ -77,6 +81,7 @@ def reduce_step(
     loss_tokens: float,
     interval: Interval | None,
     parallel: Parallel,
+    counters: Mapping[str, int] | None = None,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -84,12 +89,14 @@ def reduce_step(
         loss_sum: this rank's share of the summed loss.
         loss_tokens: scored tokens over all replicas.
         interval: None for a validation.
+        counters: what this process read and left out of the text.
     """
     on_gpu = parallel.device.type == "cuda"
+    skipped = skipped_totals(counters or {})
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
     layers, sums, maxima = stats.reduce(
-        loss_sum.double().reshape(1),
+        torch.cat([loss_sum.double().reshape(1), torch.tensor(list(skipped.values())).to(loss_sum.device)]),
         torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
@@ -97,6 +104,7 @@ def reduce_step(
         layers=layers,
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
+        skipped={name: int(total) for name, total in zip(skipped, sums[1:], strict=True)},
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
     )
@@ -155,6 +163,7 @@ def step_record(
         "mfu": None if peak is None else per_device * flops.total / peak,
         "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
         "data_wait": reduced.data_wait,
+        **reduced.skipped,
         "memory_allocated_bytes": reduced.memory_allocated_bytes,
         "memory_peak_bytes": reduced.memory_peak_bytes,
     }

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from gsa_train.progress import compact
-from gsa_train.sinks import Record, read_records
+from gsa_train.sinks import Record, read_records, validation_prefixes
 
 COLORS = ("#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#7a7a7a")
 FEW_POINTS = 40
@@ -31,6 +31,8 @@ class Panel:
     """`linear`, `log`, `count` (from 0, as 12k), `share` (0 to 1), or `percent`."""
     band: tuple[str, str] | None = None
     """Keys of the lower and the upper edge of a shaded band."""
+    per_set: str = ""
+    """Score of which each validation set, or each of its sources, gets a line."""
 
 
 TITLES = {
@@ -48,7 +50,9 @@ GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
 MEMORY = {"memory_allocated_bytes": "allocated", "memory_peak_bytes": "peak"}
 PANELS = (
-    Panel("loss", "loss (nats per token)", {"loss": "train", "validation_loss": "validation"}),
+    Panel("loss", "loss (nats per token)", {"loss": "train"}, per_set="loss"),
+    Panel("loss", "loss by source (nats per token)", {}, per_set="loss_by_source"),
+    Panel("loss", "bits per byte", {}, per_set="bits_per_byte"),
     Panel("indexer", "KL divergence (nats)", {"indexer_kl": "indexer KL"}),
     Panel("indexer", "recall of attention mass", RECALL, "share"),
     Panel("budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
@@ -70,12 +74,12 @@ LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_m
 
 def write_plots(run_dir: Path) -> list[Path]:
     """Write `plots/*.png`, one per figure that has data, and return their paths."""
-    records = [_with_rates(record) for record in read_records(run_dir / "metrics.jsonl")]
+    records = [_flat(record) for record in read_records(run_dir / "metrics.jsonl")]
     out_dir = run_dir / "plots"
     out_dir.mkdir(exist_ok=True)
     written = []
     for name, title in TITLES.items():
-        panels = [_with_rate_lines(panel, records) for panel in PANELS if panel.figure == name]
+        panels = [_with_all_lines(panel, records) for panel in PANELS if panel.figure == name]
         panels = [panel for panel in panels if any(_has(records, key) for key in panel.lines)]
         if not panels:
             continue
@@ -106,9 +110,8 @@ def write_comparison(run_dirs: list[Path], out_dir: Path) -> Path:
             steps, values = series(records, key)
             tokens_per_step = _tokens_per_step(records)
             if steps and tokens_per_step:
-                style = "-" if index < len(COLORS) else "--"
                 tokens = [step * tokens_per_step for step in steps]
-                _plot(ax, tokens, values, name, COLORS[index % len(COLORS)], style)
+                _plot(ax, tokens, values, name, *_line_look(index))
         ax.set_ylabel(f"{label} (nats per token)")
         ax.set_xlim(left=0)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -153,16 +156,30 @@ def _with_key(records: list[Record], key: str) -> list[Record]:
     return [record for record in records if record.get(key) is not None or record["phase"] not in phases]
 
 
-def _with_rates(record: Record) -> Record:
-    """`lrs` as keys `lr: <group>`."""
-    return {**record, **{f"lr: {group}": value for group, value in (record.get("lrs") or {}).items()}}
+def _flat(record: Record) -> Record:
+    """Entries of dicts as keys of their own: `lrs: base`, `validation_loss_by_source: Wikipedia`."""
+    flat: Record = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}: {name}": number for name, number in value.items()}
+        else:
+            flat[key] = value
+    return flat
 
 
-def _with_rate_lines(panel: Panel, records: list[Record]) -> Panel:
-    if "lr" not in panel.lines:
-        return panel
-    groups = dict.fromkeys(key for record in records for key in record if key.startswith("lr: "))
-    lines = {key: key.removeprefix("lr: ") for key in groups} or panel.lines
+def _with_all_lines(panel: Panel, records: list[Record]) -> Panel:
+    """A line for each learning rate, and for each validation set or source, that the records know."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    lines = dict(panel.lines)
+    if "lr" in lines:
+        lines = {key: key.removeprefix("lrs: ") for key in keys if key.startswith("lrs: ")} or lines
+    if panel.per_set:
+        sets = {prefix: name for record in records for prefix, name in validation_prefixes(record).items()}
+        for prefix, name in sets.items():
+            key = f"{prefix}_{panel.per_set}"
+            lines[key] = "validation" if name == "validation" else f"validation {name}"
+            sources = [each for each in keys if each.startswith(f"{key}: ")]
+            lines |= {each: f"{name}: {each.removeprefix(f'{key}: ')}" for each in sources}
     return replace(panel, lines=lines)
 
 
@@ -202,8 +219,8 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
     values = [value for key, _ in drawn for value in series(records, key)[1]]
     if panel.scale == "log" and any(0 < value < math.inf for value in values):
         ax.set_yscale("log", nonpositive="mask")
-    for color, (key, name) in zip(COLORS * len(drawn), drawn, strict=False):
-        _plot(ax, *series(records, key), name, color)
+    for index, (key, name) in enumerate(drawn):
+        _plot(ax, *series(records, key), name, *_line_look(index))
     if panel.band and all(_has(records, key) for key in panel.band):
         (steps, low), (_, high) = series(records, panel.band[0]), series(records, panel.band[1])
         ax.fill_between(steps, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="min to max")
@@ -223,6 +240,11 @@ def _legend(ax: Axes) -> None:
     """Beside the axes, where it hides nothing; a single line needs none, the y axis has its name."""
     if len(ax.get_legend_handles_labels()[0]) > 1:
         ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _line_look(index: int) -> tuple[str, str]:
+    """Color and style of a panel's lines, from 0."""
+    return COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
 
 
 def _plot(

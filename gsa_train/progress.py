@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gsa_train.sinks import validation_prefixes
+
 SMOOTHING = 0.3
 """Weight of the latest interval in the moving average of seconds per step (tqdm's default)."""
 
@@ -41,6 +43,8 @@ class Progress:
     def show(self, record: dict[str, Any]) -> None:
         if record.get("event") == "validation":
             self.message(_validation_line(record, self._total_steps))
+            for prefix, name in list(validation_prefixes(record).items())[1:]:
+                self.message(_other_set_line(record, self._total_steps, prefix, name))
             return
         eta = self._measure(record["step"])
         if self._bar is None:
@@ -112,6 +116,16 @@ def _validation_line(record: dict[str, Any], total_steps: int) -> str:
         f"validation loss {_number(record.get('validation_loss'), '7.4f')}",
         f"perplexity {_number(record.get('validation_perplexity'), '8.2f')}",
         f"recall {_number(record.get('validation_recall'), '5.3f')}",
+    ]
+    return "  ".join(columns)
+
+
+def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name: str) -> str:
+    columns = [
+        _step_and_phase(record, total_steps),
+        f"validation loss {_number(record[f'{prefix}_loss'], '7.4f')}",
+        f"perplexity {_number(record[f'{prefix}_perplexity'], '8.2f')}",
+        name,
     ]
     return "  ".join(columns)
 

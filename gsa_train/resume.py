@@ -11,6 +11,9 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
+from gsa_data.stream import StateMismatch
+from gsa_data.tokenize import Tokenizer
+from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, find_checkpoint, read_run_state, recover_folder, restore_rng
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
@@ -104,6 +107,30 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         inside_phase=last or not finished,
         same_run=checkpoint.resolve().parent.parent == own.resolve(),
     )
+
+
+def open_batches(
+    config: Config, arguments: Arguments, start: Start, tokenizer: Tokenizer, parallel: Parallel
+) -> TrainBatches:
+    """The text from where the run stands. Collective.
+
+    With --accept-new-data, a checkpoint of other text or of another order (shards, text_field, seed, num_lanes,
+    shuffle_documents) goes on from epoch 0 of the config's; step, schedule, optimizer and counters go on. Where the
+    text is the checkpoint's, the option does nothing, so a job that starts itself again may keep it.
+
+    Raises:
+        ResumeError: the checkpoint's position is of other text, or of another tokenizer.
+        DataFault: the text cannot be opened.
+    """
+    try:
+        return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)
+    except StateMismatch as error:
+        remedy = (
+            "\nTo go on at this step from the beginning of the config's text, add --accept-new-data."
+            if error.other_data and not arguments.accept_new_data
+            else ""
+        )
+        raise ResumeError(f"{start.checkpoint} cannot go on with this data:\n{error}{remedy}") from error
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:

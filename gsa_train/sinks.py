@@ -2,7 +2,8 @@
 
 A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
 list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
-Validation results are records of their own, with `"event": "validation"`.
+Validation results are records of their own, with `"event": "validation"`; those of sets after the first have the
+set's name in their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value.
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
 non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
@@ -116,6 +117,7 @@ TRAIN_KEYS = frozenset({"loss", "grad_norm", "lr", "tokens", "max_activation"})
 SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
     | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
+    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries"}
 )
 
 
@@ -129,7 +131,7 @@ def to_scalars(record: Record) -> dict[str, float]:
             name = key.removeprefix("layer_")
             scalars.update({f"gsa_layers/{name}/layer_{i:02d}": v for i, v in enumerate(value)})
         elif isinstance(value, dict):
-            folder = "lr" if key == "lrs" else key
+            folder = "lr" if key == "lrs" else key.replace("validation_", "validation/", 1)
             scalars.update({f"{folder}/{name}": v for name, v in value.items()})
         elif record.get("event") == "validation":
             scalars[f"validation/{key.removeprefix('validation_')}"] = value
@@ -137,6 +139,15 @@ def to_scalars(record: Record) -> dict[str, float]:
             group = "train" if key in TRAIN_KEYS else "system" if key in SYSTEM_KEYS else "gsa"
             scalars[f"{group}/{key}"] = value
     return {name: value for name, value in scalars.items() if value is not None}
+
+
+def validation_prefixes(record: Record) -> dict[str, str]:
+    """Of a validation record: how the keys of each set begin -> the set's name, the first set first."""
+    if record.get("event") != "validation":
+        return {}
+    first = {"validation": record.get("validation_set", "validation")}
+    others = (re.fullmatch(r"(validation_(\w+))_loss", key) for key in record)
+    return first | {match[1]: match[2] for match in others if match}
 
 
 # --- metrics.jsonl -------------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ def _numbers_back(value: Any, key: str = "") -> Any:
         return {name: _numbers_back(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_numbers_back(item) for item in value]
-    if isinstance(value, str) and key not in ("phase", "event"):
+    if isinstance(value, str) and key not in ("phase", "event", "validation_set"):
         return _NON_FINITE.get(value, value)
     return value
 

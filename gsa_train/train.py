@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import gc
 
-from gsa_train.batches import TrainBatches, load_tokenizer, read_validation_blocks
+from gsa_train.batches import load_tokenizer, read_validation_sets
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
+from gsa_train.evaluate import describe
 from gsa_train.finish import finish
 from gsa_train.model.build import build_model
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.parallel import init_parallel, shutdown_parallel
 from gsa_train.phases import phase_spans
-from gsa_train.resume import choose_start
+from gsa_train.resume import choose_start, open_batches
 from gsa_train.run_folder import open_run_folder
 from gsa_train.trainer import Run, run_phase, save
 
@@ -27,8 +28,8 @@ def train(config: Config, arguments: Arguments) -> None:
     spans = phase_spans(config.phases)
     start = choose_start(config, arguments, spans, parallel)
     tokenizer = load_tokenizer(config)
-    validation_blocks = read_validation_blocks(config, tokenizer)
-    batches = TrainBatches(config, parallel, tokenizer, start.data_state)
+    validation_sets = read_validation_sets(config, tokenizer)
+    batches = open_batches(config, arguments, start, tokenizer, parallel)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
     model = build_model(config, parallel)
 
@@ -37,7 +38,7 @@ def train(config: Config, arguments: Arguments) -> None:
         parallel=parallel,
         model=model,
         batches=batches,
-        validation_blocks=validation_blocks,
+        validation_sets=validation_sets,
         tokenizer=tokenizer,
         checkpoints=folder.checkpoints,
         sinks=folder.sinks,
@@ -47,6 +48,9 @@ def train(config: Config, arguments: Arguments) -> None:
         tokens=start.tokens,
         saved_step=start.step if start.same_run else None,
     )
+    if run.progress is not None:
+        for each in validation_sets:
+            run.progress.message(describe(each))
     for span in spans[start.phase_index :]:
         # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
         phase_optimizer = build_optimizer(model, span.phase, config)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, gather_rng, save_checkpoint
 from gsa_train.config import Config, config_to_yaml
@@ -38,7 +38,7 @@ class Run:
     parallel: Parallel
     model: Model
     batches: TrainBatches
-    validation_blocks: np.ndarray
+    validation_sets: list[ValidationSet]
     tokenizer: Tokenizer
     checkpoints: Path
     sinks: Sinks | None
@@ -85,7 +85,12 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
         if logged:
             interval = clock.read_and_reset()
             reduced = reduce_step(
-                run.model.runtime.stats, result.loss_sum, result.loss_tokens.item(), interval, parallel
+                run.model.runtime.stats,
+                result.loss_sum,
+                result.loss_tokens.item(),
+                interval,
+                parallel,
+                run.batches.counters,
             )
             lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
             precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
@@ -136,10 +141,10 @@ def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
 
 
 def validate(run: Run, phase_name: str) -> dict[str, Any]:
-    """Score the validation text and log it, unless this step has been scored. Collective."""
+    """Score the validation sets and log it, unless this step has been scored. Collective."""
     if run.validated is not None and run.validated[0] == run.step:
         return run.validated[1]
-    result = evaluate(run.model, run.validation_blocks, run.tokenizer.eos_id, run.config, run.parallel)
+    result = evaluate(run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel)
     run.log({"event": "validation", "step": run.step, "phase": phase_name, "tokens": run.tokens, **result})
     run.validated = (run.step, result)
     return result

@@ -1,6 +1,7 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
-Options: --resume-from DIR, --no-resume, --dry-run [--world-size N]. Wrong use or config: exit code 2.
+Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
+Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 1: the run failed, also for its data.
 """
 
 from __future__ import annotations
@@ -37,15 +38,23 @@ def main() -> int:
             print(describe(config, arguments.world_size))
         return 0
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
+    from gsa_data.faults import DataFault
+    from gsa_data.tokenize import TokenizerError
     from gsa_train.resume import ResumeError
     from gsa_train.train import train
 
     try:
         train(config, arguments)
-    except ResumeError as error:
-        if is_main:
+    except (ResumeError, TokenizerError) as error:
+        if is_main:  # all ranks find the same
             print(error, file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        # The second: torch reports a dead reader by a signal, wherever this process stands.
+        if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):
+            raise
+        print(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

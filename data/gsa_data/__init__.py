@@ -1,26 +1,32 @@
-"""Deterministic, resumable streaming of tokenized blocks from jsonl.zst shards.
+"""Deterministic, resumable streaming of tokenized blocks from shards of JSON lines or Parquet.
 
-Read in this order: shards, documents, tokenize, pack, lanes, stream, ngram.
+Read in this order: faults, fetch, shards, parquet, documents, tokenize, tokenizer_json, pack, reader, token_files,
+indexed, corpus, lanes, stream, validation, ngram.
 """
 
+from gsa_data.faults import DataFault, Reading
 from gsa_data.ngram import NgramModel, fit_ngrams
 from gsa_data.pack import document_ids, loss_mask
-from gsa_data.shards import DataFault, Manifest, build_manifest
-from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_blocks, validation_blocks
+from gsa_data.shards import Manifest, build_manifest
+from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_blocks
 from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ValidationSet, read_validation_set, validation_blocks
 
 __all__ = [
     "BlockStream",
     "DataFault",
     "Manifest",
     "NgramModel",
+    "Reading",
     "StreamConfig",
     "Tokenizer",
+    "ValidationSet",
     "build_manifest",
     "document_ids",
     "fit_ngrams",
     "loss_mask",
     "merge_states",
+    "read_validation_set",
     "replay_blocks",
     "validation_blocks",
 ]

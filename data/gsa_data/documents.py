@@ -1,4 +1,4 @@
-"""From the lines of a shard to its documents. Bad lines are counted and left out; too many stop the run."""
+"""From a shard to its documents. Bad lines are counted and left out; too many make the shard a bad one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import orjson
 
-from gsa_data.shards import DataFault
-
-BAD_LINES = ("bad_utf8", "bad_json", "missing_text")  # empty documents are harmless and do not count as bad
+from gsa_data.faults import BAD_LINES, Reading, warn_once
+from gsa_data.parquet import parquet_rows
+from gsa_data.shards import Manifest, check_damage, read_lines, read_shard, refuse
 
 
 class Document(NamedTuple):
@@ -17,11 +17,61 @@ class Document(NamedTuple):
     source: str  # "" where the line names none
 
 
-def parse_line(line: bytes) -> Document | str:
-    """The document of one SlimPajama line, or the name of what is wrong with it.
+def read_documents(
+    manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
+) -> list[Document | str]:
+    """Every line or row of one shard, faults included, so that each keeps its place.
 
-    A line is {"text": ..., "meta": {"redpajama_set_name": ...}}. Faults: bad_utf8, bad_json, missing_text (no
-    "text", or not a string) and empty_text (nothing but white space, also for a blank line).
+    A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves it out as a
+    whole. Other faults of shards are as in shards.read_lines.
+    """
+    limit = reading.max_document_bytes
+    if relpath.endswith(".parquet"):
+        packed = read_shard(manifest, relpath, reading, counters)
+        if packed is None:
+            return []
+        rows, trouble = parquet_rows(packed, manifest.text_field, relpath)
+        check_damage(manifest, relpath, len(packed), trouble, reading, counters)
+        parsed = [parse_row(text, source, limit) for text, source in rows]
+    else:
+        lines = read_lines(manifest, relpath, reading, counters)
+        parsed = [parse_line(line, manifest.text_field, limit) for line in lines]
+
+    faults = Counter(item for item in parsed if isinstance(item, str))
+    return parsed if check_bad_lines(manifest, relpath, faults, len(parsed), reading, counters) else []
+
+
+def check_bad_lines(
+    manifest: Manifest,
+    relpath: str,
+    faults: Counter[str],
+    num_lines: int,
+    reading: Reading,
+    counters: Counter[str],
+) -> bool:
+    """Whether a shard with these faults may be used; raises DataFault when it may not and nothing is skipped."""
+    if not faults:
+        return True
+    address = f"{manifest.root.rstrip('/')}/{relpath}"
+    found = ", ".join(f"{name} {count}" for name, count in sorted(faults.items()))
+    bad = sum(faults[name] for name in BAD_LINES)
+    if bad > reading.max_bad_line_fraction * num_lines:
+        trouble = (
+            f"has {bad} bad lines of {num_lines} ({found}; text_field={manifest.text_field}), more than "
+            f"max_bad_line_fraction={reading.max_bad_line_fraction} allows"
+        )
+        refuse(address, trouble, "shards_bad_lines", reading, counters)
+        return False
+    warn_once(f"shard {address}: {faults.total()} of {num_lines} lines are left out ({found})")
+    return True
+
+
+def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 1 << 25) -> Document | str:
+    """The document of one line of JSON, or the name of what is wrong with it.
+
+    A line is {"text": ..., "meta": {"redpajama_set_name": ...}}, as in SlimPajama; "meta" is optional. Faults:
+    bad_utf8, bad_json (also a lone surrogate), missing_text (no "text", null, or not a string), empty_text
+    (nothing but white space, also for a blank line) and huge_document (UTF-8 above max_document_bytes).
     """
     if not line.strip():
         return "empty_text"
@@ -29,31 +79,30 @@ def parse_line(line: bytes) -> Document | str:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         return "bad_json" if _is_utf8(line) else "bad_utf8"
-    text = record.get("text") if isinstance(record, dict) else None
+    text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         return "missing_text"
     if not text.strip():
         return "empty_text"
+    text_utf8 = text.encode()
+    if len(text_utf8) > max_document_bytes:
+        return "huge_document"
     meta = record.get("meta")
     source = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
-    return Document(text.encode(), source if isinstance(source, str) else "")
+    return Document(text_utf8, source if isinstance(source, str) else "")
 
 
-def parse_lines(lines: list[bytes], max_bad_line_fraction: float, shard: str) -> list[Document | str]:
-    """Every line of one shard parsed, faults included, so that a line keeps its place.
-
-    Raises DataFault when more than `max_bad_line_fraction` of the lines are bad.
-    """
-    parsed = [parse_line(line) for line in lines]
-    faults = Counter(item for item in parsed if isinstance(item, str))
-    bad = sum(faults[name] for name in BAD_LINES)
-    if bad > max_bad_line_fraction * len(lines):
-        found = ", ".join(f"{name} {faults[name]}" for name in BAD_LINES if faults[name])
-        raise DataFault(
-            f"shard {shard}: {bad} of {len(lines)} lines are bad ({found}), more than "
-            f"max_bad_line_fraction={max_bad_line_fraction}; repair the shard or raise the limit"
-        )
-    return parsed
+def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int = 1 << 25) -> Document | str:
+    """The document of one row of Parquet, or the name of what is wrong with it, as in `parse_line`."""
+    if text is None:
+        return "missing_text"
+    if not _is_utf8(text):
+        return "bad_utf8"
+    if not text.decode().strip():
+        return "empty_text"
+    if len(text) > max_document_bytes:
+        return "huge_document"
+    return Document(text, source.decode(errors="replace") if source else "")
 
 
 def _is_utf8(line: bytes) -> bool:

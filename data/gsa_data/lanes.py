@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from gsa_data.documents import Document, parse_lines
-from gsa_data.pack import LANE_START, Cursor, Tokens
-from gsa_data.shards import DataFault, Manifest, OnBadShard, read_lines
-from gsa_data.tokenize import Tokenizer
+from gsa_data.pack import LANE_START, AnyTokens, Cursor
+from gsa_data.reader import ShardLines, ShardReader
+from gsa_data.shards import DataFault
 
 ORDER_VERSION = 1  # raise it with any change to the order below: saved cursors then no longer fit
 
@@ -40,26 +39,20 @@ class LaneReader:
 
     def __init__(
         self,
-        manifest: Manifest,
-        tokenizer: Tokenizer,
+        reader: ShardReader,
         num_lanes: int,
         seed: int,
         shuffle_documents: bool,
-        on_bad_shard: OnBadShard,
-        max_bad_line_fraction: float,
     ) -> None:
-        self.manifest = manifest
-        self.tokenizer = tokenizer
+        self.reader = reader
         self.num_lanes = num_lanes
         self.seed = seed
         self.shuffle_documents = shuffle_documents
-        self.on_bad_shard: OnBadShard = on_bad_shard
-        self.max_bad_line_fraction = max_bad_line_fraction
-        self.parts = -(-num_lanes * MIN_UNITS_PER_LANE // len(manifest.shards))
+        self.parts = -(-num_lanes * MIN_UNITS_PER_LANE // len(reader.manifest.shards))
         self.counters: Counter[str] = Counter()
         self._units_of_epoch: dict[int, list[Unit]] = {}
 
-    def pieces(self, lane: int, start: Cursor = LANE_START) -> Iterator[tuple[Cursor, Tokens]]:
+    def pieces(self, lane: int, start: Cursor = LANE_START) -> Iterator[tuple[Cursor, AnyTokens]]:
         """The documents of one lane from `start` on, tokenized and with their EOS, for ever.
 
         Counters never count anything twice across a resume: a cursor other than LANE_START points into a
@@ -71,15 +64,17 @@ class LaneReader:
         while True:
             units = self.units(epoch)[lane :: self.num_lanes]
             while unit < len(units):
-                entries = self._open(units[unit], epoch, resumed)
-                while document < len(entries):
-                    entry = entries[document]
-                    if isinstance(entry, str):
-                        self.counters[entry] += 1
+                lines, order = self._open(units[unit], epoch, resumed)
+                while document < len(order):
+                    line = lines[order[document]]
+                    if isinstance(line, str):
+                        self.counters[line] += 1
                     else:
                         found_any = True
-                        tokens = self._encode(entry, counted=resumed)
-                        yield Cursor(epoch, unit, document, token_offset), tokens[token_offset:]
+                        if not resumed:
+                            self.counters["documents"] += 1
+                            self.counters["text_bytes"] += line.text_bytes
+                        yield Cursor(epoch, unit, document, token_offset), line.tokens[token_offset:]
                         resumed, token_offset = False, 0
                     document += 1
                 # Also when the shard lost the cursor's document: the next unit then starts at its beginning.
@@ -89,7 +84,7 @@ class LaneReader:
             if empty_epochs == MAX_EMPTY_EPOCHS:
                 raise DataFault(
                     f"lane {lane} of {self.num_lanes} found no usable document in {empty_epochs} epochs of "
-                    f"{self.manifest.root!r}; use fewer lanes or more data"
+                    f"{self.reader.manifest.root!r}; use fewer lanes or more data"
                 )
             epoch, unit, found_any = epoch + 1, 0, False
 
@@ -101,31 +96,26 @@ class LaneReader:
     def units(self, epoch: int) -> list[Unit]:
         """All units in the order of one epoch; lane v reads every num_lanes-th of them, from v on."""
         if epoch not in self._units_of_epoch:
-            units = [Unit(relpath, part) for relpath, _ in self.manifest.shards for part in range(self.parts)]
+            shards = self.reader.manifest.shards
+            units = [Unit(relpath, part) for relpath, _ in shards for part in range(self.parts)]
             units.sort(key=lambda unit: stable_hash(self.seed, epoch, *unit))
             # Lanes of one process are in neighbouring epochs, so older orders are not needed again.
             self._units_of_epoch = {e: o for e, o in self._units_of_epoch.items() if e >= epoch - 1}
             self._units_of_epoch[epoch] = units
         return self._units_of_epoch[epoch]
 
-    def _encode(self, document: Document, counted: bool) -> Tokens:
-        if not counted:
-            self.counters["documents"] += 1
-            self.counters["text_bytes"] += len(document.text_utf8)
-        return np.append(self.tokenizer.encode(document.text_utf8), np.int32(self.tokenizer.eos_id))
-
-    def _open(self, unit: Unit, epoch: int, counted: bool) -> list[Document | str]:
+    def _open(self, unit: Unit, epoch: int, counted: bool) -> tuple[ShardLines, Sequence[int]]:
+        """The lines of one unit, and the order in which to take them."""
         counters: Counter[str] = Counter()
-        lines = read_lines(self.manifest, unit.relpath, self.on_bad_shard, counters)
+        lines = self.reader.open(unit.relpath, unit.part, self.parts, counters)
         if counted or unit.part != 0:  # a shard counts once, but its retries happened
             counters = Counter(read_retries=counters["read_retries"])
         self.counters += counters
-        documents = parse_lines(lines, self.max_bad_line_fraction, unit.relpath)[unit.part :: self.parts]
         if not self.shuffle_documents:
-            return documents
+            return lines, range(len(lines))
         # RandomState, as numpy froze its stream; Generator's may change between numpy versions.
         rng = np.random.RandomState(stable_hash(self.seed, epoch, *unit) % 2**32)
-        return [documents[i] for i in rng.permutation(len(documents))]
+        return lines, rng.permutation(len(lines)).data  # a memoryview: its items are plain int
 
 
 def stable_hash(*parts: object) -> int:

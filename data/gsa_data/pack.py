@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Tokens = NDArray[np.int32]
+AnyTokens = NDArray[np.integer[Any]]
+"""[tokens] of any integer type: a mapped file holds uint16. Blocks are always int32."""
 
 
 class Cursor(NamedTuple):
@@ -26,7 +28,7 @@ class Cursor(NamedTuple):
 LANE_START = Cursor(0, 0, 0, 0)
 
 
-def pack(pieces: Iterable[tuple[Cursor, Tokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
+def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
     """Concatenate pieces and cut blocks [seq_len_tokens + 1], each with the cursor of the next block.
 
     A piece is the cursor of its first token and its tokens (one document with its EOS). The stride is
@@ -34,7 +36,7 @@ def pack(pieces: Iterable[tuple[Cursor, Tokens]], seq_len_tokens: int) -> Iterat
     and a cursor always points into a document already seen. A rest too short for a block is dropped, which
     only happens when `pieces` ends.
     """
-    waiting: deque[tuple[Cursor, Tokens]] = deque()
+    waiting: deque[tuple[Cursor, AnyTokens]] = deque()
     waiting_tokens = 0
     for piece in pieces:
         waiting.append(piece)
@@ -44,7 +46,7 @@ def pack(pieces: Iterable[tuple[Cursor, Tokens]], seq_len_tokens: int) -> Iterat
             waiting_tokens -= seq_len_tokens
 
 
-def _take(waiting: deque[tuple[Cursor, Tokens]], seq_len_tokens: int) -> Tokens:
+def _take(waiting: deque[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Tokens:
     """Copy seq_len_tokens + 1 tokens from the front and remove all but the last of them."""
     block = np.empty(seq_len_tokens + 1, dtype=np.int32)
     filled = 0

@@ -4,29 +4,43 @@ Global sample i is block i // num_lanes of lane i % num_lanes, and rank r of D t
 i % D == r. Each block travels with the cursor of its lane's next block. The main process keeps the cursors of
 the blocks that were handed out, so what workers have read ahead never enters a saved state:
 
-    shards -> LaneReader -> pack -> _RankSamples (in the workers) -> DataLoader -> BlockStream (the state)
+    ShardReader -> LaneReader -> pack -> _RankSamples (in the workers) -> DataLoader -> BlockStream (the state)
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from gsa_data.documents import Document, parse_lines
+from gsa_data.corpus import Corpus, shard_reader
+from gsa_data.faults import DataFault, Reading
 from gsa_data.lanes import ORDER_VERSION, LaneReader
 from gsa_data.pack import LANE_START, Cursor, Tokens, pack
-from gsa_data.shards import DataFault, Manifest, OnBadShard, read_lines
+from gsa_data.reader import ShardReader
 from gsa_data.tokenize import Tokenizer
 
 # What passes between a worker and the main process costs about 0.8 ms an item, so blocks go in groups.
 BLOCKS_PER_GROUP = 8
+
+# A reader that is silent for this much longer than its longest read, with all retries, hangs.
+HANG_SECONDS = 60.0
+
+
+class StateMismatch(ValueError):
+    """A saved position that does not fit; says what differs and what to do."""
+
+    def __init__(self, message: str, other_data: bool = False) -> None:
+        """`other_data`: the position is of other text or of another order, so a run can go on from its start."""
+        super().__init__(message)
+        self.other_data = other_data
 
 
 @dataclass(frozen=True)
@@ -41,42 +55,40 @@ class StreamConfig:
     seed: int
     shuffle_documents: bool = True
     """Permute the documents inside each shard (shards themselves are always permuted)."""
-    on_bad_shard: OnBadShard = "fail"
-    """A missing, unreadable or damaged shard stops the run ("fail") or is left out and counted ("skip")."""
-    max_bad_line_fraction: float = 0.01
-    """Bad lines are left out and counted; a shard with more than this share of them stops the run."""
+    reading: Reading = field(default_factory=Reading)
+    """What is done about bad shards and lines."""
     num_workers: int = 0
     """Reader processes per rank; 0 reads in the training process."""
     prefetch_blocks: int = 64
     """Blocks each rank reads ahead when it has workers. Let it cover the time to open a shard (about 1 s)."""
 
     def __post_init__(self) -> None:
-        for field in ("seq_len_tokens", "num_lanes", "prefetch_blocks"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        for name in ("seq_len_tokens", "num_lanes", "prefetch_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_workers < 0:
             raise ValueError(f"num_workers={self.num_workers} must be 0 (read in this process) or more")
-        if self.on_bad_shard not in ("fail", "skip"):
-            raise ValueError(f"on_bad_shard={self.on_bad_shard!r} must be 'fail' or 'skip'")
-        if not 0.0 <= self.max_bad_line_fraction <= 1.0:
-            raise ValueError(f"max_bad_line_fraction={self.max_bad_line_fraction} must be between 0 and 1")
 
 
 class BlockStream:
     """The endless blocks of one data-parallel rank, from the start or from a merged state.
 
-    Raises ValueError when num_lanes does not divide among ranks and workers, or when `state` was saved with
-    another corpus, tokenizer or order. Data faults surface from `next_blocks` as DataFault.
+    Raises ValueError when num_lanes does not divide among ranks and workers, and StateMismatch when `state` was
+    saved with another corpus, tokenizer or order. Data faults surface from `next_blocks` as DataFault.
+
+    Args:
+        carried_counters: counters of a run that starts anew on other data, to go on with. Not beside `state`.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
+        corpus: Corpus,
         tokenizer: Tokenizer,
         config: StreamConfig,
         rank: int,
         world_size: int,
         state: dict[str, Any] | None = None,
+        carried_counters: Mapping[str, int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
@@ -91,9 +103,10 @@ class BlockStream:
         self.rank = rank
         self.world_size = world_size
         self.wait_seconds = 0.0
+        reader = shard_reader(corpus, tokenizer, config.reading)
         self._identity: dict[str, Any] = {
             "order_version": ORDER_VERSION,
-            "manifest_fingerprint": manifest.fingerprint,
+            "manifest_fingerprint": reader.manifest.fingerprint,
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "num_lanes": config.num_lanes,
             "seed": config.seed,
@@ -107,11 +120,14 @@ class BlockStream:
             _check_state(state, self._identity)
             self._start_samples = state["consumed_samples"]
             cursors = [Cursor(*cursor) for cursor in state["cursors"]]
-            if rank == 0:  # the sum over the ranks carries them on once
-                self._counters.update(state["counters"])
+            carried_counters = state["counters"]
+        if rank == 0:  # the sum over the ranks carries them on once
+            self._counters.update(carried_counters or {})
+            if state is None and reader.manifest.duplicates:
+                self._counters["shards_duplicate"] += len(reader.manifest.duplicates)
         self._cursors = {lane: cursors[lane] for lane in range(rank, config.num_lanes, world_size)}
         first_sample = self._start_samples + (rank - self._start_samples) % world_size
-        samples = _RankSamples(manifest, tokenizer, config, first_sample, world_size, cursors)
+        samples = _RankSamples(reader, config, first_sample, world_size, cursors)
         self._blocks: Generator[_Block, None, None] | None = _blocks_in_order(samples, config)
 
     def next_blocks(self, count: int) -> Tokens:
@@ -126,6 +142,11 @@ class BlockStream:
             self._counters.update(block.counters)
         self._taken += count
         return np.stack([block.tokens for block in blocks])
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was read and left out up to the blocks handed out: this rank's share, rank 0's with what was saved."""
+        return dict(self._counters)
 
     @property
     def consumed_samples(self) -> int:
@@ -176,52 +197,14 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**merged, "cursors": cursor_list, "counters": dict(counters)}
 
 
-def replay_blocks(
-    manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig, count: int
-) -> Iterator[Tokens]:
+def replay_blocks(corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, count: int) -> Iterator[Tokens]:
     """The first `count` global samples of a run again, as int32 [n, seq_len_tokens + 1] arrays, n <= 64."""
-    stream = BlockStream(manifest, tokenizer, config, rank=0, world_size=1)
+    stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
     try:
         for done in range(0, count, 64):
             yield stream.next_blocks(min(64, count - done))
     finally:
         stream.close()
-
-
-def validation_blocks(
-    manifest: Manifest,
-    tokenizer: Tokenizer,
-    seq_len_tokens: int,
-    max_blocks: int,
-    max_bad_line_fraction: float = 0.01,
-) -> Tokens:
-    """The first `max_blocks` blocks of a split in plain order: int32 [n, seq_len_tokens + 1].
-
-    Shards in sorted order, documents as they stand, any bad shard fails. n is smaller than max_blocks when
-    the split is; a split too small for one block raises DataFault.
-    """
-
-    def pieces() -> Iterator[tuple[Cursor, Tokens]]:
-        for relpath, _ in manifest.shards:
-            lines = read_lines(manifest, relpath, "fail", Counter())
-            for document in parse_lines(lines, max_bad_line_fraction, relpath):
-                if isinstance(document, Document):
-                    eos = np.int32(tokenizer.eos_id)
-                    yield LANE_START, np.append(tokenizer.encode(document.text_utf8), eos)
-
-    if max_blocks < 1:
-        raise ValueError(f"max_blocks={max_blocks} must be at least 1")
-    blocks: list[Tokens] = []
-    for block, _ in pack(pieces(), seq_len_tokens):
-        blocks.append(block)
-        if len(blocks) == max_blocks:
-            break
-    if not blocks:
-        raise DataFault(
-            f"split {manifest.root!r} is shorter than one block of {seq_len_tokens + 1} tokens; "
-            "use a larger split or a smaller seq_len_tokens"
-        )
-    return np.stack(blocks)
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
@@ -230,16 +213,18 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
         "manifest_fingerprint": "point the data folder at the files of the saved run",
         "tokenizer_fingerprint": "use the tokenizer file of the saved run",
     }
-    for field, value in identity.items():
-        if state[field] != value:
-            remedy = remedies.get(field, f"set {field}={state[field]}")
-            raise ValueError(
-                f"data state was saved with {field}={state[field]}, but this run has {field}={value}; "
-                f"{remedy}, or start a new run"
-            )
+    differences = [
+        f"data state was saved with {name}={state[name]}, but this run has {name}={value}; "
+        f"{remedies.get(name, f'set {name}={state[name]}')}, or start a new run"
+        for name, value in identity.items()
+        if state[name] != value
+    ]
+    if differences:
+        same_tokenizer = state["tokenizer_fingerprint"] == identity["tokenizer_fingerprint"]
+        raise StateMismatch("\n".join(differences), other_data=same_tokenizer)
     for lane, cursor in enumerate(state["cursors"]):
         if (tuple(cursor) != LANE_START) != (lane < state["consumed_samples"]):
-            raise ValueError(
+            raise StateMismatch(
                 f"data state is damaged: lane {lane} has cursor {cursor} after consumed_samples="
                 f"{state['consumed_samples']}; resume from another checkpoint"
             )
@@ -257,15 +242,13 @@ class _RankSamples(IterableDataset[list[_Block]]):
 
     def __init__(
         self,
-        manifest: Manifest,
-        tokenizer: Tokenizer,
+        reader: ShardReader,
         config: StreamConfig,
         first_sample: int,
         world_size: int,
         cursors: list[Cursor],
     ) -> None:
-        self.manifest = manifest
-        self.tokenizer = tokenizer
+        self.reader = reader
         self.config = config
         self.first_sample = first_sample
         self.world_size = world_size
@@ -275,15 +258,7 @@ class _RankSamples(IterableDataset[list[_Block]]):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         config = self.config
-        reader = LaneReader(
-            self.manifest,
-            self.tokenizer,
-            config.num_lanes,
-            config.seed,
-            config.shuffle_documents,
-            config.on_bad_shard,
-            config.max_bad_line_fraction,
-        )
+        reader = LaneReader(self.reader, config.num_lanes, config.seed, config.shuffle_documents)
         lanes: dict[int, Iterator[tuple[Tokens, Cursor]]] = {}
         sample = self.first_sample + worker_id * self.world_size
         group_blocks = _group_blocks(config)
@@ -308,21 +283,47 @@ def _group_blocks(config: StreamConfig) -> int:
 def _blocks_in_order(samples: _RankSamples, config: StreamConfig) -> Generator[_Block, None, None]:
     """Undo the dealing to the workers: the DataLoader returns one group of each worker in turn."""
     workers = config.num_workers
+    if workers == 0:  # a DataLoader would take as long as all the rest of a block that is not tokenized
+        for group in samples:
+            yield from group
     group_blocks = _group_blocks(config)
-    groups = iter(
+    groups: Any = iter(
         DataLoader(
             samples,
             batch_size=None,
             num_workers=workers,
-            prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)) if workers else None,
+            prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)),
+            timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
             collate_fn=_as_is,
             generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
         )
     )
     while True:
-        round_of_groups = [next(groups) for _ in range(max(1, workers))]
+        round_of_groups = [_next_group(groups) for _ in range(workers)]
         for row in zip(*round_of_groups, strict=True):
             yield from row
+
+
+def _next_group(groups: Any) -> list[_Block]:
+    """One group; DataFault when a reader found a fault, died or hangs."""
+    try:
+        group: list[_Block] = next(groups)
+    except DataFault as error:  # from a worker with a stack of calls around its message
+        raise DataFault(str(error).rpartition(f"{DataFault.__name__}: ")[2].strip()) from error
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader "):
+            raise
+        for worker in groups._workers:  # one that hangs would keep this process from ending
+            with contextlib.suppress(
+                RuntimeError
+            ):  # torch raises for a reader's death wherever that finds us
+                worker.kill()
+                worker.join(5)
+        raise DataFault(
+            f"a data reader died or hangs ({error}); look for a process killed for want of memory and for a file "
+            "system that does not answer, then resume from the last checkpoint"
+        ) from error
+    return group
 
 
 def _as_is(group: list[_Block]) -> list[_Block]:

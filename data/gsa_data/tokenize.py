@@ -1,54 +1,153 @@
-"""Text to token ids with a sentencepiece model, which is the truth (other wrappers of it differ)."""
+"""Text to token ids with a sentencepiece model or a Hugging Face tokenizer.json: each as its own library has it."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from functools import cached_property
+from typing import Protocol
 
-import fsspec
 import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
+from gsa_data.faults import Reading
+from gsa_data.fetch import read_bytes
+from gsa_data.tokenizer_json import TokenizerError as TokenizerError
+from gsa_data.tokenizer_json import TokenizerJson
+
+WORD_START = "\u2581"
+"""How sentencepiece writes a space inside a piece."""
+
+
+class TokenizerModel(Protocol):
+    """What Tokenizer needs of a library."""
+
+    vocab_size: int
+    """Ids are below it."""
+
+    def encode(self, text: str | bytes) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def default_eos(self) -> int | str:
+        """The end-of-document token that the file itself names, or why there is none."""
+        ...
+
+    def token_bytes(self) -> list[int]: ...
+
 
 class Tokenizer:
-    """A sentencepiece model with an end-of-document token. Can be pickled into data workers.
+    """A tokenizer with an end-of-document token. Can be pickled into data workers.
 
-    `eos_id` ends each document, `vocab_size` counts the model's entries, and `fingerprint` is the sha256 of
-    the model file. Raises ValueError when the file is missing, is no model, or has no EOS.
+    Args:
+        path: a sentencepiece model (also Llama 1's and 2's `tokenizer.model`) or a `tokenizer.json`, local or at
+            an fsspec address.
+        eos_token: the token that ends each document, as written in the file. None takes the one the file names:
+            for sentencepiece its EOS, for tokenizer.json the one special token among those that models use for it
+            (tokenizer_json.EOS_NAMES).
+
+    `eos_id` ends each document, `vocab_size` is the largest id + 1, and `fingerprint` is the sha256 of the file,
+    with the id of `eos_token` where that is not the file's own choice. Raises TokenizerError when the file is
+    missing, is neither of the two, or has no such EOS.
     """
 
-    def __init__(self, path: str) -> None:
-        try:
-            with fsspec.open(path, "rb") as file:
-                self._model: bytes = file.read()
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"tokenizer file {path!r} does not exist; give a sentencepiece .model file"
-            ) from error
+    def __init__(self, path: str, eos_token: str | None = None) -> None:
         self.path = path
-        self.fingerprint = hashlib.sha256(self._model).hexdigest()
+        self.eos_token = eos_token
+        try:
+            self._file = read_bytes(path, Reading(), Counter())
+        except OSError as error:
+            if isinstance(error, FileNotFoundError | IsADirectoryError):
+                wrong = f"tokenizer file {path!r} does not exist; give a sentencepiece .model file or a tokenizer.json"
+            else:
+                wrong = f"tokenizer file {path!r} cannot be read ({error!r}); check address and access"
+            raise TokenizerError(wrong) from error
+        self.fingerprint = hashlib.sha256(self._file).hexdigest()
         self._load()
-        if self.eos_id < 0:
-            raise ValueError(f"tokenizer {path!r} has no EOS token; train it with an eos_id of 0 or more")
+        default = self._model.default_eos()
+        if eos_token is not None:
+            eos_id = self._model.id_of(eos_token)
+            if eos_id is None:
+                raise TokenizerError(f"tokenizer {path!r} has no token {eos_token!r}; give another eos_token")
+            if eos_id != default:
+                self.fingerprint += f" eos={eos_id}"
+            self.eos_id = eos_id
+        elif isinstance(default, str):
+            raise TokenizerError(
+                f"tokenizer {path!r} {default}; name the token that ends a document as eos_token"
+            )
+        else:
+            self.eos_id = default
 
     def encode(self, text: str | bytes) -> NDArray[np.int32]:
         """Token ids of one document, shape [tokens], with no EOS added. Bytes must be UTF-8."""
-        return np.asarray(self._processor.encode(text), dtype=np.int32)
+        return np.asarray(self._model.encode(text), dtype=np.int32)
 
     def decode(self, tokens: NDArray[np.int32]) -> str:
-        return str(self._processor.decode(tokens.tolist()))
+        return self._model.decode(tokens.tolist())
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int32]:
+        """[vocab_size] UTF-8 bytes of the text that each token stands for; 0 for EOS, unknown and the like."""
+        return np.array(self._model.token_bytes(), dtype=np.int32)
 
     def _load(self) -> None:
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-        except RuntimeError as error:  # what sentencepiece raises for a file it cannot parse
-            raise ValueError(f"tokenizer file {self.path!r} is not a sentencepiece model") from error
-        self.eos_id = int(self._processor.eos_id())
-        self.vocab_size = int(self._processor.vocab_size())
+        self._model: TokenizerModel
+        if self._file.lstrip()[:1] == b"{":
+            self._model = TokenizerJson(self._file, self.path)
+        else:
+            self._model = SentencePieceModel(self._file, self.path)
+        self.vocab_size = self._model.vocab_size
 
     def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "fingerprint": self.fingerprint, "_model": self._model}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_model", "token_bytes")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._load()
+
+
+class SentencePieceModel:
+    def __init__(self, file: bytes, path: str) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(file)
+        except RuntimeError as error:  # what sentencepiece raises for a file it cannot parse
+            hint = ""
+            if _is_tiktoken(file):
+                hint = ": it is a tiktoken file, as Llama 3's tokenizer.model is; give that model's tokenizer.json"
+            raise TokenizerError(f"tokenizer file {path!r} is not a sentencepiece model{hint}") from error
+        self.vocab_size = int(self._processor.vocab_size())
+
+    def encode(self, text: str | bytes) -> list[int]:
+        tokens: list[int] = self._processor.encode(text)
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._processor.decode(tokens))
+
+    def id_of(self, token: str) -> int | None:
+        found = int(self._processor.piece_to_id(token))  # the unknown token's for one that it does not have
+        return found if self._processor.id_to_piece(found) == token else None
+
+    def default_eos(self) -> int | str:
+        eos_id = int(self._processor.eos_id())
+        return "has no EOS token" if eos_id < 0 else eos_id
+
+    def token_bytes(self) -> list[int]:
+        model = self._processor
+        pieces = (model.id_to_piece(token).replace(WORD_START, " ") for token in range(self.vocab_size))
+        sizes = [1 if model.is_byte(token) else len(piece.encode()) for token, piece in enumerate(pieces)]
+        for token in range(self.vocab_size):
+            if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
+                sizes[token] = 0
+        return sizes
+
+
+def _is_tiktoken(file: bytes) -> bool:
+    """Whether the first line is base64 and a rank."""
+    word, _, rank = file.partition(b"\n")[0].partition(b" ")
+    return rank.isdigit() and word.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

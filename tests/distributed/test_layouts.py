@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gsa_train.evaluate import scores_of
 from helpers.runs import ALL_KEYS, QUICK, STEPS, Run, finished
 
 TENSOR = ("parallel.tensor=2",)
@@ -50,6 +51,16 @@ def assert_same_training(
             assert value == pytest.approx(expected, rel=relative, abs=0, nan_ok=True), (key, step)
 
 
+def assert_same_validation(run: Run, reference: Run, relative: float) -> None:
+    """Seven sequences, then those of each source: most layouts fill up the last round."""
+    found, expected = (scores_of(each.records()[-1]) for each in (run, reference))
+    assert len(expected["validation_loss_by_source"]) > 1
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if "perplexity" not in key:  # exp(loss), which multiplies the rounding
+            assert found[key] == pytest.approx(value, rel=relative), key
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sparse_training_is_that_of_one_rank(name):
     ranks, layout = LAYOUTS[name]
@@ -67,6 +78,7 @@ def test_where_no_selection_can_flip_all_steps_agree(name):
     one, many = finished(*ALL_KEYS), finished(*ALL_KEYS, *layout, ranks=ranks)
     assert one.series("recall")[-1] == pytest.approx(1)  # none is left out
     assert_same_training(many, one, relative=1e-5)
+    assert_same_validation(many, one, relative=1e-5)
 
 
 def test_tensor_parallel_without_sequence_parallel():

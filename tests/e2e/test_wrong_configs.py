@@ -78,7 +78,7 @@ WRONG = {
     ),
     "missing tokenizer": (
         "data.tokenizer=/no/such",
-        "data.tokenizer = /no/such: no such file; set it to a sentencepiece model",
+        "data.tokenizer = /no/such: no such file; set it to a tokenizer file",
     ),
     "ranks that do not divide": (
         "parallel.tensor=3",

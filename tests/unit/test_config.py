@@ -102,6 +102,60 @@ def test_floats_need_no_point(write, text):
     assert load_config(write(PHASE), [f"train.adam_epsilon={text}"]).train.adam_epsilon == 1e-8
 
 
+SETS = PHASE + "data: {validation_sets: {wiki: /a, books: /b}}\n"
+
+
+def test_validation_sets_by_name_in_their_order(write):
+    config = load_config(
+        write(SETS), ["data.validation_sets.code=s3://x/y=1", "data.validation_sets.wiki=/c"]
+    )
+    assert list(config.data.validation_sets.items()) == [
+        ("wiki", "/c"),
+        ("books", "/b"),
+        ("code", "s3://x/y=1"),
+    ]
+    assert config.data.validation_folders == config.data.validation_sets
+    assert load_config(write(config_to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.validation_sets=null"]])
+def test_without_sets_validation_dir_is_the_only_one(write, overrides):
+    path = write((SETS if overrides else PHASE) + "evaluate: {split_by_source: on}\n")
+    config = load_config(path, [*overrides, "data.validation_dir=/v"])
+    assert config.data.validation_folders == {"validation": "/v"}
+    assert config.evaluate.split_by_source is True
+
+
+def test_sets_take_the_place_of_validation_dir(write):
+    assert list(load_config(write(SETS), ["data.validation_dir=/v"]).data.validation_folders) == [
+        "wiki",
+        "books",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        (
+            "data.validation_sets.wiki=null",
+            ["data.validation_sets.wiki = null", "no value", "remove the name"],
+        ),
+        ("data.validation_sets.wiki=[1]", ["data.validation_sets.wiki", "not plain text"]),
+        ("data.validation_sets.wiki=${a}", ["data.validation_sets.wiki", "not plain text"]),
+        ("data.validation_sets.a.b=/x", ["data.validation_sets.a", "not plain text"]),
+        ("data.validation_sets.wi-ki=/x", ["wi-ki is not a plain name", "letters, digits"]),
+        ("data.validation_sets.0=/x", ["0 is not a plain name"]),
+        ("data.validation_sets=/x", ["= /x: not a value under a name", "data.validation_sets.NAME=VALUE"]),
+        ("data.validation_set.x=/x", ["unknown key", "did you mean data.validation_sets?"]),
+        ("validation_sets.x=/x", ["unknown key", "did you mean data.validation_sets?"]),
+    ],
+)
+def test_mistakes_in_named_values(write, override, fragments):
+    (problem,) = problems_of(write(SETS), [override])
+    for fragment in fragments:
+        assert fragment in problem
+
+
 # ---- mistakes
 
 

@@ -151,6 +151,8 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["data.max_bad_line_fraction=1.5"], ["data.max_bad_line_fraction = 1.5", "outside [0, 1]"]),
     (["evaluate.every_steps=-1"], ["evaluate.every_steps = -1", "negative"]),
     (["evaluate.max_blocks=0"], ["evaluate.max_blocks = 0", "below 1"]),
+    (["data.validation_dir=''"], ["data.validation_dir", "empty"]),
+    (["data.validation_sets.wiki=' '"], ["data.validation_sets.wiki", "empty", "give a folder"]),
     (["checkpoint.every_steps=0"], ["checkpoint.every_steps = 0", "below 1"]),
     (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0", "below 1"]),
     (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
@@ -237,9 +239,34 @@ def test_data_files(tmp_path):
         "data.validation_dir",
         "data.tokenizer",
     ]
-    assert "holds no *.jsonl.zst" in found[0]
+    assert "holds no *.jsonl, *.jsonl.zst, *.jsonl.gz, *.parquet" in found[0]
     assert "no such folder" in found[1]
     assert "no such file" in found[2]
+
+
+@pytest.mark.parametrize("name", ["tokens.json", "tokens.journal", "text_document.idx"])
+def test_folders_of_tokens_pass(tmp_path, name):
+    (tmp_path / name).touch()
+    assert check_data(DataConfig(str(tmp_path), validation_dir="s3://a", tokenizer="s3://a")) == []
+
+
+def test_every_validation_set_must_be_there(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "a.jsonl.zst").touch()
+    (tmp_path / "empty").mkdir()
+    sets = {
+        "good": str(full),
+        "hollow": str(tmp_path / "empty"),
+        "gone": str(tmp_path / "no"),
+        "far": "s3://a",
+    }
+    data = DataConfig(
+        train_dir=str(full), validation_dir="not read", validation_sets=sets, tokenizer="hf://a"
+    )
+    hollow, gone = check_data(data)
+    assert hollow.startswith(f"data.validation_sets.hollow = {tmp_path / 'empty'}: holds no ")
+    assert gone.startswith(f"data.validation_sets.gone = {tmp_path / 'no'}: no such folder")
 
 
 def test_a_config_made_in_python_is_checked_the_same_way():

@@ -18,6 +18,8 @@ def test_options_and_overrides_in_any_order(tmp_path):
     assert arguments.overrides == ("a.b=1", "x[0].y=2", "z=")
     assert arguments.resume_from == str(tmp_path)
     assert (arguments.no_resume, arguments.dry_run, arguments.world_size) == (False, False, 1)
+    assert not arguments.accept_new_data
+    assert parse_arguments(["--config", "c.yaml", "--accept-new-data"]).accept_new_data
 
 
 def test_world_size(monkeypatch):
@@ -37,6 +39,7 @@ def test_world_size(monkeypatch):
         (["--config", "c", "--dry-run", "--world-size", "many"], "invalid int"),
         (["--config", "c", "--resume-from", "/no/such/folder"], "no such folder"),
         (["--config", "c", "--resume-from", ".", "--no-resume"], "not allowed with"),
+        (["--config", "c", "--accept-new-data", "--no-resume"], "--no-resume, which starts all anew"),
         (["--config", "c", "--resume", "."], "--resume"),
         (["--conf", "c"], "--config"),
     ],

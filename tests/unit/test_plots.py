@@ -9,10 +9,30 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from gsa_train.plots import phase_starts, series, write_comparison, write_plots
+from gsa_train.plots import (
+    PANELS,
+    _flat,
+    _with_all_lines,
+    phase_starts,
+    series,
+    write_comparison,
+    write_plots,
+)
 
 PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
 ALL = ["budget", "gates", "indexer", "layers", "loss", "optimizer", "selection", "sink", "throughput"]
+
+SEVERAL_SETS = {
+    "event": "validation",
+    "step": 60,
+    "phase": "sparse",
+    "validation_set": "web",
+    "validation_loss": 2.0,
+    "validation_bits_per_byte": 0.9,
+    "validation_loss_by_source": {"C4": 3.0, "ArXiv": None},
+    "validation_code_loss": 2.5,
+    "validation_code_bits_per_byte": None,
+}
 
 
 def write_run(run_dir, steps=60, every=10, sparse=True, tail=""):
@@ -51,13 +71,26 @@ def assert_picture(path):
 
 
 def test_every_figure_of_a_complete_run(tmp_path):
-    write_run(tmp_path / "run")
+    write_run(tmp_path / "run", tail=json.dumps(SEVERAL_SETS) + "\n")
     (tmp_path / "run" / "summary.json").write_text('{"unigram_perplexity": 600.0, "bigram_perplexity": 90.0}')
     written = write_plots(tmp_path / "run")
     assert names(written) == ALL
     assert sorted((tmp_path / "run" / "plots").iterdir()) == sorted(written)
     for path in written:
         assert_picture(path)
+
+
+def test_a_line_for_each_validation_set_and_source():
+    losses, by_source, bits = (panel for panel in PANELS if panel.figure == "loss")
+    lines = [_with_all_lines(panel, [_flat(SEVERAL_SETS)]).lines for panel in (losses, by_source, bits)]
+    expected = {
+        "loss": "train",
+        "validation_loss": "validation web",
+        "validation_code_loss": "validation code",
+    }
+    assert lines[0] == expected
+    assert lines[1]["validation_loss_by_source: C4"] == "web: C4"
+    assert lines[2]["validation_code_bits_per_byte"] == "validation code"
 
 
 def test_figures_without_data_are_left_out(tmp_path):

@@ -71,6 +71,15 @@ def test_validation_line(capsys):
     )
 
 
+def test_each_further_validation_set_has_a_line(capsys):
+    event = {"event": "validation", "step": 120, "phase": "sparse", "validation_loss": 3.5}
+    event |= {"validation_code_loss": 1.25, "validation_code_perplexity": 3.49, "validation_recall": 0.5}
+    Progress(600, interactive=False).show(event | {"validation_perplexity": 33.1})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("validation loss  3.5000  perplexity    33.10  recall 0.500")
+    assert second == "step    120/600  sparse    validation loss  1.2500  perplexity     3.49  code"
+
+
 def test_time_left_follows_a_change_of_speed(capsys):
     clock = Clock()
     progress = Progress(100, interactive=False, clock=clock)

@@ -5,12 +5,20 @@ import math
 import random
 import struct
 import sys
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gsa_train.config import LoggingConfig
-from gsa_train.sinks import open_sinks, read_records, to_scalars, wandb_mode, without_credentials
+from gsa_train.sinks import (
+    open_sinks,
+    read_records,
+    to_scalars,
+    validation_prefixes,
+    wandb_mode,
+    without_credentials,
+)
 
 JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
 
@@ -148,6 +156,22 @@ def test_names_of_scalars():
     }
     validation = {"event": "validation", "step": 5, "phase": "sparse", "validation_loss": 2.0, "tokens": 7}
     assert to_scalars(validation) == {"validation/loss": 2.0, "validation/tokens": 7}
+    validation = {"event": "validation", "validation_set": "web", "step": 5, "phase": "sparse"}
+    validation |= {"validation_loss_by_source": {"C4": 1.0}, "validation_code_loss": 3.0}
+    assert to_scalars(validation) == {"validation/loss_by_source/C4": 1.0, "validation/code_loss": 3.0}
+
+
+def test_names_of_validation_sets(tmp_path):
+    record = {"event": "validation", "step": 5, "phase": "sparse", "validation_loss": 2.0}
+    assert validation_prefixes(record) == {"validation": "validation"}
+    record |= {"validation_set": "NaN", "validation_a_loss": 1.0, "validation_a_perplexity": 2.0}
+    record |= {"validation_a_loss_by_source": {"C4": math.nan}, "validation_b_loss": 1.0}
+    with open_run(tmp_path) as sinks:
+        sinks.log(record)
+    (read,) = read_records(tmp_path / "metrics.jsonl")
+    assert validation_prefixes(read) == {"validation": "NaN", "validation_a": "a", "validation_b": "b"}
+    assert math.isnan(read["validation_a_loss_by_source"]["C4"])
+    assert validation_prefixes(step_record(1)) == {}
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
@@ -186,9 +210,13 @@ def test_wandb_offline_run_keeps_its_id_after_a_resume(tmp_path, monkeypatch, ca
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
     assert len(folders) == 2
     for folder in folders:
-        content = (folder / f"run-{run_id}.wandb").read_bytes()
-        assert b"train/loss" in content
-        assert b"s3://bucket/shards" in content
+        path = folder / f"run-{run_id}.wandb"
+        deadline = (
+            time.monotonic() + 30
+        )  # W&B's own process writes the file, some time after it said it finished
+        while not all(word in path.read_bytes() for word in (b"train/loss", b"s3://bucket/shards")):
+            assert time.monotonic() < deadline, path.read_bytes()
+            time.sleep(0.05)
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert not [path for path in files if secret.encode() in path.read_bytes()]
     assert capfd.readouterr() == ("", "")

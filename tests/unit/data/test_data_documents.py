@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-import pytest
+from collections import Counter
+from pathlib import Path
 
-from gsa_data import DataFault
-from gsa_data.documents import Document, parse_line, parse_lines
+import pytest
+from data_corpus import write_shard
+
+from gsa_data import DataFault, build_manifest
+from gsa_data.documents import Document, parse_line, parse_row, read_documents
+from gsa_data.faults import Reading
 
 
 @pytest.mark.parametrize(
@@ -30,12 +35,49 @@ def test_parse_line(text: bytes, expected: Document | str) -> None:
     assert parse_line(text) == expected
 
 
-def test_too_many_bad_lines_stop_the_run() -> None:
-    lines = [b'{"text": "good"}'] * 97 + [b'{"text"', b'{"text": "\xff"}', b"{}"]
-    parsed = parse_lines(lines, 0.03, "s0")
-    assert parsed == [Document(b"good", "")] * 97 + ["bad_json", "bad_utf8", "missing_text"]
+def test_text_field_and_longest_document() -> None:
+    assert parse_line(b'{"content": "a", "text": 1}', "content") == Document(b"a", "")
+    assert parse_line('{"text": "éé"}'.encode(), max_document_bytes=4) == Document("éé".encode(), "")
+    assert parse_line('{"text": "ééx"}'.encode(), max_document_bytes=4) == "huge_document"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ((b"a", b"X"), Document(b"a", "X")),
+        ((b"a", None), Document(b"a", "")),
+        ((None, b"X"), "missing_text"),
+        ((b"\xff", None), "bad_utf8"),
+        ((b"\xed\xa0\x80", None), "bad_utf8"),  # a lone surrogate
+        ((" \u3000".encode(), None), "empty_text"),
+        ((b"12345", None), "huge_document"),
+    ],
+)
+def test_parse_row(row: tuple[bytes | None, bytes | None], expected: Document | str) -> None:
+    assert parse_row(*row, max_document_bytes=4) == expected
+
+
+def test_too_many_bad_lines_make_a_bad_shard(tmp_path: Path) -> None:
+    lines = [b'{"text": "good"}'] * 96 + [b'{"text"', b'{"text": "\xff"}', b"{}", b'{"text": ""}']
+    write_shard(tmp_path / "s0.jsonl.zst", lines)
+    manifest, counters = build_manifest(str(tmp_path)), Counter[str]()
+    parsed = read_documents(manifest, "s0.jsonl.zst", Reading(max_bad_line_fraction=0.03), counters)
+    good = Document(b"good", "")
+    assert parsed == [good] * 96 + ["bad_json", "bad_utf8", "missing_text", "empty_text"]
+    assert counters == Counter(shards_read=1)
     with pytest.raises(
-        DataFault, match=r"s0: 3 of 100 lines are bad \(bad_utf8 1, bad_json 1, missing_text 1\)"
+        DataFault,
+        match=r"s0\.jsonl\.zst has 3 bad lines of 100 \(bad_json 1, bad_utf8 1, empty_text 1, missing_text 1; "
+        r"text_field=text\), more than max_bad_line_fraction=0\.02",
     ):
-        parse_lines(lines, 0.02, "s0")
-    assert parse_lines([b'{"text": ""}'] * 3, 0.0, "s0") == ["empty_text"] * 3  # harmless
+        read_documents(manifest, "s0.jsonl.zst", Reading(max_bad_line_fraction=0.02), counters)
+    skipping = Reading("skip", max_bad_line_fraction=0.02)
+    counters.clear()
+    assert read_documents(manifest, "s0.jsonl.zst", skipping, counters) == []
+    assert counters == Counter(shards_read=1, shards_bad_lines=1)
+
+
+def test_empty_text_is_no_bad_line(tmp_path: Path) -> None:
+    write_shard(tmp_path / "s0.jsonl.zst", [b'{"text": ""}'] * 3)
+    manifest, reading = build_manifest(str(tmp_path)), Reading(max_bad_line_fraction=0)
+    assert read_documents(manifest, "s0.jsonl.zst", reading, Counter()) == ["empty_text"] * 3

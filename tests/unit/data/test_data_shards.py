@@ -12,8 +12,10 @@ from data_corpus import document, line, write_shard
 from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data import DataFault, build_manifest
+from gsa_data.faults import Reading
 from gsa_data.shards import read_lines
 
+FAIL, SKIP = Reading("fail"), Reading("skip")
 LINES = [line(document(number)) for number in range(3000)]
 
 
@@ -27,7 +29,7 @@ def shard(tmp_path: Path) -> Path:
 def read(root: Path, on_bad_shard: Any = "fail", **options: Any) -> tuple[list[bytes], Counter[str]]:
     counters: Counter[str] = Counter()
     manifest = build_manifest(str(root))
-    return read_lines(manifest, "chunk1/s0.jsonl.zst", on_bad_shard, counters, **options), counters
+    return read_lines(manifest, "chunk1/s0.jsonl.zst", Reading(on_bad_shard, **options), counters), counters
 
 
 def test_manifest_is_sorted_and_moves_with_its_folder(tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_any_fsspec_address_works() -> None:
         file.write(zstandard.compress(b"\n".join(LINES)))
     manifest = build_manifest("memory://gsa_data_test")
     assert [path for path, _ in manifest.shards] == ["x/s0.jsonl.zst"]
-    assert read_lines(manifest, "x/s0.jsonl.zst", "fail", Counter()) == LINES
+    assert read_lines(manifest, "x/s0.jsonl.zst", FAIL, Counter()) == LINES
 
 
 def test_reads_all_lines_of_all_frames(shard: Path) -> None:
@@ -98,17 +100,17 @@ def test_shard_that_changed_since_the_manifest(shard: Path) -> None:
     manifest = build_manifest(str(shard.parents[1]))
     write_shard(shard, LINES[:50])
     with pytest.raises(DataFault, match="the manifest says"):
-        read_lines(manifest, "chunk1/s0.jsonl.zst", "fail", Counter())
-    assert read_lines(manifest, "chunk1/s0.jsonl.zst", "skip", Counter()) == LINES[:50]
+        read_lines(manifest, "chunk1/s0.jsonl.zst", FAIL, Counter())
+    assert read_lines(manifest, "chunk1/s0.jsonl.zst", SKIP, Counter()) == LINES[:50]
 
 
 def test_missing_shard(shard: Path) -> None:
     manifest = build_manifest(str(shard.parents[1]))
     shard.unlink()
     with pytest.raises(DataFault, match=r"s0\.jsonl\.zst is missing; restore it, or set on_bad_shard=skip"):
-        read_lines(manifest, "chunk1/s0.jsonl.zst", "fail", Counter())
+        read_lines(manifest, "chunk1/s0.jsonl.zst", FAIL, Counter())
     counters: Counter[str] = Counter()
-    assert read_lines(manifest, "chunk1/s0.jsonl.zst", "skip", counters) == []
+    assert read_lines(manifest, "chunk1/s0.jsonl.zst", SKIP, counters) == []
     assert counters == Counter(shards_missing=1)
 
 

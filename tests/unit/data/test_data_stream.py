@@ -24,8 +24,10 @@ from gsa_data import (
     replay_blocks,
     validation_blocks,
 )
+from gsa_data.faults import Reading
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import Cursor
+from gsa_data.reader import TextReader
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 
@@ -37,15 +39,8 @@ def reference(corpus: Manifest, tokenizer: Tokenizer) -> Run:
 
 
 def lane_reader(manifest: Manifest, tokenizer: Tokenizer, config: StreamConfig) -> LaneReader:
-    return LaneReader(
-        manifest,
-        tokenizer,
-        config.num_lanes,
-        config.seed,
-        config.shuffle_documents,
-        config.on_bad_shard,
-        config.max_bad_line_fraction,
-    )
+    reader = TextReader(manifest, tokenizer, config.reading)
+    return LaneReader(reader, config.num_lanes, config.seed, config.shuffle_documents)
 
 
 def mismatches(run: Run, reference: Run) -> int:
@@ -276,8 +271,6 @@ def test_merge_needs_all_ranks_in_step(corpus: Manifest, tokenizer: Tokenizer) -
         {"num_lanes": 0},
         {"prefetch_blocks": 0},
         {"num_workers": -1},
-        {"on_bad_shard": "ignore"},
-        {"max_bad_line_fraction": 1.5},
     ],
     ids=str,
 )
@@ -329,7 +322,7 @@ def test_faults_stop_the_run_by_default(faulty: Manifest, tokenizer: Tokenizer, 
 
 
 def test_faults_are_counted_when_allowed(faulty: Manifest, tokenizer: Tokenizer) -> None:
-    config = replace(CONFIG, on_bad_shard="skip", max_bad_line_fraction=0.02)
+    config = replace(CONFIG, reading=Reading("skip", max_bad_line_fraction=0.02))
     # Until every lane is in its second epoch: all faults were met, some twice.
     run = Run(faulty, tokenizer, config, world_size=2)
     while min(cursor[0] for cursor in run.state()["cursors"]) < 1:
@@ -352,7 +345,7 @@ def test_missing_shard_can_be_skipped(corpus: Manifest, tokenizer: Tokenizer, tm
     (tmp_path / "chunk1" / "s2.jsonl.zst").unlink()
     with pytest.raises(DataFault, match=r"s2\.jsonl\.zst is missing"):
         read_run(manifest, tokenizer, CONFIG, steps=40)
-    state = read_run(manifest, tokenizer, replace(CONFIG, on_bad_shard="skip"), steps=40).state()
+    state = read_run(manifest, tokenizer, replace(CONFIG, reading=Reading("skip")), steps=40).state()
     assert state["counters"]["shards_missing"] >= 1
 
 

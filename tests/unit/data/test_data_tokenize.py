@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
+import sys
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import sentencepiece
 
 from gsa_data import Tokenizer
+from gsa_data.tokenize import TokenizerError
 
 PROBE = "def f(x):\n\n\tif x:  # naïve 日本 😀 \0 </s>\n        return 1234"
 
@@ -49,3 +54,110 @@ def test_clear_errors(tmp_path: Path) -> None:
         )  # fmt: skip
     with pytest.raises(ValueError, match="has no EOS token"):
         Tokenizer(str(tmp_path / "no_eos.model"))
+
+
+# tokenizer.json
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE as GPT-2's, which also says to cut what it encodes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(["the token of a lane of a shard"] * 9, trainer)
+    model.enable_truncation(5)
+    model.enable_padding(length=7)
+    path = tmp_path_factory.mktemp("json") / "tokenizer.json"
+    model.save(str(path))
+    return path
+
+
+def edited(path: Path, folder: Path, **changes: Any) -> str:
+    content = json.loads(path.read_text()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder / "tokenizer.json")
+
+
+def test_tokenizer_json(byte_level: Path) -> None:
+    each = Tokenizer(str(byte_level))
+    text = f"{PROBE} <|endoftext|>"
+    tokens = each.encode(text)
+    assert tokens.dtype == np.int32
+    assert each.eos_id == 0
+    assert tokens.max() < each.vocab_size <= 300
+    assert each.eos_id not in tokens  # text that spells the token is only text
+    assert each.decode(tokens) == text  # nothing is cut off or filled up
+    assert np.array_equal(tokens, each.encode(text.encode()))
+    assert len(each.encode("")) == 0
+    assert each.token_bytes[tokens].sum() == len(text.encode())
+    assert each.token_bytes[each.eos_id] == 0
+    copy = pickle.loads(pickle.dumps(each))
+    assert np.array_equal(copy.encode(text), tokens)
+    assert copy.fingerprint == each.fingerprint == hashlib.sha256(byte_level.read_bytes()).hexdigest()
+
+
+def test_ids_with_gaps_are_below_the_vocabulary_size(byte_level: Path, tmp_path: Path) -> None:
+    tokens = json.loads(byte_level.read_text())["added_tokens"]
+    far = tokens[0] | {"id": 999, "content": "<pad>"}
+    far_model = json.loads(byte_level.read_text())["model"]
+    far_model["vocab"]["<pad>"] = 999
+    each = Tokenizer(edited(byte_level, tmp_path, added_tokens=[*tokens, far], model=far_model))
+    assert each.vocab_size == 1000
+    assert each.token_bytes.shape == (1000,)
+
+
+def test_eos_of_a_tokenizer_json(byte_level: Path, tmp_path: Path) -> None:
+    tokens = json.loads(byte_level.read_text())["added_tokens"]
+    path = edited(byte_level, tmp_path, added_tokens=[tokens[0], tokens[0] | {"id": 1, "content": "</s>"}])
+    with pytest.raises(
+        TokenizerError, match=r"several tokens that may end a document \(</s>, <\|endof.*eos_token"
+    ):
+        Tokenizer(path)
+    each = Tokenizer(path, "</s>")
+    assert each.decode(np.array([each.eos_id])) == "</s>"
+    path = edited(byte_level, tmp_path, added_tokens=[tokens[0] | {"content": "<stop>"}])
+    with pytest.raises(TokenizerError, match=r"no token known to end a document \(special tokens: <stop>\)"):
+        Tokenizer(path)
+    plain = edited(
+        byte_level, tmp_path, added_tokens=[tokens[0], tokens[0] | {"content": "of", "special": False}]
+    )
+    with pytest.raises(TokenizerError, match="text that spells 'of' would end its document"):
+        Tokenizer(plain, "of")
+
+
+def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
+    assert Tokenizer(tokenizer.path, "</s>").fingerprint == tokenizer.fingerprint
+    other = Tokenizer(tokenizer.path, "<s>")
+    assert (other.eos_id, other.fingerprint) == (1, f"{tokenizer.fingerprint} eos=1")
+    assert pickle.loads(pickle.dumps(other)).eos_id == 1
+    with pytest.raises(TokenizerError, match=r"has no token '<nothing>'; give another eos_token"):
+        Tokenizer(tokenizer.path, "<nothing>")
+
+
+def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t"
+    for content, message in {
+        b"IQ== 0\nIg== 1\n": "it is a tiktoken file, as Llama 3's tokenizer.model is",
+        b'{"model": ': "is no JSON",
+        b'{"model": {}}': "is no tokenizer.json that `tokenizers` reads",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(TokenizerError, match=message):
+            Tokenizer(str(path))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TokenizerError, match=r"pip install 'gsa-train\[hf\]'"):
+        Tokenizer(str(path))
+    with pytest.raises(TokenizerError, match="does not exist"):
+        Tokenizer(str(tmp_path))
+
+
+def test_tokenizer_at_an_address(tokenizer: Tokenizer) -> None:
+    with fsspec.open("memory://gsa_tokenizer/t.model", "wb") as file:
+        file.write(Path(tokenizer.path).read_bytes())
+    assert Tokenizer("memory://gsa_tokenizer/t.model").fingerprint == tokenizer.fingerprint

@@ -1,0 +1,86 @@
+"""What may go wrong with text, what it is called in the counters, and what is done about it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+OnBadShard = Literal["fail", "skip"]
+
+BAD_LINES = ("bad_utf8", "bad_json", "missing_text")
+"""Faults that count towards `max_bad_line_fraction`."""
+HARMLESS_LINES = ("empty_text", "huge_document")
+BAD_SHARDS = (
+    "shards_missing",
+    "shards_unreadable",
+    "shards_damaged",
+    "shards_bad_lines",
+    "shards_duplicate",
+)
+
+logger = logging.getLogger("gsa_data")
+
+
+class DataFault(RuntimeError):
+    """The corpus cannot be read as asked; the message names the shard, the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How shards are read and what a fault does. Nothing here moves a document to another place in the order."""
+
+    on_bad_shard: OnBadShard = "fail"
+    """A shard that is missing, unreadable, damaged, too full of bad lines or a copy of another stops the run
+    ("fail"), or what is bad of it is left out, counted and logged ("skip")."""
+    max_bad_line_fraction: float = 0.01
+    """Bad lines are left out and counted; above this share of a shard's lines the shard is bad."""
+    max_document_bytes: int = 1 << 25
+    """Longer documents (UTF-8) are left out and counted: tokenizing one holds up a reader for seconds per MiB."""
+    retries: int = 5
+    """Times that a read which failed or timed out is tried again."""
+    timeout_seconds: float = 120.0
+    """A read that brings nothing for so long has failed."""
+    backoff_seconds: float = 0.5
+    """Wait before the first retry; doubles each time up to a minute: 0.5, 1, 2, 4, 8."""
+
+    def __post_init__(self) -> None:
+        if self.on_bad_shard not in ("fail", "skip"):
+            raise ValueError(f"on_bad_shard={self.on_bad_shard!r} must be 'fail' or 'skip'")
+        if not 0.0 <= self.max_bad_line_fraction <= 1.0:
+            raise ValueError(f"max_bad_line_fraction={self.max_bad_line_fraction} must be between 0 and 1")
+        if self.max_document_bytes < 1:
+            raise ValueError(f"max_document_bytes={self.max_document_bytes} must be at least 1")
+        if self.retries < 0 or self.backoff_seconds < 0:
+            raise ValueError(
+                f"retries={self.retries}, backoff_seconds={self.backoff_seconds} must be 0 or more"
+            )
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds={self.timeout_seconds} must be above 0")
+
+    @property
+    def waits_seconds(self) -> list[float]:
+        """Before each retry."""
+        return [min(60.0, self.backoff_seconds * 2.0 ** min(retry, 60)) for retry in range(self.retries)]
+
+    @property
+    def longest_wait_seconds(self) -> float:
+        """From the first try of one read to its last failure."""
+        return (self.retries + 1) * self.timeout_seconds + sum(self.waits_seconds)
+
+
+def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
+    """What was left out, and how often reads were tried again, under the names that runs log."""
+    return {
+        "data_skipped_documents": sum(counters.get(name, 0) for name in (*BAD_LINES, *HARMLESS_LINES)),
+        "data_skipped_shards": sum(counters.get(name, 0) for name in BAD_SHARDS),
+        "data_read_retries": counters.get("read_retries", 0),
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def warn_once(message: str) -> None:
+    """Log a warning, once per process: small corpora read a shard many times."""
+    logger.warning(message)

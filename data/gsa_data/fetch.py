@@ -1,0 +1,139 @@
+"""Bytes from any address that fsspec knows, with a limit on every wait and retries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import fsspec
+from fsspec.exceptions import FSTimeoutError
+
+from gsa_data.faults import DataFault, Reading
+
+T = TypeVar("T")
+
+PIECE_BYTES = 1 << 24
+
+# Waiting does not help these.
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+# The libraries under fsspec's remote file systems; most of their errors are OSErrors, some are not.
+NETWORK_LIBRARIES = frozenset(
+    {
+        "aiohttp",
+        "aiobotocore",
+        "botocore",
+        "gcsfs",
+        "google",
+        "http",
+        "httpcore",
+        "httpx",
+        "requests",
+        "urllib3",
+    }
+)
+PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp",
+    "https": "aiohttp", "abfs": "adlfs", "az": "adlfs", "sftp": "paramiko", "ssh": "paramiko",
+}  # fmt: skip
+
+
+class ReadError(OSError):
+    """A read that failed, and may be tried again."""
+
+
+def file_system(address: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it.
+
+    Raises DataFault when the package for its protocol is not installed, or the protocol is unknown.
+    """
+    protocol = address.partition("://")[0]
+    try:
+        filesystem, path = fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        package = PACKAGES.get(protocol, f"the fsspec package of {protocol}")
+        raise DataFault(f"{address}: {error}; run: pip install {package}") from error
+    except ValueError as error:
+        raise DataFault(f"{address}: {error}; give a folder, or an address that fsspec knows") from error
+    return filesystem, path
+
+
+def read_bytes(address: str, reading: Reading, counters: Counter[str]) -> bytes:
+    """The whole file, or OSError when it is missing or all tries failed."""
+    filesystem, path = file_system(address)
+    limit = reading.timeout_seconds
+
+    def read() -> bytes:
+        file = in_time(lambda: filesystem.open(path, "rb"), limit)
+        pieces = []
+        while piece := in_time(lambda: file.read(PIECE_BYTES), limit):
+            pieces.append(piece)
+        expected = getattr(file, "size", None)
+        file.close()
+        content = b"".join(pieces)
+        if expected is not None and len(content) < expected:
+            raise ReadError(f"the connection ended after {len(content)} of {expected} bytes")
+        return content
+
+    return with_retries(read, reading, counters)
+
+
+def with_retries(action: Callable[[], T], reading: Reading, counters: Counter[str]) -> T:
+    """The result of `action`, tried again after an OSError that may pass; `counters` gains read_retries."""
+    for wait_seconds in reading.waits_seconds:
+        try:
+            return action()
+        except LASTING:
+            raise
+        except OSError:
+            counters["read_retries"] += 1
+            time.sleep(wait_seconds)
+    return action()
+
+
+def in_time(action: Callable[[], T], seconds: float) -> T:
+    """The result of `action`, or ReadError after `seconds`.
+
+    Nothing can stop a read that the kernel or a library never ends, so it runs in a thread that is then left
+    behind; it ends with the process at the latest.
+    """
+    outcome: _Outcome[T] = _Outcome()
+
+    def run() -> None:
+        with outcome:
+            outcome.value.append(action())
+
+    thread = threading.Thread(target=run, name="gsa_data read", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise ReadError(f"no answer within {seconds:g} s")
+    error = outcome.error
+    if error is None:
+        return outcome.value[0]
+    # asyncio's timeout, which fsspec passes on, is no OSError before Python 3.11; nor is fsspec's own.
+    library = type(error).__module__.partition(".")[0]
+    passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
+    if passing and not isinstance(error, OSError):
+        raise ReadError(repr(error)) from error
+    raise error
+
+
+class _Outcome(Generic[T]):
+    """Carries what an action returned or raised from its thread to the one that waits."""
+
+    def __init__(self) -> None:
+        self.value: list[T] = []
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return True  # raised again by in_time

@@ -1,0 +1,207 @@
+"""megatron-core's indexed datasets (NAME.bin and NAME.idx), read as a corpus of tokens.
+
+NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code of the ids' type, int64 sequences S,
+int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin, int64 first sequence
+of each document [D] (the last is S). The layout is that of megatron.core.datasets.indexed_dataset.
+
+Every dataset is a shard of this corpus, and a document one of its lines. megatron-core checks no sizes and, without
+mmap, hands out uninitialised memory for a truncated file; here sizes and pointers must fit exactly. There are no
+checksums in this format: ids are compared with the vocabulary as they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gsa_data.faults import DataFault
+from gsa_data.pack import AnyTokens
+from gsa_data.reader import EncodedDocument, ShardLines
+from gsa_data.shards import Manifest
+from gsa_data.tokenize import Tokenizer
+
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+COPY_AGAIN = "copy it again, or write it again with megatron-core"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Header:
+    id_type: np.dtype[Any]
+    sequences: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class IndexedFolder:
+    """The indexed datasets that lie directly in a folder. `manifest` lists the .bin files."""
+
+    root: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, root: str) -> IndexedFolder:
+        """Read the header of every dataset and compare the sizes.
+
+        Raises DataFault for a file without its other half, of a wrong size, or that is no such dataset.
+        """
+        folder = Path(root)
+        names = sorted({path.stem for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
+        shards, documents = [], 0
+        for name in names:
+            for path in (folder / f"{name}.bin", folder / f"{name}.idx"):
+                if not path.is_file():
+                    raise DataFault(
+                        f"{path} is missing: an indexed dataset is a .bin and an .idx; {COPY_AGAIN}"
+                    )
+            documents += read_header(folder / f"{name}.idx").documents
+            open_index(folder / f"{name}.idx")
+            shards.append((f"{name}.bin", (folder / f"{name}.bin").stat().st_size))
+        logger.info(
+            "%s holds megatron-core's indexed datasets: %d, with %d documents, memory-mapped; nothing is tokenized "
+            "and no tokenizer is on record, so data.tokenizer must be the one that made them",
+            root,
+            len(names),
+            documents,
+        )
+        return cls(folder, Manifest(root, tuple(shards)))
+
+
+@dataclass(frozen=True)
+class Index:
+    """The tables of one .idx, memory-mapped."""
+
+    header: Header
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    first_sequences: NDArray[np.int64]
+
+
+def read_header(path: Path) -> Header:
+    with path.open("rb") as file:
+        content = file.read(HEADER.size)
+    if len(content) < HEADER.size or not content.startswith(MAGIC):
+        raise DataFault(f"{path} is no index of a megatron-core dataset: it begins with {content[:9]!r}")
+    _, version, code, sequences, boundaries = HEADER.unpack(content)
+    if version != 1 or code not in ID_TYPES:
+        raise DataFault(
+            f"{path} has version {version} and id type {code}; version 1 and the id types "
+            f"{', '.join(map(str, ID_TYPES))} are read"
+        )
+    if boundaries == 0:
+        raise DataFault(f"{path} is damaged: it has no document boundaries; {COPY_AGAIN}")
+    return Header(np.dtype(ID_TYPES[code]), sequences, boundaries - 1)
+
+
+def open_index(path: Path) -> Index:
+    """Map the tables of one dataset. Raises DataFault when a size is wrong; reads next to nothing."""
+    header = read_header(path)
+    sequences, boundaries = header.sequences, header.documents + 1
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    size = path.stat().st_size
+    if size != expected:
+        kind = "it is multimodal, which is not read" if size == expected + sequences else COPY_AGAIN
+        raise DataFault(f"{path} has {size} bytes where its header says {expected}; {kind}")
+    content = np.asarray(np.memmap(path, np.uint8, "r"))
+    at_pointers = HEADER.size + 4 * sequences
+    at_documents = at_pointers + 8 * sequences
+    index = Index(
+        header,
+        content[HEADER.size : at_pointers].view("<i4"),
+        content[at_pointers:at_documents].view("<i8"),
+        content[at_documents:].view("<i8"),
+    )
+    ids = path.with_suffix(".bin")
+    size = ids.stat().st_size
+    expected = 0
+    if sequences:
+        expected = int(index.pointers[-1]) + int(index.lengths[-1]) * header.id_type.itemsize
+    if size != expected:
+        raise DataFault(f"{ids} has {size} bytes where {path.name} says {expected}; {COPY_AGAIN}")
+    return index
+
+
+def check_index(index: Index, path: Path) -> None:
+    """Raises DataFault unless documents follow one another without gaps or overlaps. Reads the whole index."""
+    ends = np.cumsum(index.lengths, dtype=np.int64) * index.header.id_type.itemsize
+    firsts = index.first_sequences
+    whole = (
+        not (index.lengths < 0).any()
+        and (index.pointers[:1] == 0).all()
+        and np.array_equal(index.pointers[1:], ends[:-1])
+        and firsts[0] == 0
+        and firsts[-1] == index.header.sequences
+        and (np.diff(firsts) >= 0).all()
+    )
+    if not whole:
+        raise DataFault(f"{path} is damaged: its lengths, pointers and documents do not fit; {COPY_AGAIN}")
+
+
+class IndexedReader:
+    """Serves the documents of an IndexedFolder. Damage raises DataFault under any policy for bad shards."""
+
+    def __init__(self, folder: IndexedFolder, tokenizer: Tokenizer) -> None:
+        self.folder = folder
+        self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
+        self._checked: set[str] = set()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.folder.manifest
+
+    def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
+        """See ShardReader.open. The whole index is checked at the first opening."""
+        path = (self.folder.root / relpath).with_suffix(".idx")
+        index = open_index(path)
+        if relpath not in self._checked:
+            check_index(index, path)
+            self._checked.add(relpath)
+        counters["shards_read"] += 1
+        id_type = index.header.id_type
+        size = path.with_suffix(".bin").stat().st_size
+        ids: AnyTokens = np.empty(0, id_type)
+        if size:  # an empty file cannot be mapped
+            ids = np.asarray(np.memmap(path.with_suffix(".bin"), id_type, "r"))
+        # A document begins where its first sequence does; after the last one the file ends.
+        begins = np.append(index.pointers, size)[index.first_sequences] // id_type.itemsize
+        return _IndexedLines(self, str(path), ids, begins[:-1][part::parts], begins[1:][part::parts])
+
+
+class _IndexedLines:
+    def __init__(
+        self,
+        reader: IndexedReader,
+        path: str,
+        ids: AnyTokens,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> None:
+        self._vocab_size, self._eos_id, self._path = reader.vocab_size, reader.eos_id, path
+        self._ids, self._begins, self._ends = ids, begins.data, ends.data
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, place: int, /) -> EncodedDocument | str:
+        begin, end = self._begins[place], self._ends[place]
+        tokens = self._ids[begin:end]
+        if begin == end:
+            return "empty_text"
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+            raise DataFault(
+                f"{self._path}: tokens {begin} to {end} hold ids from {tokens.min()} to {tokens.max()}, but the "
+                f"vocabulary has {self._vocab_size}; give the tokenizer that made the dataset"
+            )
+        if tokens[-1] != self._eos_id:  # preprocess_data without --append-eod
+            tokens = np.append(tokens.astype(np.int32), np.int32(self._eos_id))
+        return EncodedDocument(tokens, 0)

@@ -1,0 +1,55 @@
+"""The rows of a Parquet shard, through pyarrow (optional: `pip install 'gsa-train[parquet]'`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gsa_data.faults import DataFault
+
+SOURCE_COLUMN = "meta.redpajama_set_name"  # as SlimPajama has it
+
+
+def require_pyarrow(shard: str) -> Any:
+    """The module pyarrow, or DataFault with the command that installs it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataFault(f"shard {shard} needs pyarrow; run: pip install 'gsa-train[parquet]'") from error
+    return pyarrow
+
+
+def parquet_rows(
+    packed: bytes, text_column: str, shard: str
+) -> tuple[list[tuple[bytes | None, bytes | None]], str]:
+    """Text and source of every row in file order, and what is wrong with the shard ("" when nothing is).
+
+    The row groups before a damaged one are kept. Bytes, not strings: Parquet does not promise UTF-8.
+    """
+    arrow = require_pyarrow(shard)
+    rows: list[tuple[bytes | None, bytes | None]] = []
+    try:
+        file = arrow.parquet.ParquetFile(arrow.BufferReader(packed), page_checksum_verification=True)
+        columns = file.schema.names
+        if text_column not in file.schema_arrow.names:
+            return [], f"has no column {text_column!r} (its columns: {', '.join(file.schema_arrow.names)})"
+        kind = file.schema_arrow.field(text_column).type
+        if arrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+            return [], f"holds {kind} in column {text_column!r}, not text"
+        wanted = [text_column]
+        if SOURCE_COLUMN in [file.schema.column(i).path for i in range(len(columns))]:
+            wanted.append(SOURCE_COLUMN)
+        for group in range(file.num_row_groups):
+            # One thread: readers are processes already, and a forked pool of threads would wait for ever.
+            table = file.read_row_group(group, columns=wanted, use_threads=False)
+            texts = table.column(text_column).cast(arrow.large_binary()).to_pylist()
+            sources: list[bytes | None] = [None] * len(texts)
+            if len(wanted) > 1:
+                meta = table.column("meta").combine_chunks().field("redpajama_set_name")
+                sources = meta.cast(arrow.large_binary()).to_pylist()
+            rows += zip(texts, sources, strict=True)
+    except (arrow.ArrowException, OSError) as error:
+        return rows, f"is truncated or corrupt after {len(rows)} rows ({' '.join(str(error).split())[:200]})"
+    return rows, ""

@@ -1,0 +1,83 @@
+"""The seam between a corpus and its order: a shard reader gives the lines of one shard as tokens.
+
+There are three: TextReader tokenizes shards of text, TokenReader (token_files.py) maps what `prepare.py tokens`
+wrote, IndexedReader (indexed.py) maps megatron-core's datasets. The lanes, the packing and the stream know none
+of them apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gsa_data.documents import Document, read_documents
+from gsa_data.faults import Reading
+from gsa_data.pack import AnyTokens
+from gsa_data.shards import Manifest
+from gsa_data.tokenize import Tokenizer
+
+
+class EncodedDocument(NamedTuple):
+    tokens: AnyTokens  # with the EOS
+    text_bytes: int  # 0 where only tokens are known
+
+
+class ShardLines(Protocol):
+    """Lines of one shard in file order. An item is a document, encoded when asked for, or a fault's name."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int, /) -> EncodedDocument | str: ...
+
+
+class ShardReader(Protocol):
+    """Opens the shards of one corpus. Can be pickled into data workers."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Shards and fingerprint of the corpus the order is made of: for token files, of their source."""
+        ...
+
+    def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
+        """Every parts-th line of a shard, from line `part` on.
+
+        `counters` gains what happened to the whole shard (see documents.read_documents). Raises DataFault for a
+        shard that the reader's policy refuses.
+        """
+        ...
+
+
+class TextReader:
+    """Tokenizes shards of text as they are read."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        reading: Reading,
+    ) -> None:
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.reading = reading
+
+    def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
+        lines = read_documents(self.manifest, relpath, self.reading, counters)
+        return _TextLines(lines[part::parts], self.tokenizer)
+
+
+class _TextLines:
+    def __init__(self, lines: list[Document | str], tokenizer: Tokenizer) -> None:
+        self._lines = lines
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, place: int, /) -> EncodedDocument | str:
+        line = self._lines[place]
+        if isinstance(line, str):
+            return line
+        tokens = np.append(self._tokenizer.encode(line.text_utf8), np.int32(self._tokenizer.eos_id))
+        return EncodedDocument(tokens, len(line.text_utf8))

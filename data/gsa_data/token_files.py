@@ -1,0 +1,370 @@
+"""Folders of tokens: a corpus tokenized once, read from memory-mapped files in the order of its source.
+
+Written by `prepare.py tokens`. For every shard of the source, at the same relative path:
+
+    SHARD.tokens   the ids of all documents one after another, each with its EOS: little-endian uint16, or int32
+                   when the vocabulary has more than 65536 entries
+    SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines]
+
+A line with a fault k > 0 has no tokens; the name of its fault is the k-th of the shard's record. So a run counts
+the same faults, and judges shards by the same policy, as it would with the source. `tokens.json` at the root has
+the source's shards, the tokenizer and one record per shard; it is written when all shards are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from gsa_data.faults import BAD_SHARDS, DataFault, Reading
+from gsa_data.pack import AnyTokens
+from gsa_data.reader import EncodedDocument, ShardLines
+from gsa_data.shards import Manifest
+from gsa_data.tokenize import Tokenizer
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "tokens.json"
+JOURNAL_NAME = "tokens.journal"
+"""Line 1 is the Identity, then one ShardRecord for each finished shard."""
+UNFINISHED = ".unfinished"  # what a killed command leaves behind; the next one writes over it
+AGAIN = "run `prepare.py tokens` again with the same arguments"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a folder of tokens was made of and with. Two folders of the same identity hold the same tokens."""
+
+    format_version: int
+    source_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eos_id: int
+    max_bad_line_fraction: float
+    max_document_bytes: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<i4")
+
+
+def identity_of(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Identity:
+    return Identity(
+        FORMAT_VERSION,
+        manifest.fingerprint,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        reading.max_bad_line_fraction,
+        reading.max_document_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What is known of the two files of one shard."""
+
+    path: str
+    """Of the source's shard, relative to its root."""
+    lines: int
+    documents: int
+    tokens: int
+    """With one EOS per document."""
+    text_bytes: int
+    tokens_sha256: str
+    lines_sha256: str
+    counters: dict[str, int] = field(default_factory=dict)
+    """What reading the source's shard counted: shards_read, shards_damaged and so on."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Lines left out, by the name of the fault; the order numbers them in SHARD.lines."""
+
+    def was_bad(self) -> str:
+        """The counters that say that the shard is not whole, "" when it is."""
+        return ", ".join(name for name in BAD_SHARDS if name in self.counters)
+
+    def sizes_bytes(self, dtype: np.dtype[Any]) -> dict[str, int]:
+        """Of the files, by their suffix."""
+        return {".tokens": self.tokens * dtype.itemsize, ".lines": 8 * (3 * self.lines + 1)}
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """An opened folder; `manifest` lists the shards of the source, `records` has what was made of each."""
+
+    root: Path
+    identity: Identity
+    manifest: Manifest
+    records: dict[str, ShardRecord]
+
+    @classmethod
+    def open(cls, root: str) -> TokenFolder:
+        """Read tokens.json and compare the size of every file. Checksums are for the first opening of a shard.
+
+        Raises DataFault for a folder that is unfinished, damaged or of another format version.
+        """
+        folder = cls.parse(Path(root))
+        problems = list(folder.wrong_sizes())
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise DataFault(f"{problems[0]}{more}; {AGAIN}")
+        tokens = sum(record.tokens for record in folder.records.values())
+        logger.info(
+            "%s holds tokens: %d shards, %d tokens of tokenizer %s..., memory-mapped; nothing is tokenized, sizes "
+            "are checked, checksums at the first opening of each shard",
+            root,
+            len(folder.records),
+            tokens,
+            folder.identity.tokenizer_fingerprint[:12],
+        )
+        return folder
+
+    @classmethod
+    def parse(cls, root: Path) -> TokenFolder:
+        """The folder as tokens.json has it, its files not yet looked at."""
+        path = root / MANIFEST_NAME
+        if not path.is_file():
+            raise DataFault(f"token folder {str(root)!r} is unfinished: it has no {MANIFEST_NAME}; {AGAIN}")
+        try:
+            content = orjson.loads(path.read_bytes())
+            version = content["identity"]["format_version"]
+            if version != FORMAT_VERSION:
+                raise DataFault(
+                    f"{path} has format version {version}, this program reads {FORMAT_VERSION}; write it again"
+                )
+            identity = Identity(**content["identity"])
+            shards = tuple((str(name), int(size)) for name, size in content["source_shards"])
+            text_field = str(content["text_field"])
+            duplicates = tuple(str(name) for name in content["duplicates"])
+            records = {record["path"]: ShardRecord(**record) for record in content["records"]}
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise DataFault(f"{path} is damaged ({error!r}); delete it and {AGAIN}") from error
+        manifest = Manifest(str(root), shards, text_field, duplicates)
+        if manifest.fingerprint != identity.source_fingerprint or list(records) != [
+            name for name, _ in shards
+        ]:
+            raise DataFault(f"{path} is damaged: its list of shards was changed; delete it and {AGAIN}")
+        return cls(root, identity, manifest, records)
+
+    def wrong_sizes(self) -> Iterator[str]:
+        for record in self.records.values():
+            yield from wrong_sizes(self.root, record, self.identity.dtype)
+
+    def check(self, tokenizer: Tokenizer, reading: Reading) -> None:
+        """Raises DataFault when the folder was made by another tokenizer or with other limits for bad text."""
+        if self.identity.tokenizer_fingerprint != tokenizer.fingerprint:
+            raise DataFault(
+                f"token folder {str(self.root)!r} was made by tokenizer {self.identity.tokenizer_fingerprint}, but "
+                f"{tokenizer.path!r} is {tokenizer.fingerprint}; give that tokenizer, or prepare the tokens again"
+            )
+        if self.identity.eos_id != tokenizer.eos_id:
+            raise DataFault(
+                f"token folder {str(self.root)!r} ends documents with token {self.identity.eos_id}, but the EOS of "
+                f"{tokenizer.path!r} is {tokenizer.eos_id}; set the same EOS token, or prepare the tokens again"
+            )
+        if self.manifest.duplicates and reading.on_bad_shard == "fail":
+            raise DataFault(
+                f"the source of token folder {str(self.root)!r} held {len(self.manifest.duplicates)} shards twice, "
+                f"among them {self.manifest.duplicates[0]}; remove them there and prepare the tokens again, or set "
+                "on_bad_shard=skip"
+            )
+        for name in ("max_bad_line_fraction", "max_document_bytes"):
+            made_with, wanted = getattr(self.identity, name), getattr(reading, name)
+            if made_with != wanted:
+                raise DataFault(
+                    f"token folder {str(self.root)!r} was made with {name}={made_with}, this run has {wanted}, so "
+                    f"other documents may be left out; set {name}={made_with}, or prepare the tokens again"
+                )
+
+
+class TokenReader:
+    """Serves the documents of a TokenFolder from memory-mapped files, by the policy a run has for text."""
+
+    def __init__(
+        self,
+        folder: TokenFolder,
+        tokenizer: Tokenizer,
+        reading: Reading,
+    ) -> None:
+        folder.check(tokenizer, reading)
+        self.folder = folder
+        self.on_bad_shard = reading.on_bad_shard
+        self._checked: set[str] = set()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.folder.manifest
+
+    def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
+        """See ShardReader.open. A file that is not what its record says raises DataFault under any policy."""
+        record = self.folder.records[relpath]
+        lost = record.was_bad()
+        if lost and self.on_bad_shard == "fail":
+            raise DataFault(
+                f"shard {relpath} of token folder {str(self.folder.root)!r} was bad in the source ({lost}); "
+                f"restore it there and {AGAIN}, or set on_bad_shard=skip"
+            )
+        try:
+            if relpath not in self._checked:
+                problem = next(problems(self.folder.root, record, self.folder.identity), None)
+                if problem:
+                    raise DataFault(f"{problem}; {AGAIN}")
+                self._checked.add(relpath)
+            tokens, table = map_shard(self.folder.root, record, self.folder.identity.dtype)
+        except OSError as error:
+            raise DataFault(
+                f"the tokens of shard {relpath} in {str(self.folder.root)!r} cannot be read ({error!r})"
+            ) from error
+        counters.update(record.counters)
+        return _MappedLines(tokens, table, list(record.faults), part, parts)
+
+
+class _MappedLines:
+    def __init__(
+        self, tokens: AnyTokens, table: LinesTable, fault_names: list[str], part: int, parts: int
+    ) -> None:
+        self._tokens = tokens
+        self._fault_names = fault_names
+        # Items of a memoryview are plain int, three times as fast as those of an array.
+        self._begins = table.offsets[:-1][part::parts].data
+        self._ends = table.offsets[1:][part::parts].data
+        self._text_bytes = table.text_bytes[part::parts].data
+        self._faults = table.faults[part::parts].data
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, place: int, /) -> EncodedDocument | str:
+        fault = self._faults[place]
+        if fault:
+            return self._fault_names[fault - 1]
+        return EncodedDocument(self._tokens[self._begins[place] : self._ends[place]], self._text_bytes[place])
+
+
+@dataclass(frozen=True)
+class LinesTable:
+    """The content of SHARD.lines."""
+
+    offsets: NDArray[np.int64]
+    text_bytes: NDArray[np.int64]
+    faults: NDArray[np.int64]
+
+
+def shard_file(root: Path, relpath: str, suffix: str) -> Path:
+    return root / f"{relpath}{suffix}"
+
+
+def map_shard(root: Path, record: ShardRecord, dtype: np.dtype[Any]) -> tuple[AnyTokens, LinesTable]:
+    """The ids [tokens] memory-mapped, and the table of lines in memory. The sizes are right already."""
+    table = np.fromfile(shard_file(root, record.path, ".lines"), "<i8")
+    lines = record.lines
+    split = LinesTable(table[: lines + 1], table[lines + 1 : 2 * lines + 1], table[2 * lines + 1 :])
+    if record.tokens == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype), split
+    # A plain array over the map: slices of np.memmap cost ten times as much.
+    return np.asarray(np.memmap(shard_file(root, record.path, ".tokens"), dtype, "r")), split
+
+
+def wrong_sizes(root: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Iterator[str]:
+    for suffix, expected in record.sizes_bytes(dtype).items():
+        path = shard_file(root, record.path, suffix)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            yield f"{path} is missing"
+            continue
+        if size != expected:
+            yield f"{path} has {size} bytes where {MANIFEST_NAME} says {expected}"
+
+
+def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[str]:
+    """All that is wrong with the files of one shard: sizes, checksums, ids and offsets. Reads them whole."""
+    sizes = list(wrong_sizes(root, record, identity.dtype))
+    if sizes:
+        yield from sizes
+        return
+    tokens, table = map_shard(root, record, identity.dtype)
+    for suffix, expected in ((".tokens", record.tokens_sha256), (".lines", record.lines_sha256)):
+        path = shard_file(root, record.path, suffix)
+        content = tokens if suffix == ".tokens" else np.fromfile(path, np.uint8)
+        found = hashlib.sha256(content.data).hexdigest()
+        if found != expected:
+            yield f"{path} is damaged: its sha256 is {found}, {MANIFEST_NAME} says {expected}"
+            return
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < identity.vocab_size:
+        yield (
+            f"{shard_file(root, record.path, '.tokens')} holds ids from {tokens.min()} to {tokens.max()}, the "
+            f"vocabulary ends at {identity.vocab_size - 1}"
+        )
+    lengths = np.diff(table.offsets)
+    whole = table.offsets[0] == 0 and table.offsets[-1] == record.tokens and (lengths >= 0).all()
+    if not whole or table.faults.min(initial=0) < 0 or table.faults.max(initial=0) > len(record.faults):
+        yield f"{shard_file(root, record.path, '.lines')} has offsets or faults out of range"
+
+
+def write_shard(
+    root: Path, relpath: str, lines: ShardLines, counters: Counter[str], identity: Identity
+) -> ShardRecord:
+    """Tokenize the lines of one shard into its two files; they appear when they are whole.
+
+    `counters` is what opening the shard counted. Raises DataFault for an id that is not in the vocabulary.
+    """
+    lengths, text_bytes, faults = (np.zeros(len(lines), "<i8") for _ in range(3))
+    fault_names: dict[str, int] = {}
+    tokens_hash = hashlib.sha256()
+
+    def ids() -> Iterator[bytes]:
+        for place in range(len(lines)):
+            line = lines[place]
+            if isinstance(line, str):
+                faults[place] = (
+                    list(fault_names).index(line) + 1 if line in fault_names else len(fault_names) + 1
+                )
+                fault_names[line] = fault_names.get(line, 0) + 1
+                continue
+            lengths[place], text_bytes[place] = len(line.tokens), line.text_bytes
+            if not 0 <= int(line.tokens.min()) <= int(line.tokens.max()) < identity.vocab_size:
+                raise DataFault(
+                    f"shard {relpath}, line {place + 1}: the tokenizer gave id {line.tokens.max()}, but says that "
+                    f"its vocabulary has {identity.vocab_size} entries; repair the tokenizer"
+                )
+            content = line.tokens.astype(identity.dtype).tobytes()
+            tokens_hash.update(content)
+            yield content
+
+    write_whole(shard_file(root, relpath, ".tokens"), ids())
+    offsets = np.concatenate([np.zeros(1, "<i8"), np.cumsum(lengths)])
+    table = np.concatenate([offsets, text_bytes, faults]).astype("<i8").tobytes()
+    write_whole(shard_file(root, relpath, ".lines"), [table])
+    return ShardRecord(
+        path=relpath,
+        lines=len(lines),
+        documents=len(lines) - sum(fault_names.values()),
+        tokens=int(offsets[-1]),
+        text_bytes=int(text_bytes.sum()),
+        tokens_sha256=tokens_hash.hexdigest(),
+        lines_sha256=hashlib.sha256(table).hexdigest(),
+        counters={name: count for name, count in sorted(counters.items()) if name != "read_retries"},
+        faults=fault_names,
+    )
+
+
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file that appears under its name only when all of it is on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}{UNFINISHED}")
+    with unfinished.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

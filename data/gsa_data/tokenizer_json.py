@@ -1,0 +1,106 @@
+"""Hugging Face's tokenizer.json, through the library `tokenizers` (optional: `pip install 'gsa-train[hf]'`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import TracebackType
+from typing import Any
+
+EOS_NAMES = (
+    "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+"""Special tokens that end a document in the models that are around."""
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class TokenizerError(ValueError):
+    """The tokenizer cannot be used; the message names file, reason and remedy."""
+
+
+class TokenizerJson:
+    """See tokenize.TokenizerModel."""
+
+    def __init__(self, file: bytes, path: str) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise TokenizerError(
+                f"tokenizer file {path!r} needs the package tokenizers; run: pip install 'gsa-train[hf]'"
+            ) from error
+        self._path = path
+        try:
+            self._content: dict[str, Any] = json.loads(file)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"tokenizer file {path!r} is no JSON ({error})") from error
+        with _LibraryErrors(path):
+            self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())
+        # The file may say to cut or fill up what it encodes, and text that spells a special token is only text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        added = self._content.get("added_tokens") or []
+        self._special = [token["content"] for token in added if token.get("special")]
+        self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1  # ids may have gaps
+
+    def encode(self, text: str | bytes) -> list[int]:
+        text = text.decode() if isinstance(text, bytes) else text
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def id_of(self, token: str) -> int | None:
+        found = self._vocab.get(token)
+        if found is not None and found in self.encode(token):
+            raise TokenizerError(
+                f"tokenizer {self._path!r}: text that spells {token!r} would end its document; mark the token as "
+                "special in the file's added_tokens, or give another eos_token"
+            )
+        return found
+
+    def default_eos(self) -> int | str:
+        named = [name for name in EOS_NAMES if name in self._special]
+        if len(named) == 1:
+            return self._vocab[named[0]]  # not the id in the file, which the library may replace
+        if named:
+            return f"has several tokens that may end a document ({', '.join(named)})"
+        return f"has no token known to end a document (special tokens: {', '.join(self._special) or 'none'})"
+
+    def token_bytes(self) -> list[int]:
+        parts = json.dumps([self._content.get("pre_tokenizer"), self._content.get("decoder")])
+        is_byte_level = '"ByteLevel"' in parts  # each character of a token is one byte
+        added = {token["content"] for token in self._content.get("added_tokens") or []}
+        sizes = [0] * self.vocab_size
+        for token, number in self._vocab.items():
+            if token in self._special:
+                continue
+            if BYTE_TOKEN.fullmatch(token) and not is_byte_level:
+                sizes[number] = 1
+            elif is_byte_level and token not in added:
+                sizes[number] = len(token)
+            else:
+                sizes[number] = len(token.replace("\u2581", " ").encode())
+        return sizes
+
+
+class _LibraryErrors:
+    """The library raises plain Exception for a file that it does not understand."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is Exception:
+            raise TokenizerError(
+                f"tokenizer file {self._path!r} is no tokenizer.json that `tokenizers` reads ({error})"
+            ) from error

@@ -1,0 +1,171 @@
+"""Fixed text to score a model on: the first sequences of a split, and the same documents packed by source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gsa_data.documents import Document, read_documents
+from gsa_data.faults import DataFault, Reading
+from gsa_data.pack import LANE_START, Tokens, pack
+from gsa_data.shards import Manifest
+from gsa_data.tokenize import Tokenizer
+
+DEFAULT_READING = Reading()
+
+NO_SOURCE = "unknown"
+"""Source of the documents whose line names none."""
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """Sequences for a model to score, and how much text their scored labels are."""
+
+    blocks: Tokens
+    """int32 [n, L + 1]"""
+    lengths: NDArray[np.int64]
+    """[n] labels of each sequence that are text; what follows them is filling and counts for nothing"""
+    scored_tokens: int
+    """Labels that count, EOS included."""
+    text_bytes: int
+    """UTF-8 bytes that these labels spell; an EOS has none. A tokenizer's own leading space counts where a document's
+    first token is scored, which is so only when attention crosses documents."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    name: str
+    text: ScoredText
+    by_source: dict[str, ScoredText]
+    """The same documents by source, in the order of their names; empty unless asked for."""
+
+
+class SourcedDocument(NamedTuple):
+    source: str
+    tokens: Tokens  # with the EOS
+
+
+def read_validation_set(
+    name: str,
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    seq_len_tokens: int,
+    max_blocks: int,
+    reading: Reading,
+    attend_across_documents: bool,
+    split_by_source: bool,
+) -> ValidationSet:
+    """The first `max_blocks` sequences of a split (fewer when it is smaller), and what is in them by source.
+
+    A source's documents are concatenated as the split's are, a document cut off by the last sequence as far as it
+    goes; the rest of its last sequence is filled up. So no text is left out: where documents are isolated, the
+    sources' scored tokens add up to those of the set. A source without any is left out.
+
+    Raises DataFault when the split is shorter than one sequence or has nothing to score.
+    """
+    read: list[SourcedDocument] = []
+
+    def documents() -> Iterator[Tokens]:
+        for document in validation_documents(manifest, tokenizer, reading):
+            if split_by_source:
+                read.append(document)
+            yield document.tokens
+
+    blocks = _first_blocks(documents(), manifest.root, seq_len_tokens, max_blocks)
+    lengths = np.full(len(blocks), seq_len_tokens)
+    text = _scored_text(blocks, lengths, tokenizer, attend_across_documents)
+    if text.scored_tokens == 0:
+        raise DataFault(
+            f"split {manifest.root!r}: no token of its first {len(blocks)} sequences can be scored"
+        )
+
+    by_source: dict[str, ScoredText] = {}
+    tokens_left = len(blocks) * seq_len_tokens + 1
+    tokens_of: dict[str, list[Tokens]] = {}
+    for document in read:
+        tokens_of.setdefault(document.source, []).append(document.tokens[:tokens_left])
+        tokens_left = max(0, tokens_left - len(document.tokens))
+    for source, parts in sorted(tokens_of.items()):
+        filled, lengths = _fill_up(np.concatenate(parts), seq_len_tokens, tokenizer.eos_id)
+        scored = _scored_text(filled, lengths, tokenizer, attend_across_documents)
+        if scored.scored_tokens > 0:
+            by_source[source] = scored
+    return ValidationSet(name, text, by_source)
+
+
+def validation_blocks(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    seq_len_tokens: int,
+    max_blocks: int,
+    reading: Reading = DEFAULT_READING,
+) -> Tokens:
+    """The first `max_blocks` blocks of a split in plain order: int32 [n, seq_len_tokens + 1].
+
+    Shards in sorted order, documents as they stand, any bad shard fails. n is smaller than max_blocks when
+    the split is; a split too small for one block raises DataFault.
+    """
+    tokens = (document.tokens for document in validation_documents(manifest, tokenizer, reading))
+    return _first_blocks(tokens, manifest.root, seq_len_tokens, max_blocks)
+
+
+def validation_documents(
+    manifest: Manifest, tokenizer: Tokenizer, reading: Reading
+) -> Iterator[SourcedDocument]:
+    """The documents of a split in plain order, tokenized and with their EOS. A bad shard fails, whatever `reading`
+    does with one: a perplexity of less text would not be comparable."""
+    strict = replace(reading, on_bad_shard="fail")
+    eos = np.int32(tokenizer.eos_id)
+    for relpath, _ in manifest.shards:
+        for document in read_documents(manifest, relpath, strict, Counter()):
+            if isinstance(document, Document):
+                tokens = np.append(tokenizer.encode(document.text_utf8), eos)
+                yield SourcedDocument(document.source or NO_SOURCE, tokens)
+
+
+def is_scored(
+    blocks: Tokens, lengths: NDArray[np.int64], eos_id: int, attend_across_documents: bool
+) -> NDArray[np.bool_]:
+    """[n, L] which labels of [n, L + 1] blocks count: those of text that pack.loss_mask leaves."""
+    inputs = blocks[:, :-1]
+    is_text: NDArray[np.bool_] = np.arange(inputs.shape[1]) < lengths[:, None]
+    return is_text if attend_across_documents else is_text & (inputs != eos_id)
+
+
+def _first_blocks(documents: Iterable[Tokens], root: str, seq_len_tokens: int, max_blocks: int) -> Tokens:
+    if max_blocks < 1:
+        raise ValueError(f"max_blocks={max_blocks} must be at least 1")
+    blocks: list[Tokens] = []
+    for block, _ in pack(((LANE_START, tokens) for tokens in documents), seq_len_tokens):
+        blocks.append(block)
+        if len(blocks) == max_blocks:
+            break
+    if not blocks:
+        raise DataFault(
+            f"split {root!r} is shorter than one block of {seq_len_tokens + 1} tokens; "
+            "use a larger split or a smaller seq_len_tokens"
+        )
+    return np.stack(blocks)
+
+
+def _fill_up(stream: Tokens, seq_len_tokens: int, eos_id: int) -> tuple[Tokens, NDArray[np.int64]]:
+    """All of a stream as blocks [n, seq_len_tokens + 1] with stride seq_len_tokens, and the labels of each."""
+    labels = len(stream) - 1
+    starts = np.arange(0, labels, seq_len_tokens)
+    missing = -labels % seq_len_tokens
+    filled = np.append(stream, np.full(missing, eos_id, np.int32))
+    blocks = filled[starts[:, None] + np.arange(seq_len_tokens + 1)]
+    return blocks, np.minimum(labels - starts, seq_len_tokens)
+
+
+def _scored_text(
+    blocks: Tokens, lengths: NDArray[np.int64], tokenizer: Tokenizer, attend_across_documents: bool
+) -> ScoredText:
+    labels = blocks[:, 1:][is_scored(blocks, lengths, tokenizer.eos_id, attend_across_documents)]
+    words = labels[labels != tokenizer.eos_id]
+    return ScoredText(blocks, lengths, len(labels), int(tokenizer.token_bytes[words].sum(dtype=np.int64)))

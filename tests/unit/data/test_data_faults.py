@@ -1,0 +1,299 @@
+"""Every fault of a corpus by name: what it does by default, what `skip` makes of it, and what is counted.
+
+Faults of gzip and Parquet files, and copied shards, are in test_data_formats.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from http.client import IncompleteRead
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zstandard
+from data_corpus import Run, document, line, read_run, write_corpus, write_shard
+from fsspec.exceptions import FSTimeoutError
+from fsspec.implementations.local import LocalFileSystem
+
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest, stream
+from gsa_data.documents import Document, read_documents
+from gsa_data.faults import Reading, skipped_totals, warn_once
+from gsa_data.fetch import in_time
+
+NAME = "chunk1/s1.jsonl.zst"
+GOOD = [line(document(number)) for number in range(200)]
+QUICK = Reading(retries=2, backoff_seconds=0.0, timeout_seconds=0.2)
+CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=8, reading=QUICK)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three shards, of which the tests damage NAME."""
+    write_corpus(tmp_path, num_shards=3, documents_per_shard=200)
+    return tmp_path
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path: Path) -> None:
+    text = b"".join(text + b"\n" for text in GOOD)
+    packed = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(text))
+    packed[len(packed) // 2] ^= 0x10
+    path.write_bytes(packed)
+
+
+def with_lines(*bad: bytes) -> Callable[[Path], None]:
+    return lambda path: write_shard(path, GOOD + list(bad))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    # name: how the shard comes to it, what the run that it stops says, the counter of a run that skips it
+    "truncated zstd": (truncate, r"s1\.jsonl\.zst is truncated or corrupt after \d+ bytes", "shards_damaged"),
+    "bit flip": (flip_a_bit, r"s1\.jsonl\.zst is truncated or corrupt", "shards_damaged"),
+    "empty file": (empty, "is truncated or corrupt", "shards_damaged"),
+    "broken JSON": (
+        with_lines(*[b'{"text": "cut'] * 9),
+        r"9 bad lines of 209 \(bad_json 9",
+        "shards_bad_lines",
+    ),
+    "missing field": (with_lines(*[b'{"body": "a"}'] * 9), r"\(missing_text 9", "shards_bad_lines"),
+    "null text": (with_lines(*[b'{"text": null}'] * 9), r"\(missing_text 9", "shards_bad_lines"),
+    "not UTF-8": (with_lines(*[b'{"text": "\xff\xfe"}'] * 9), r"\(bad_utf8 9", "shards_bad_lines"),
+    "surrogate escape": (with_lines(*[b'{"text": "a\\ud800"}'] * 9), r"\(bad_json 9", "shards_bad_lines"),
+    "surrogate bytes": (with_lines(*[b'{"text": "\xed\xa0\x80"}'] * 9), r"\(bad_utf8 9", "shards_bad_lines"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bad_shard_stops_the_run_or_is_left_out(root: Path, tokenizer: Tokenizer, name: str) -> None:
+    damage, message, counter = FAULTS[name]
+    damage(root / NAME)
+    manifest = build_manifest(str(root))
+    with pytest.raises(DataFault, match=message):
+        read_run(manifest, tokenizer, CONFIG, steps=40)
+    config = replace(CONFIG, reading=replace(QUICK, on_bad_shard="skip"))
+    counters = read_run(manifest, tokenizer, config, steps=40).state()["counters"]
+    assert counters[counter] >= 1
+    assert skipped_totals(counters)["data_skipped_shards"] == counters[counter]
+
+
+@pytest.mark.parametrize(
+    ("bad", "counter"),
+    [
+        (b'{"text": "cut', "bad_json"),
+        (b'{"text": "\xff"}', "bad_utf8"),
+        (b"[]", "missing_text"),
+        (line(" \n"), "empty_text"),
+        (line("x" * 5000), "huge_document"),
+    ],
+)
+def test_a_bad_line_is_left_out_counted_and_logged(
+    root: Path, tokenizer: Tokenizer, bad: bytes, counter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    write_shard(root / NAME, [*GOOD, bad])
+    manifest, reading = build_manifest(str(root)), replace(QUICK, max_document_bytes=4999)
+    parsed = read_documents(manifest, NAME, reading, Counter())
+    assert parsed[-1] == counter
+    assert all(isinstance(item, Document) for item in parsed[:-1])
+    read_documents(manifest, NAME, reading, Counter())
+    (message,) = caplog.messages  # once, however often the shard is read
+    assert f"1 of 201 lines are left out ({counter} 1)" in message
+
+    config = replace(CONFIG, reading=reading)
+    run = Run(manifest, tokenizer, config)
+    while not run.state()["counters"].get(counter):
+        run.step(16)
+    resumed = read_run(manifest, tokenizer, config, steps=1, state=run.state())
+    totals = skipped_totals(resumed.state()["counters"])
+    assert totals["data_skipped_documents"] >= 1  # goes on over a resume
+    assert totals["data_skipped_shards"] == 0
+
+
+def test_share_of_bad_lines_is_enforced_to_the_line(root: Path) -> None:
+    write_shard(root / NAME, [*GOOD[:99], b"{"])
+    manifest = build_manifest(str(root))
+    assert len(read_documents(manifest, NAME, Reading(max_bad_line_fraction=0.01), Counter())) == 100
+    with pytest.raises(DataFault, match=r"more than max_bad_line_fraction=0\.009"):
+        read_documents(manifest, NAME, Reading(max_bad_line_fraction=0.009), Counter())
+
+
+def test_a_shard_that_vanishes_after_the_start(root: Path, tokenizer: Tokenizer) -> None:
+    manifest = build_manifest(str(root))
+    (root / NAME).unlink()
+    with pytest.raises(DataFault, match=r"s1\.jsonl\.zst is missing; restore it"):
+        read_run(manifest, tokenizer, CONFIG, steps=40)
+    config = replace(CONFIG, reading=replace(QUICK, on_bad_shard="skip"))
+    counters = read_run(manifest, tokenizer, config, steps=40).state()["counters"]
+    assert counters["shards_missing"] >= 1
+    assert "read_retries" not in counters  # waiting does not bring it back
+
+
+# Reads that fail or never end
+
+
+class Broken:
+    """A file whose first `failures` reads raise `error`, or end early, or never end."""
+
+    def __init__(self, file: Any, plan: list[Any]) -> None:
+        self.file, self.plan, self.size = file, plan, file.size
+
+    def read(self, count: int) -> bytes:
+        fault = self.plan.pop(0) if self.plan else None
+        if isinstance(fault, BaseException):
+            raise fault
+        if isinstance(fault, threading.Event):
+            fault.wait(20)
+        if fault == "short":
+            return b""
+        return bytes(self.file.read(count))
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def break_reads(monkeypatch: pytest.MonkeyPatch, plan: list[Any]) -> None:
+    whole_open = LocalFileSystem.open
+    monkeypatch.setattr(
+        LocalFileSystem,
+        "open",
+        lambda self, *args, **options: Broken(whole_open(self, *args, **options), plan),
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ConnectionResetError("reset by peer"),
+        TimeoutError("timed out"),
+        FSTimeoutError(),
+        IncompleteRead(b""),  # as some libraries raise: no OSError
+        EOFError("ended"),
+        "short",
+        threading.Event(),
+    ],
+    ids=["reset", "timeout", "fsspec timeout", "incomplete", "ended", "short", "hangs"],
+)
+def test_reads_that_fail_are_tried_again_and_then_reported(
+    root: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    manifest, counters = build_manifest(str(root)), Counter[str]()
+    reading = replace(QUICK, timeout_seconds=0.05)
+    expected = read_documents(manifest, NAME, reading, Counter())
+    break_reads(monkeypatch, [fault, fault])
+    assert read_documents(manifest, NAME, reading, counters) == expected
+    assert counters == Counter(shards_read=1, read_retries=2)
+
+    break_reads(monkeypatch, [fault] * 100)
+    began = time.monotonic()
+    with pytest.raises(DataFault, match=r"s1\.jsonl\.zst cannot be read after 2 retries"):
+        read_documents(manifest, NAME, reading, counters)
+    counters.clear()
+    assert read_documents(manifest, NAME, replace(reading, on_bad_shard="skip"), counters) == []
+    assert counters == Counter(shards_unreadable=1, read_retries=2)
+    assert time.monotonic() - began < 5
+    if isinstance(fault, threading.Event):
+        fault.set()
+
+
+def test_other_errors_of_a_read_are_not_hidden(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = build_manifest(str(root))
+    break_reads(monkeypatch, [ZeroDivisionError("a mistake in the program")])
+    with pytest.raises(ZeroDivisionError):
+        read_documents(manifest, NAME, QUICK, Counter())
+
+
+def test_listing_is_tried_again_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = 2
+    whole_find = LocalFileSystem.find
+
+    def unsteady_find(self: LocalFileSystem, *args: Any, **options: Any) -> Any:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise ConnectionResetError("reset")
+        return whole_find(self, *args, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "find", unsteady_find)
+    assert len(build_manifest(str(root), reading=QUICK).shards) == 3
+    failures = 100
+    with pytest.raises(DataFault, match=r"cannot be read \(ConnectionResetError"):
+        build_manifest(str(root), reading=QUICK)
+
+
+def test_waits_are_bounded() -> None:
+    assert Reading().waits_seconds == [0.5, 1, 2, 4, 8]
+    assert Reading(retries=3, timeout_seconds=10).longest_wait_seconds == 43.5
+    assert max(Reading(retries=5000).waits_seconds) == 60
+    assert in_time(lambda: 7, 1.0) == 7
+
+
+# Readers that die or hang
+
+
+@pytest.fixture
+def reader(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stream with two reader processes at work, and these processes."""
+    monkeypatch.setattr(stream, "HANG_SECONDS", 1.0)
+    before = set(psutil.Process().children())
+    config = replace(CONFIG, num_workers=2, reading=replace(QUICK, timeout_seconds=0.1))
+    blocks = BlockStream(build_manifest(str(root)), tokenizer, config, 0, 1)
+    blocks.next_blocks(4)
+    workers = [child for child in psutil.Process().children() if child not in before]
+    assert len(workers) >= 2
+    yield blocks, workers
+    blocks.close()
+
+
+@pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_reader_that_dies_or_hangs_stops_the_run_soon(reader: Any, kill_signal: signal.Signals) -> None:
+    blocks, workers = reader
+    for worker in workers:
+        os.kill(worker.pid, kill_signal)
+    began = time.monotonic()
+    with pytest.raises(DataFault, match=r"a data reader died or hangs .*resume from the last checkpoint"):
+        blocks.next_blocks(400)
+    assert time.monotonic() - began < 10
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive  # a stopped process would keep this one from ending
+
+
+def test_a_fault_in_a_reader_process_reads_as_in_this_one(root: Path, tokenizer: Tokenizer) -> None:
+    truncate(root / NAME)
+    manifest = build_manifest(str(root))
+    messages = []
+    for num_workers in (0, 1):
+        with pytest.raises(DataFault) as raised:
+            read_run(manifest, tokenizer, replace(CONFIG, num_workers=num_workers), steps=40)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"on_bad_shard": "ignore"},
+        {"max_bad_line_fraction": 1.5},
+        {"max_document_bytes": 0},
+        {"retries": -1},
+        {"timeout_seconds": 0.0},
+    ],
+    ids=str,
+)
+def test_wrong_policies_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Reading(**wrong)

@@ -1,0 +1,213 @@
+"""Shards as plain, gzipped and zstd JSON lines and as Parquet, mixed in one folder, at any fsspec address."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import zstandard
+from data_corpus import document, line, read_run, write_shard
+
+from gsa_data import DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
+from gsa_data.documents import Document, read_documents
+from gsa_data.faults import Reading
+from gsa_data.parquet import parquet_rows
+from gsa_data.shards import FORMATS
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+NUMBERS = range(30)
+
+
+def packed_lines(field: str = "text") -> bytes:
+    return b"".join(json.dumps({field: document(number)}).encode() + b"\n" for number in NUMBERS)
+
+
+def parquet(columns: dict[str, Any], **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, row_group_size=10, **options)
+    return buffer.getvalue()
+
+
+def packed_in(form: str, field: str = "text") -> bytes:
+    lines = packed_lines(field)
+    if form == ".jsonl.zst":
+        return zstandard.compress(lines)
+    if form == ".jsonl.gz":
+        return gzip.compress(lines[:500]) + gzip.compress(lines[500:]) + bytes(512)  # two members and padding
+    return lines if form == ".jsonl" else parquet({field: [document(number) for number in NUMBERS]})
+
+
+def documents_of(manifest: Manifest, relpath: str, **reading: Any) -> list[Document | str]:
+    return read_documents(manifest, relpath, Reading(**reading), Counter())
+
+
+@pytest.mark.parametrize("root", ["", "memory://"])
+@pytest.mark.parametrize("field", ["text", "content"])
+def test_all_formats_hold_the_same_documents(tmp_path: Path, root: str, field: str) -> None:
+    root = f"{root}{tmp_path if not root else uuid.uuid4().hex}"
+    for number, form in enumerate(FORMATS):
+        with fsspec.open(f"{root}/sub{number}/shard{form}", "wb", auto_mkdir=True) as file:
+            file.write(packed_in(form, field))
+    with fsspec.open(f"{root}/README.md", "wb") as file:
+        file.write(b"no shard")
+    manifest = build_manifest(root, text_field=field)
+    assert [path for path, _ in manifest.shards] == [f"sub{n}/shard{form}" for n, form in enumerate(FORMATS)]
+    expected = [Document(document(number).encode(), "") for number in NUMBERS]
+    for relpath, _ in manifest.shards:
+        assert documents_of(manifest, relpath) == expected
+
+
+def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
+    write_shard(tmp_path / "s0.jsonl.zst", [line("a")])
+    default = build_manifest(str(tmp_path))
+    assert build_manifest(str(tmp_path), text_field="text").fingerprint == default.fingerprint
+    assert build_manifest(str(tmp_path), text_field="content").fingerprint != default.fingerprint
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_run_on_mixed_formats_resumes_exactly(
+    tmp_path: Path, tokenizer: Tokenizer, num_workers: int
+) -> None:
+    for number, form in enumerate(FORMATS):
+        texts = [document(100 * number + i) for i in range(40)]
+        lines = b"".join(line(text) + b"\n" for text in texts)
+        packed = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines), ".jsonl.zst": zstandard.compress(lines)}
+        (tmp_path / f"s{number}{form}").write_bytes(packed.get(form) or parquet({"text": texts}))
+    manifest = build_manifest(str(tmp_path))
+    config = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=1, num_workers=num_workers, prefetch_blocks=8)
+    whole = read_run(manifest, tokenizer, config, steps=8)
+    first = read_run(manifest, tokenizer, config, steps=3)
+    rest = read_run(manifest, tokenizer, config, world_size=2, steps=5, state=first.state())
+    assert {**first.samples, **rest.samples} == whole.samples
+    assert rest.state() == whole.state()
+
+
+def test_gzip_faults(tmp_path: Path) -> None:
+    packed = gzip.compress(packed_lines())
+    for wrong in (
+        packed[:-300],
+        b"",
+        packed[:400] + bytes([packed[400] ^ 255]) + packed[401:],
+        packed + b"x",
+    ):
+        (tmp_path / "s.jsonl.gz").write_bytes(wrong)
+        with pytest.raises(DataFault, match=r"s\.jsonl\.gz is truncated or corrupt"):
+            documents_of(build_manifest(str(tmp_path)), "s.jsonl.gz")
+        kept = documents_of(
+            build_manifest(str(tmp_path)), "s.jsonl.gz", on_bad_shard="skip", max_bad_line_fraction=1
+        )
+        good = [item for item in kept if isinstance(item, Document)]
+        assert len(good) <= len(NUMBERS)
+
+
+# Parquet
+
+
+def test_parquet_sources_and_bad_rows(tmp_path: Path) -> None:
+    binary = pa.array([b"good", b"\xff\xfe", None, b" \n", b"also good"])
+    text = pa.Array.from_buffers(pa.string(), 5, binary.buffers())  # no promise of UTF-8 kept
+    meta = [
+        {"redpajama_set_name": "X"},
+        None,
+        {"redpajama_set_name": "Y"},
+        {"redpajama_set_name": None},
+        None,
+    ]
+    (tmp_path / "s.parquet").write_bytes(parquet({"text": text, "meta": meta}))
+    manifest = build_manifest(str(tmp_path))
+    assert documents_of(manifest, "s.parquet", max_bad_line_fraction=0.5) == [
+        Document(b"good", "X"), "bad_utf8", "missing_text", "empty_text", Document(b"also good", ""),
+    ]  # fmt: skip
+    with pytest.raises(DataFault, match=r"2 bad lines of 5 \(bad_utf8 1, empty_text 1, missing_text 1"):
+        documents_of(manifest, "s.parquet")
+
+
+def test_parquet_faults(tmp_path: Path) -> None:
+    texts = [document(number) * 20 for number in NUMBERS]
+    path = tmp_path / "s.parquet"
+    whole = parquet({"text": texts}, use_dictionary=False, write_page_checksum=True)
+    damaged = bytearray(whole)
+    last = pq.ParquetFile(io.BytesIO(whole)).metadata.row_group(2).column(0)
+    damaged[last.data_page_offset + last.total_compressed_size - 9] ^= 0x55
+    cases = {
+        "truncated": (whole[:-20], "is truncated or corrupt after 0 rows", 0),
+        "no Parquet": (b"PAR1 of another kind", "is truncated or corrupt", 0),
+        "flipped bits": (bytes(damaged), "is truncated or corrupt after 20 rows", 20),
+        "no such column": (parquet({"body": texts}), r"has no column 'text' \(its columns: body\)", 0),
+        "not text": (parquet({"text": [1, 2]}), "holds int64 in column 'text', not text", 0),
+    }
+    for content, message, kept in cases.values():
+        path.write_bytes(content)
+        manifest, counters = build_manifest(str(tmp_path)), Counter[str]()
+        with pytest.raises(DataFault, match=message):
+            documents_of(manifest, "s.parquet")
+        assert len(read_documents(manifest, "s.parquet", Reading("skip"), counters)) == kept
+        assert counters == Counter(shards_read=1, shards_damaged=1)
+
+
+def test_large_and_dictionary_columns_are_text() -> None:
+    for column in (pa.array(["a", "b"], pa.large_string()), pa.array(["a", "b"]).dictionary_encode()):
+        assert parquet_rows(parquet({"text": column}), "text", "s") == ([(b"a", None), (b"b", None)], "")
+
+
+def test_missing_pyarrow_is_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataFault, match=r"s\.parquet needs pyarrow; run: pip install 'gsa-train\[parquet\]'"):
+        build_manifest(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("nothing://x/y", "Protocol not known"), ("sftp://host/x", "pip install paramiko")],
+)
+def test_an_address_that_cannot_be_read_names_the_remedy(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(DataFault, match=message):
+        build_manifest(address)
+
+
+# Copies
+
+
+def test_a_copied_shard_is_refused_or_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for name, numbers in {"a": range(40), "b": range(40, 80), "c": range(40)}.items():
+        write_shard(tmp_path / f"{name}.jsonl.zst", [line(document(number)) for number in numbers])
+    with pytest.raises(DataFault, match=r"c\.jsonl\.zst is a copy of a\.jsonl\.zst .*on_bad_shard=skip"):
+        build_manifest(str(tmp_path))
+    reading = Reading("skip")
+    manifest = build_manifest(str(tmp_path), reading=reading)
+    assert [path for path, _ in manifest.shards] == ["a.jsonl.zst", "b.jsonl.zst"]
+    assert manifest.duplicates == ("c.jsonl.zst",)
+    config = StreamConfig(seq_len_tokens=32, num_lanes=2, seed=0, reading=reading)
+    first = read_run(manifest, tokenizer, config, world_size=2, steps=1, global_batch_size=4)
+    assert first.state()["counters"]["shards_duplicate"] == 1
+    again = read_run(manifest, tokenizer, config, steps=1, global_batch_size=4, state=first.state())
+    assert again.state()["counters"]["shards_duplicate"] == 1  # and not once per start
+
+
+@pytest.mark.parametrize("changed_byte", [0, (1 << 20) - 1, (5 << 20) - 1])
+def test_shards_of_one_size_are_compared_by_their_ends(tmp_path: Path, changed_byte: int) -> None:
+    content = np.random.default_rng(0).integers(97, 122, 5 << 20, dtype=np.uint8)
+    content.tofile(tmp_path / "a.jsonl")
+    content[changed_byte] ^= 1
+    content.tofile(tmp_path / "b.jsonl")
+    assert len(build_manifest(str(tmp_path)).shards) == 2
+    content.tofile(tmp_path / "c.jsonl")
+    with pytest.raises(DataFault, match=r"c\.jsonl is a copy of b\.jsonl"):
+        build_manifest(str(tmp_path))

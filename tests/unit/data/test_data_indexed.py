@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_corpus import Run, document, read_run
+
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer
+from gsa_data.corpus import Corpus, open_corpus, shard_reader
+from gsa_data.faults import Reading
+from gsa_data.indexed import HEADER, IndexedFolder
+from gsa_data.lanes import LaneReader
+
+CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=24)
+WITHOUT_EOS = 7  # every 7-th document
+
+
+def write_indexed(folder: Path, name: str, documents: list[np.ndarray], code: int = 8) -> None:
+    """One dataset; the tokens of a document of more than 60 lie in two sequences."""
+    id_type = {4: "<i4", 8: "<u2"}[code]
+    sequences = [part for ids in documents for part in ((ids[:60], ids[60:]) if len(ids) > 60 else (ids,))]
+    lengths = np.array([len(ids) for ids in sequences], "<i4")
+    pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(id_type).itemsize
+    firsts = np.cumsum([0] + [2 if len(ids) > 60 else 1 for ids in documents]).astype("<i8")
+    (folder / f"{name}.bin").write_bytes(np.concatenate(documents).astype(id_type).tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sequences), len(firsts))
+    tables = lengths.tobytes() + pointers.tobytes() + firsts.tobytes()
+    (folder / f"{name}.idx").write_bytes(header + tables)
+
+
+@pytest.fixture
+def written(tokenizer: Tokenizer, tmp_path: Path) -> list[list[int]]:
+    """Two datasets; what their documents are with an EOS each."""
+    documents = []
+    for number in range(120):
+        ids = tokenizer.encode(document(number))
+        with_eos = np.append(ids, np.int32(tokenizer.eos_id))
+        documents.append(ids if number % WITHOUT_EOS == 0 else with_eos)
+    write_indexed(tmp_path, "a_text_document", documents[:80])
+    write_indexed(tmp_path, "b_text_document", documents[80:], code=4)
+    assert max(map(len, documents)) > 60
+    eos = tokenizer.eos_id
+    return [[*ids.tolist(), eos] if ids[-1] != eos else ids.tolist() for ids in documents]
+
+
+def documents_of(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    lanes = LaneReader(shard_reader(corpus, tokenizer, Reading()), 1, 0, shuffle_documents=True)
+    return [tokens.tolist() for _, tokens in islice(lanes.pieces(0), count)]
+
+
+def test_every_document_once_an_epoch(
+    written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        corpus = open_corpus(str(tmp_path))
+    assert isinstance(corpus, IndexedFolder)
+    assert "indexed datasets: 2, with 120 documents" in caplog.text
+    read = documents_of(corpus, tokenizer, 240)
+    assert sorted(read[:120]) == sorted(read[120:]) == sorted(written)
+    assert read[:120] != read[120:]
+
+
+def test_resume_with_other_ranks_and_workers(
+    written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    corpus = open_corpus(str(tmp_path))
+    whole = read_run(corpus, tokenizer, CONFIG, steps=9)  # type: ignore[arg-type]
+    before = read_run(corpus, tokenizer, CONFIG, world_size=2, steps=4)  # type: ignore[arg-type]
+    other = replace(CONFIG, num_workers=1)
+    after: Run = read_run(corpus, tokenizer, other, 4, steps=5, state=before.state())  # type: ignore[arg-type]
+    assert {**before.samples, **after.samples} == whole.samples
+    assert after.state() == whole.state()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_reads_what_megatron_core_writes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "text.bin"), np.uint16)
+    documents = [[*tokenizer.encode(document(number)).tolist(), tokenizer.eos_id] for number in range(30)]
+    for ids in documents:
+        builder.add_document(
+            torch.tensor(ids[:10] + ids[10:]), [10, len(ids) - 10] if len(ids) > 10 else [len(ids)]
+        )
+    builder.finalize(str(tmp_path / "text.idx"))
+    assert sorted(documents_of(open_corpus(str(tmp_path)), tokenizer, 30)) == sorted(documents)
+
+
+def flip(path: Path, at: int, value: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(value)] = value
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "a_text_document.bin").unlink(), r"a_text_document\.bin is missing"),
+        (lambda folder: (folder / "b_text_document.idx").unlink(), r"b_text_document\.idx is missing"),
+        (
+            lambda folder: cut(folder / "a_text_document.bin"),
+            r"\.bin has \d+ bytes where a_text_document\.idx",
+        ),
+        (lambda folder: cut(folder / "a_text_document.idx"), r"\.idx has \d+ bytes where its header says"),
+        (lambda folder: (folder / "a_text_document.idx").write_bytes(b"MMIDIDX"), "no index of a megatron"),
+        (lambda folder: flip(folder / "a_text_document.idx", 0, b"TNTIDX"), "no index of a megatron"),
+        (lambda folder: flip(folder / "a_text_document.idx", 9, b"\2"), "version 2"),
+        (lambda folder: flip(folder / "a_text_document.idx", 17, b"\7"), "id type 7"),
+    ],
+)
+def test_wrong_files_are_refused_at_the_start(
+    written: list[list[int]], tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(tmp_path)
+    with pytest.raises(DataFault, match=message):
+        open_corpus(str(tmp_path))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def test_damage_is_refused_when_read(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    index = tmp_path / "a_text_document.idx"
+    good = index.read_bytes()
+    flip(index, HEADER.size, struct.pack("<i", 1))  # the first length
+    with pytest.raises(DataFault, match="lengths, pointers and documents do not fit"):
+        documents_of(open_corpus(str(tmp_path)), tokenizer, 120)
+    index.write_bytes(good)
+    flip(tmp_path / "a_text_document.bin", 40, struct.pack("<H", 320))
+    stream = BlockStream(open_corpus(str(tmp_path)), tokenizer, CONFIG, 0, 1)
+    with pytest.raises(
+        DataFault, match=r"ids from \d+ to 320, but the vocabulary has 320; give the tokenizer"
+    ):
+        stream.next_blocks(200)

@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import bench_reading
+import numpy as np
+import orjson
+import prepare
+import pytest
+from data_corpus import Run, document, line, read_run, write_corpus, write_shard
+from prepare_tokens import check_tokens, prepare_tokens
+
+import gsa_data.token_files
+from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
+from gsa_data.corpus import open_corpus
+from gsa_data.faults import Reading
+from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder
+
+CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
+FAULTY = Reading("skip", max_bad_line_fraction=0.05)
+
+
+@pytest.fixture(scope="module")
+def tokens(corpus: Manifest, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    out = tmp_path_factory.mktemp("tokens")
+    return prepare_tokens(corpus.root, tokenizer, out, 1, Reading())
+
+
+@pytest.fixture
+def copy(tokens: TokenFolder, tmp_path: Path) -> Path:
+    """A folder of tokens that a test may damage."""
+    shutil.copytree(tokens.root, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def until_second_epoch(corpus: Manifest | TokenFolder, tokenizer: Tokenizer, config: StreamConfig) -> Run:
+    run = Run(corpus, tokenizer, config)
+    while min(cursor[0] for cursor in run.state()["cursors"]) < 2:
+        run.step(64, micro_batch_size=8)
+    run.close()
+    return run
+
+
+# The same as streaming
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 8])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_prepared_is_streamed(
+    corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, num_lanes: int, shuffle: bool
+) -> None:
+    config = replace(CONFIG, num_lanes=num_lanes, shuffle_documents=shuffle)
+    streamed, mapped = (until_second_epoch(each, tokenizer, config) for each in (corpus, tokens))
+    assert mapped.samples == streamed.samples
+    assert mapped.state() == streamed.state()  # cursors, counters and the source's fingerprints
+    assert mapped.state()["manifest_fingerprint"] == corpus.fingerprint
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_ranks_and_workers(
+    corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, num_workers: int
+) -> None:
+    whole = read_run(corpus, tokenizer, CONFIG, steps=6)
+    mapped = read_run(tokens, tokenizer, replace(CONFIG, num_workers=num_workers), world_size=2, steps=6)
+    assert mapped.samples == whole.samples
+    assert mapped.state() == whole.state()
+
+
+@pytest.mark.parametrize("mapped_first", [True, False])
+def test_a_run_may_switch_at_a_resume(
+    corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, mapped_first: bool
+) -> None:
+    first, second = (tokens, corpus) if mapped_first else (corpus, tokens)
+    whole = read_run(corpus, tokenizer, CONFIG, steps=12)
+    before = read_run(first, tokenizer, CONFIG, world_size=2, steps=5)
+    after = read_run(second, tokenizer, CONFIG, world_size=4, steps=7, state=before.state())
+    assert {**before.samples, **after.samples} == whole.samples
+    assert after.state() == whole.state()
+
+
+def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_corpus(source, num_shards=4, documents_per_shard=60)
+    good = [line(document(number)) for number in range(1000, 1100)]
+    write_shard(source / "chunk1/s0.jsonl.zst", [b"", *good, b'{"text": "cut', line(""), b'{"text": "\xff"}'])
+    write_shard(source / "chunk1/s1.jsonl.zst", [line("x" * 900), line(document(5))])
+    write_shard(source / "chunk1/s4.jsonl.zst", [*good[:5], b"{"])  # too many bad lines
+    truncated = source / "chunk1/s2.jsonl.zst"
+    truncated.write_bytes(truncated.read_bytes()[:-20])
+    shutil.copyfile(source / "chunk1/s3.jsonl.zst", source / "chunk1/s5.jsonl.zst")
+    reading = replace(FAULTY, max_document_bytes=800)
+    config = replace(CONFIG, num_lanes=2, reading=reading)
+
+    fail = replace(reading, on_bad_shard="fail")
+    with pytest.raises(DataFault, match="holds a shard twice"):
+        prepare_tokens(str(source), tokenizer, tmp_path / "out", 1, fail)
+    folder = prepare_tokens(str(source), tokenizer, tmp_path / "out", 1, reading)
+    corpus = build_manifest(str(source), reading=reading)
+    runs = [until_second_epoch(each, tokenizer, config) for each in (corpus, folder)]
+    assert runs[0].samples == runs[1].samples
+    assert runs[0].state() == runs[1].state()
+    counters = runs[0].state()["counters"]
+    for name in ("bad_json", "bad_utf8", "empty_text", "huge_document", "shards_damaged", "shards_bad_lines"):
+        assert counters[name] >= 2
+    assert counters["shards_duplicate"] == 1
+
+    strict = replace(config, reading=fail)
+    with pytest.raises(DataFault, match="held 1 shards twice"):
+        until_second_epoch(folder, tokenizer, strict)
+    (source / "chunk1/s5.jsonl.zst").unlink()
+    with pytest.raises(DataFault, match=r"s2\.jsonl\.zst is truncated"):
+        prepare_tokens(str(source), tokenizer, tmp_path / "other", 1, fail)
+    folder = prepare_tokens(str(source), tokenizer, tmp_path / "other", 1, reading)
+    with pytest.raises(DataFault, match=r"was bad in the source \(shards_\w+\)"):
+        until_second_epoch(folder, tokenizer, strict)
+    for name, value in (("max_bad_line_fraction", 0.5), ("max_document_bytes", 99)):
+        other = replace(config, reading=replace(reading, **{name: value}))
+        with pytest.raises(DataFault, match=f"made with {name}=.*set {name}="):
+            BlockStream(folder, tokenizer, other, 0, 1)
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    class Letters:
+        fingerprint, path, vocab_size, eos_id = "letters", "letters.model", 1 << 17, 0
+
+        def encode(self, text: bytes) -> np.ndarray:
+            return np.frombuffer(text, np.uint8).astype(np.int32) + (1 << 16)
+
+    write_shard(tmp_path / "source/s.jsonl.zst", [line("ab")])
+    tokenizer: Tokenizer = Letters()  # type: ignore[assignment]
+    folder = prepare_tokens(str(tmp_path / "source"), tokenizer, tmp_path / "out", 1, Reading())
+    assert folder.identity.dtype == np.int32
+    stored = np.fromfile(tmp_path / "out/s.jsonl.zst.tokens", np.int32)
+    assert stored.tolist() == [(1 << 16) + 97, (1 << 16) + 98, 0]
+    tokenizer.vocab_size = 1 << 16
+    with pytest.raises(DataFault, match=r"s\.jsonl\.zst, line 1: the tokenizer gave id 65634"):
+        prepare_tokens(str(tmp_path / "source"), tokenizer, tmp_path / "other", 1, Reading())
+
+
+# Preparing
+
+
+def test_command(
+    corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    arguments = ["tokens", "--data", corpus.root, "--tokenizer", tokenizer.path, "--out", out]
+    assert prepare.main([*arguments, "--workers", "2"]) == 0
+    assert "5 shards, 200 documents" in capsys.readouterr().out
+    written = {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()}
+    assert len(written) == 5 * 2 + 1
+    assert prepare.main(arguments) == 0
+    assert "5 shards, 5 of them finished before" in capsys.readouterr().out
+    assert prepare.main(["tokens", "--check", "--out", out]) == 0
+    assert prepare.main([*arguments, "--check"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()} == written
+
+    victim = Path(out) / "chunk1/s3.jsonl.zst.tokens"
+    victim.write_bytes(victim.read_bytes()[:-2])
+    capsys.readouterr()
+    assert prepare.main([*arguments, "--check"]) == 1
+    assert "PROBLEM" in capsys.readouterr().out
+    assert prepare.main(arguments) == 0  # repairs it
+    output = capsys.readouterr().out
+    assert f"again: {victim} has" in output
+    assert "4 of them finished before" in output
+    assert prepare.main([*arguments, "--check"]) == 0
+
+    assert prepare.main(["tokens", "--data", corpus.root, "--out", out]) == 1
+    assert prepare.main([*arguments, "--workers", "0"]) == 1
+    assert prepare.main([*arguments[:-1], corpus.root, "--data", out]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_command_goes_on(tokenizer: Tokenizer, tmp_path: Path, workers: int) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_corpus(source, num_shards=40, documents_per_shard=150)
+    script = Path(prepare.__file__)
+    command = [sys.executable, str(script), "tokens", "--data", str(source), "--out", str(out)]
+    command += ["--tokenizer", tokenizer.path, "--workers", str(workers)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        journal = out / JOURNAL_NAME
+        while not journal.is_file() or len(journal.read_bytes().split(b"\n")) < 5:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    for _ in range(500):  # the workers end by themselves
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("workers of the killed command still run")
+
+    finished = journal.read_bytes().split(b"\n")[1:-1]
+    assert 3 <= len(finished) < 40
+    assert not (out / MANIFEST_NAME).exists()
+    with pytest.raises(DataFault, match="unfinished"):
+        open_corpus(str(out))
+    assert any("unfinished" in problem for problem in check_tokens(out, None, None))
+    with journal.open("ab") as file:
+        file.write(b'{"path": "cut o')
+    kept = [out / f"{orjson.loads(record)['path']}.tokens" for record in finished]
+    times = [path.stat().st_mtime_ns for path in kept]
+
+    folder = prepare_tokens(str(source), tokenizer, out, 1, Reading())
+    assert [path.stat().st_mtime_ns for path in kept] == times  # not done again
+    assert len(list(out.rglob("*.jsonl.zst.*"))) == 2 * 40
+    assert not journal.exists()
+    assert list(check_tokens(out, str(source), tokenizer)) == []
+    streamed = read_run(build_manifest(str(source)), tokenizer, CONFIG, steps=3)
+    assert read_run(folder, tokenizer, CONFIG, steps=3).samples == streamed.samples
+
+
+def test_restored_shards_are_done_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_corpus(source, num_shards=2, documents_per_shard=10)
+    shard = source / "chunk1/s1.jsonl.zst"
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-5] + b"\0" * 5)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
+    assert folder.records["chunk1/s1.jsonl.zst"].was_bad() == "shards_damaged"
+    shard.write_bytes(good)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
+    assert folder.records["chunk1/s1.jsonl.zst"].documents == 10
+
+
+def test_other_tokens_in_the_folder_are_kept(
+    corpus: Manifest, tokenizer: Tokenizer, copy: Path, sample_folder: Path
+) -> None:
+    other = Tokenizer(str(sample_folder / "tokenizer.model"))
+    with pytest.raises(DataFault, match=r"holds tokens with tokenizer_fingerprint=.*another --out"):
+        prepare_tokens(corpus.root, other, copy, 1, Reading())
+    with pytest.raises(DataFault, match="max_document_bytes"):
+        prepare_tokens(corpus.root, tokenizer, copy, 1, Reading(max_document_bytes=10))
+    assert list(check_tokens(copy, corpus.root, tokenizer)) == []
+    assert any("made by tokenizer" in problem for problem in check_tokens(copy, None, other))
+    assert any(
+        "other shards" in problem for problem in check_tokens(copy, str(sample_folder / "train"), None)
+    )
+
+
+# What is refused at the start
+
+
+def test_the_log_says_what_is_read(
+    corpus: Manifest, tokens: TokenFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert isinstance(open_corpus(corpus.root), Manifest)
+        assert isinstance(open_corpus(str(tokens.root)), TokenFolder)
+    assert "holds tokens: 5 shards" in caplog.text
+    assert "nothing is tokenized" in caplog.text
+
+
+def test_another_text_field_is_refused(tokens: TokenFolder) -> None:
+    with pytest.raises(
+        DataFault, match="was made of text_field=text, this run has body; set text_field=text"
+    ):
+        open_corpus(str(tokens.root), text_field="body")
+
+
+def test_another_tokenizer_is_refused(tokens: TokenFolder, sample_folder: Path) -> None:
+    with pytest.raises(DataFault, match="was made by tokenizer"):
+        BlockStream(tokens, Tokenizer(str(sample_folder / "tokenizer.model")), CONFIG, 0, 1)
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".lines"])
+@pytest.mark.parametrize("change", ["shorter", "longer", "missing"])
+def test_wrong_sizes_are_refused_at_the_start(copy: Path, suffix: str, change: str) -> None:
+    path = copy / f"chunk1/s2.jsonl.zst{suffix}"
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] if change == "shorter" else content + b"\0\0")
+    if change == "missing":
+        path.unlink()
+    wanted = (
+        "is missing" if change == "missing" else rf"has \d+ bytes where {MANIFEST_NAME} says {len(content)}"
+    )
+    with pytest.raises(DataFault, match=wanted):
+        open_corpus(str(copy))
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".lines"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_damage_is_refused_at_the_first_opening(
+    tokenizer: Tokenizer, copy: Path, suffix: str, num_workers: int
+) -> None:
+    path = copy / f"chunk1/s2.jsonl.zst{suffix}"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    config = replace(CONFIG, num_workers=num_workers, reading=Reading("skip", 0.01))  # never skipped
+    stream = BlockStream(open_corpus(str(copy)), tokenizer, config, 0, 1)
+    with pytest.raises(DataFault, match=rf"s2\.jsonl\.zst{suffix} is damaged: its sha256 is"):
+        stream.next_blocks(400)
+    stream.close()
+    assert len(list(check_tokens(copy, None, None))) == 1
+
+
+def test_ids_beyond_the_vocabulary_are_refused(
+    tokenizer: Tokenizer, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy / "chunk1/s2.jsonl.zst.tokens"
+    ids = np.fromfile(path, np.uint16)
+    ids[5] = 320
+    ids.tofile(path)
+    manifest = orjson.loads((copy / MANIFEST_NAME).read_bytes())
+    manifest["records"][2]["tokens_sha256"] = gsa_data.token_files.hashlib.sha256(ids).hexdigest()
+    (copy / MANIFEST_NAME).write_bytes(orjson.dumps(manifest))
+    stream = BlockStream(open_corpus(str(copy)), tokenizer, CONFIG, 0, 1)
+    with pytest.raises(DataFault, match=r"holds ids from \d+ to 320, the vocabulary ends at 319"):
+        stream.next_blocks(400)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content["identity"].update(format_version=9), "format version 9"),
+        (lambda content: content["identity"].pop("eos_id"), "is damaged"),
+        (lambda content: content["source_shards"].pop(), "list of shards was changed"),
+        (lambda content: content["records"].pop(), "list of shards was changed"),
+        (lambda content: content.pop("records"), "is damaged"),
+    ],
+)
+def test_damaged_manifests_are_refused(copy: Path, damage: Callable[[dict], object], message: str) -> None:
+    content = orjson.loads((copy / MANIFEST_NAME).read_bytes())
+    damage(content)
+    (copy / MANIFEST_NAME).write_bytes(orjson.dumps(content))
+    with pytest.raises(DataFault, match=message):
+        open_corpus(str(copy))
+    (copy / MANIFEST_NAME).write_bytes(b"{")
+    with pytest.raises(DataFault, match="is damaged"):
+        open_corpus(str(copy))
+
+
+def test_tokens_must_be_local() -> None:
+    import fsspec
+
+    with fsspec.open(f"memory://run/{MANIFEST_NAME}", "wb") as file:
+        file.write(b"{}")
+    with pytest.raises(DataFault, match="which only local files can map"):
+        open_corpus("memory://run")
+
+
+def test_unreadable_files_are_named(
+    tokenizer: Tokenizer, tokens: TokenFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_map(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    stream = BlockStream(tokens, tokenizer, CONFIG, 0, 1)
+    monkeypatch.setattr(np, "memmap", no_map)
+    with pytest.raises(DataFault, match=r"the tokens of shard chunk1/s\d.*cannot be read"):
+        stream.next_blocks(1)
+
+
+def test_bench_command(corpus: Manifest, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--data", corpus.root, "--tokenizer", tokenizer.path, "--seq-len", "64", "--rounds", "1"]
+    code = bench_reading.main([*arguments, "--mapped-epochs", "2"])
+    output = capsys.readouterr().out
+    assert (code == 1) == ("BELOW THE BAR" in output)  # so small a corpus says nothing about speed
+    for name in ("loop", "stream, 0 workers", "stream, 1 workers", "mapped, 0 workers", "mapped, 1 workers"):
+        assert f"\n{name} " in output
+    assert bench_reading.main(["--data", "nowhere", "--tokenizer", tokenizer.path]) == 1

@@ -1,0 +1,119 @@
+"""Validation text: which labels count, how many bytes they spell, and the same text by source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_corpus import document, line, write_shard
+
+from gsa_data import DataFault, Manifest, Tokenizer, ValidationSet, build_manifest, read_validation_set
+from gsa_data.faults import Reading
+from gsa_data.validation import NO_SOURCE, is_scored
+
+SOURCES = ("Wikipedia", "ArXiv", "")
+L = 24
+
+
+def source_of(number: int) -> str:
+    return SOURCES[number % 3 if number < 30 else 0]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """60 documents: three sources in turn, from the 30th on only one."""
+    root = tmp_path_factory.mktemp("mixed")
+    for shard in range(2):
+        numbers = range(shard * 30, shard * 30 + 30)
+        write_shard(root / f"s{shard}.jsonl.zst", [line(document(n), source_of(n)) for n in numbers])
+    return build_manifest(str(root))
+
+
+def read(
+    mixed: Manifest, tokenizer: Tokenizer, max_blocks: int = 30, across: bool = False, split: bool = True
+) -> ValidationSet:
+    return read_validation_set("set", mixed, tokenizer, L, max_blocks, Reading(), across, split)
+
+
+def stream_of(blocks: np.ndarray, lengths: np.ndarray) -> list[int]:
+    """The tokens that were packed, the filling left out."""
+    tokens = [int(blocks[0, 0])]
+    for block, length in zip(blocks, lengths, strict=True):
+        tokens += block[1 : length + 1].tolist()
+    return tokens
+
+
+def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, tokenizer: Tokenizer) -> None:
+    found = read(mixed, tokenizer)
+    assert found.text.blocks.shape == (30, L + 1)
+    assert found.text.lengths.tolist() == [L] * 30
+    tokens_left, expected = 30 * L + 1, {source: list[int]() for source in ("ArXiv", "Wikipedia", NO_SOURCE)}
+    for number in range(60):
+        tokens = [*tokenizer.encode(document(number)).tolist(), tokenizer.eos_id][:tokens_left]
+        expected[source_of(number) or NO_SOURCE] += tokens
+        tokens_left -= len(tokens)
+    assert tokens_left == 0
+    assert list(found.by_source) == ["ArXiv", "Wikipedia", NO_SOURCE]
+    for source, text in found.by_source.items():
+        assert stream_of(text.blocks, text.lengths) == expected[source]
+        assert text.blocks.dtype == np.int32
+        assert set(text.lengths[:-1]) <= {L}
+        filling = text.blocks[-1, text.lengths[-1] + 1 :]
+        assert set(filling.tolist()) <= {tokenizer.eos_id}
+
+
+def test_tokens_and_bytes_of_the_sources_add_up(mixed: Manifest, tokenizer: Tokenizer) -> None:
+    found = read(mixed, tokenizer)
+    parts = found.by_source.values()
+    assert sum(text.scored_tokens for text in parts) == found.text.scored_tokens
+    assert sum(text.text_bytes for text in parts) == found.text.text_bytes
+    assert read(mixed, tokenizer, split=False).by_source == {}
+
+
+def test_bytes_are_those_of_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
+    """Isolated documents (here ASCII): everything but the first token of each, which nothing predicts."""
+    found = read(mixed, tokenizer, max_blocks=10**6)
+    expected, tokens_left = 0, len(found.text.blocks) * L + 1
+    for number in range(60):
+        tokens = tokenizer.encode(document(number))[:tokens_left]
+        if len(tokens):
+            expected += len(tokenizer.decode(tokens)) - len(tokenizer.decode(tokens[:1]))
+        tokens_left = max(0, tokens_left - len(tokens) - 1)
+    assert found.text.text_bytes == expected
+
+
+def test_attention_across_documents_scores_every_label(mixed: Manifest, tokenizer: Tokenizer) -> None:
+    isolated, across = read(mixed, tokenizer), read(mixed, tokenizer, across=True)
+    assert across.text.scored_tokens == 30 * L > isolated.text.scored_tokens
+    assert across.text.text_bytes > isolated.text.text_bytes
+
+
+def test_token_bytes(sample_folder: Path) -> None:
+    tokenizer = Tokenizer(str(sample_folder / "tokenizer.model"))
+    for text in ("gate  sparse é 日本 🙂\n\t", "  x", "日"):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.token_bytes[tokens].sum() == len(text.encode()) + 1  # sentencepiece's leading space
+    assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
+    assert tokenizer.token_bytes[tokenizer.eos_id] == 0
+
+
+def test_what_is_scored() -> None:
+    blocks = np.array([[5, 6, 2, 7, 8], [5, 6, 7, 8, 9]], np.int32)
+    lengths = np.array([4, 2])
+    assert is_scored(blocks, lengths, 2, False).tolist() == [
+        [True, True, False, True],
+        [True, True, False, False],
+    ]
+    assert is_scored(blocks, lengths, 2, True).tolist() == [[True] * 4, [True, True, False, False]]
+
+
+def test_a_set_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_shard(tmp_path / "s.jsonl.zst", [line("gate")])
+    with pytest.raises(DataFault, match=f"{tmp_path.name}.*shorter than one block of {L + 1}"):
+        read(build_manifest(str(tmp_path)), tokenizer)
+    write_shard(tmp_path / "s.jsonl.zst", [line("gate " * 100), b"{"])
+    with pytest.raises(DataFault, match=r"on_bad_shard|bad lines"):
+        read_validation_set(
+            "set", build_manifest(str(tmp_path)), tokenizer, L, 4, Reading(on_bad_shard="skip"), False, False
+        )

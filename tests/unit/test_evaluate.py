@@ -1,0 +1,203 @@
+"""Several validation sets: each has the perplexity of its own text, on any number of replicas, and training never
+notices that it was evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ScoredText, ValidationSet, is_scored
+from gsa_train.batches import TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.evaluate import _deal, describe, evaluate, scores_of
+from gsa_train.model.build import Model
+from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.phases import PhaseSpan, enter_phase
+from gsa_train.step import evaluation_step
+from gsa_train.trainer import Run, run_phase
+from helpers.single_rank import (
+    EOS,
+    SPARSE,
+    WARM_UP,
+    named_weights,
+    random_blocks,
+    single_rank,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample"
+CONFIG = tiny_config()
+LENGTH = CONFIG.train.seq_len_tokens
+
+
+def text_of(num_sequences: int, seed: int, last_length: int = LENGTH) -> ScoredText:
+    """Random sequences, the last of them filled up after `last_length` labels; two bytes a token."""
+    config = tiny_config(train={"global_batch_size": num_sequences, "micro_batch_size": 1})
+    blocks = random_blocks(config, seed).numpy()
+    lengths = np.full(num_sequences, LENGTH)
+    lengths[-1] = last_length
+    scored = int(is_scored(blocks, lengths, EOS, False).sum())
+    return ScoredText(blocks, lengths, scored, 2 * scored)
+
+
+def mean_loss(model: Model, text: ScoredText) -> float:
+    """By a forward pass over all sequences at once."""
+    batch = to_micro_batch(torch.from_numpy(text.blocks), EOS, False)
+    scored = torch.from_numpy(is_scored(text.blocks, text.lengths, EOS, False))
+    model.runtime.evaluating = True
+    with torch.no_grad():
+        losses = token_losses(model, batch)[scored]
+    model.runtime.evaluating = False
+    assert len(losses) == text.scored_tokens
+    return losses.double().mean().item()
+
+
+@cache
+def ready_model() -> Model:
+    model = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(model, SPARSE)
+    return model
+
+
+def test_each_set_and_source_has_the_scores_of_its_own_text() -> None:
+    wiki, code = text_of(5, seed=1), text_of(3, seed=2, last_length=4)
+    parts = {"Python": text_of(1, seed=3, last_length=7), "C, or C++": text_of(2, seed=4)}
+    sets = [ValidationSet("wiki", wiki, {}), ValidationSet("code", code, parts)]
+    model = ready_model()
+    record = evaluate(model, sets, EOS, CONFIG, single_rank())
+    assert record["validation_set"] == "wiki"
+    tokens = [text.scored_tokens for text in (code, *parts.values())]
+    expected = "validation set code: 3 sequences, {} scored tokens (Python {}, C, or C++ {})"
+    assert describe(sets[1]) == expected.format(*tokens)
+    assert record["validation_loss"] == pytest.approx(mean_loss(model, wiki), rel=1e-5)
+    assert record["validation_perplexity"] == math.exp(record["validation_loss"])
+    assert record["validation_bits_per_byte"] == pytest.approx(record["validation_loss"] / math.log(2) / 2)
+    assert 0 < record["validation_recall"] <= 1
+    assert record["validation_code_loss"] == pytest.approx(mean_loss(model, code), rel=1e-5)
+    for source, text in parts.items():
+        loss = record["validation_code_loss_by_source"][source]
+        assert loss == pytest.approx(mean_loss(model, text), rel=1e-5)
+        assert record["validation_code_perplexity_by_source"][source] == math.exp(loss)
+        assert record["validation_code_bits_per_byte_by_source"][source] == pytest.approx(loss / math.log(4))
+    assert len({record["validation_loss"], record["validation_code_loss"]}) == 2
+    assert set(scores_of(record)) == {
+        f"validation_{name}"
+        for score in ("loss", "perplexity", "bits_per_byte")
+        for name in (score, f"code_{score}", f"code_{score}_by_source")
+    }
+
+
+def test_a_set_alone_has_the_keys_it_always_had() -> None:
+    text = text_of(4, seed=1)
+    both = [ValidationSet("validation", text, {}), ValidationSet("other", text_of(2, seed=2), {})]
+    alone, beside = (evaluate(ready_model(), sets, EOS, CONFIG, single_rank()) for sets in (both[:1], both))
+    assert {"validation_loss", "validation_perplexity", "validation_recall"} <= alone.keys()
+    assert not any("other" in name or "by_source" in name for name in alone)
+    assert {name: beside[name] for name in alone} == alone
+
+
+def test_text_without_bytes_has_no_bits_per_byte() -> None:
+    text = dataclasses.replace(text_of(2, seed=1), text_bytes=0)
+    record = evaluate(ready_model(), [ValidationSet("x", text, {})], EOS, CONFIG, single_rank())
+    assert record["validation_bits_per_byte"] is None
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_any_number_of_replicas_scores_the_same_tokens(replicas: int) -> None:
+    text = text_of(5, seed=5, last_length=3)
+    ranks = [dataclasses.replace(single_rank(), data_rank=r, data_size=replicas) for r in range(replicas)]
+    dealt = [_deal(text, EOS, CONFIG, rank) for rank in ranks]
+    assert len({len(batches) for batches in dealt}) == 1  # the schedule is collective
+    results = [evaluation_step(ready_model(), batches, CONFIG, single_rank()) for batches in dealt]
+    assert sum(int(tokens) for _, tokens in results) == text.scored_tokens
+    loss = sum(loss_sum.item() for loss_sum, _ in results) / text.scored_tokens
+    assert loss == pytest.approx(mean_loss(ready_model(), text), rel=1e-5)
+
+
+# ---- a run that evaluates, and the same run that does not
+
+
+def run_config(phase: PhaseConfig, every_steps: int) -> Config:
+    tokenizer = SAMPLE / "tokenizer.model"
+    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": str(tokenizer), "num_lanes": 1}
+    folders = {"first": str(SAMPLE / "validation"), "second": str(SAMPLE / "train")}
+    return tiny_config(
+        [phase],
+        model={"vocab_size": 4096},
+        gsa={"indexer_loss_row_fraction": 0.5},
+        train={"grad_clip": 1.0},
+        data=data | {"validation_sets": folders},
+        evaluate={"every_steps": every_steps, "max_blocks": 3, "split_by_source": True},
+        logging={"every_steps": 1},
+    )
+
+
+def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> dict[str, Any]:
+    """Everything that a run of five steps leaves behind."""
+    torch.manual_seed(1)
+    config = run_config(phase, every_steps)
+    tokenizer = Tokenizer(config.data.tokenizer)
+    batches = TrainBatches(config, single_rank(), tokenizer, None)
+    model = tiny_model(config, variance_ema=0.02)
+    optimizer = build_optimizer(model, phase, config)
+    records: list[dict[str, Any]] = []
+    run = Run(
+        config=config,
+        parallel=single_rank(),
+        model=model,
+        batches=batches,
+        validation_sets=sets,
+        tokenizer=tokenizer,
+        checkpoints=Path("unused"),
+        sinks=Mock(log=records.append),
+        progress=Mock(),
+        wandb_run_id=None,
+    )
+    run_phase(run, PhaseSpan(0, phase, 0, phase.steps), optimizer)
+    close_optimizer(model, optimizer)
+    steps = [record for record in records if "event" not in record]
+    timing = ("seconds", "per_second", "data_wait")
+    return {
+        "steps": [
+            {name: value for name, value in record.items() if not any(word in name for word in timing)}
+            for record in steps
+        ],
+        "validations": [record for record in records if "event" in record],
+        "weights": named_weights(model),
+        "averages": [a.variance.ema.item() for a in model.attentions if a.variance is not None],
+        "rng": torch.get_rng_state(),
+        "data": batches.state(),
+    }
+
+
+@pytest.mark.parametrize("phase", [WARM_UP, SPARSE], ids=lambda phase: phase.name)
+def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(phase: PhaseConfig) -> None:
+    phase = dataclasses.replace(phase, steps=5)
+    sets = read_validation_sets(run_config(phase, 0), Tokenizer(str(SAMPLE / "tokenizer.model")))
+    without, evaluated = trained(phase, 0, sets), trained(phase, 2, sets)
+    assert [record["step"] for record in evaluated["validations"]] == [2, 4]
+    assert without["validations"] == []
+    losses = [record["validation_second_loss"] for record in evaluated["validations"]]
+    if phase.train == "indexer":  # the base stands still: the same text has the same loss
+        assert losses[0] == losses[1]
+    else:
+        assert losses[0] != losses[1]
+    assert "validation_second_loss_by_source" in evaluated["validations"][0]
+    assert len(without["steps"]) == 5
+    assert evaluated["steps"] == without["steps"]
+    assert evaluated["averages"] == without["averages"]
+    assert torch.equal(evaluated["rng"], without["rng"])
+    assert evaluated["data"] == without["data"]
+    for name, weight in without["weights"].items():
+        assert torch.equal(evaluated["weights"][name], weight), name

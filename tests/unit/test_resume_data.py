@@ -1,0 +1,148 @@
+"""What a checkpoint's position in the text meets at a resume: the same data, other data, another tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from gsa_data import shards, token_files
+from gsa_data.faults import DataFault
+from gsa_data.tokenize import Tokenizer, TokenizerError
+from gsa_train.batches import TrainBatches, load_tokenizer
+from gsa_train.config import Config
+from gsa_train.config_checks import DATA_FORMATS, PREPARED_TOKENS
+from gsa_train.resume import ResumeError, Start, open_batches
+from helpers.single_rank import CONFIG, single_rank
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample"
+
+
+def write_text(folder: Path, word: str, bad_lines: int = 0) -> str:
+    folder.mkdir()
+    for shard in range(3):
+        texts = [f"{word} {shard} {number} " * 20 for number in range(50)]
+        lines = [json.dumps({"text": text}) for text in texts] + ["{"] * bad_lines
+        (folder / f"s{shard}.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    data = {
+        "train_dir": write_text(tmp_path / "old", "old", bad_lines=1),
+        "tokenizer": str(SAMPLE / "tokenizer.model"),
+        "num_lanes": 4,
+        "max_bad_line_fraction": 0.1,
+    }
+    return dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, **data))
+
+
+def with_data(config: Config, **changes: Any) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+
+def opened(
+    config: Config, data: dict[str, Any] | None, tokenizer: Tokenizer, accept: bool = False
+) -> TrainBatches:
+    start = Start() if data is None else Start(Path("runs/x/step_00000003"), Mock(data=data))
+    return open_batches(config, Mock(accept_new_data=accept), start, tokenizer, single_rank())
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(SAMPLE / "tokenizer.model"))
+
+
+@pytest.fixture
+def saved(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    batches = opened(config, None, tokenizer)
+    while not batches.counters.get("bad_json"):
+        batches.next_step()
+    return batches.state()
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "manifest_fingerprint": {"train_dir": "new"},
+    "num_lanes": {"num_lanes": 8},
+    "seed": {"seed": 5},
+    "shuffle_documents": {"shuffle_documents": False},
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_other_data_is_refused_until_it_is_accepted(
+    tmp_path: Path,
+    config: Config,
+    tokenizer: Tokenizer,
+    saved: dict[str, Any],
+    field: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    new_dir = write_text(tmp_path / "new", "new")
+    change = {"train_dir": new_dir} if field == "manifest_fingerprint" else CHANGES[field]
+    changed = with_data(config, **change)
+    with pytest.raises(ResumeError) as refusal:
+        opened(changed, saved, tokenizer)
+    assert str(refusal.value).startswith("runs/x/step_00000003 cannot go on with this data:")
+    assert f"saved with {field}=" in str(refusal.value)
+    assert "add --accept-new-data" in str(refusal.value)
+
+    accepted = opened(changed, saved, tokenizer, accept=True)
+    assert "--accept-new-data: the text starts at its beginning" in caplog.text
+    before, fresh = accepted.counters, opened(changed, None, tokenizer)
+    assert before == saved["counters"]  # they go on
+    for _ in range(2):
+        for mine, its in zip(accepted.next_step(), fresh.next_step(), strict=True):
+            assert mine.tokens.equal(its.tokens)
+    state = accepted.state()
+    assert (state["cursors"], state["consumed_samples"]) == (fresh.state()["cursors"], 2 * 4)
+    assert accepted.counters["documents"] == before["documents"] + fresh.counters["documents"]
+
+    # The option may stay on: where the data is the checkpoint's, it does nothing.
+    again, plain = opened(changed, state, tokenizer, accept=True), opened(changed, state, tokenizer)
+    assert again.next_step()[0].tokens.equal(plain.next_step()[0].tokens)
+    assert again.state() == plain.state()
+
+
+def test_another_tokenizer_or_eos_is_refused_in_any_case(
+    config: Config, tokenizer: Tokenizer, saved: dict[str, Any]
+) -> None:
+    other = load_tokenizer(
+        dataclasses.replace(
+            with_data(config, eos_token="<s>"), model=dataclasses.replace(config.model, vocab_size=4096)
+        )
+    )
+    assert other.eos_id == 1
+    for accept in (False, True):
+        with pytest.raises(ResumeError, match="use the tokenizer file of the saved run") as refusal:
+            opened(with_data(config, seed=5), saved, other, accept)
+        assert "saved with seed=0" in str(refusal.value)  # all that differs is named
+        assert "--accept-new-data" not in str(refusal.value)
+
+
+def test_a_damaged_position_is_refused_in_any_case(
+    config: Config, tokenizer: Tokenizer, saved: dict[str, Any]
+) -> None:
+    damaged = saved | {"cursors": [[0, 0, 0, 0]] * 4}
+    with pytest.raises(ResumeError, match="data state is damaged: lane 0"):
+        opened(config, damaged, tokenizer, accept=True)
+
+
+def test_text_that_cannot_be_opened(config: Config, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataFault, match="does not exist"):
+        opened(with_data(config, train_dir="/no/such/folder"), None, tokenizer)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:
+    with pytest.raises(TokenizerError, match=r"model\.vocab_size = 32: .* has 4096 tokens"):
+        load_tokenizer(config)
+
+
+def test_names_that_the_config_repeats() -> None:
+    assert shards.FORMATS == DATA_FORMATS
+    assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS
