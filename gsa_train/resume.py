@@ -133,17 +133,22 @@ def open_batches(
         raise ResumeError(f"{start.checkpoint} cannot go on with this data:\n{error}{remedy}") from error
 
 
+MAY_CHANGE = ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction")
+"""Fields of `gsa` that say who computes, or how exactly the indexer loss is estimated."""
+
+
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
-    """Everything that shapes the weights or gives them their meaning must be as it was; who computes it may
-    change."""
+    """Everything that shapes the weights or gives them their meaning must be as it was. A field that the checkpoint
+    does not know is younger than it, and stood at its default."""
     saved = yaml.safe_load(state.config_yaml)
     lines = []
     for section in ("model", "gsa"):
-        now = dataclasses.asdict(getattr(config, section))
-        for field, value in now.items():
-            before = saved[section].get(field)
-            if before != value and f"{section}.{field}" != "gsa.attention_impl":
-                lines.append(f"  {section}.{field} = {value}: the checkpoint has {before}")
+        part = getattr(config, section)
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            before = saved[section].get(field.name, field.default)
+            if before != value and not (section == "gsa" and field.name in MAY_CHANGE):
+                lines.append(f"  {section}.{field.name} = {value}: the checkpoint has {before}")
     if lines:
         raise ResumeError(
             f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nSet these fields as they were, or "

@@ -1,0 +1,52 @@
+"""Which fields of the model a checkpoint holds a run to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import yaml
+
+from gsa_train.config import Config, config_to_yaml
+from gsa_train.resume import ResumeError, _check_same_model
+from helpers.single_rank import CONFIG
+
+CHECKPOINT = Path("runs/x/checkpoints/step_00000003")
+
+
+def resume(config: Config, saved_yaml: str) -> None:
+    _check_same_model(config, Mock(config_yaml=saved_yaml), CHECKPOINT)
+
+
+def with_gsa(**changes: Any) -> Config:
+    return dataclasses.replace(CONFIG, gsa=dataclasses.replace(CONFIG.gsa, **changes))
+
+
+def test_another_meaning_of_the_weights_is_refused() -> None:
+    with pytest.raises(ResumeError, match=r"gsa\.selection_block = 16: the checkpoint has 1"):
+        resume(with_gsa(selection_block=16, local_window=16), config_to_yaml(CONFIG))
+    bigger = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=4))
+    with pytest.raises(ResumeError, match=r"model\.num_layers = 4: the checkpoint has 2"):
+        resume(bigger, config_to_yaml(CONFIG))
+
+
+def test_who_computes_may_change() -> None:
+    changed = with_gsa(
+        attention_impl="reference",
+        attention_kernel="gathered",
+        dense_attention="cudnn",
+        indexer_loss_row_fraction=0.5,
+    )
+    resume(changed, config_to_yaml(CONFIG))
+
+
+def test_a_field_younger_than_the_checkpoint_stood_at_its_default() -> None:
+    saved = yaml.safe_load(config_to_yaml(CONFIG))
+    for field in ("attention_kernel", "local_window"):
+        del saved["gsa"][field]
+    resume(CONFIG, yaml.safe_dump(saved))
+    with pytest.raises(ResumeError, match=r"gsa\.local_window = 3: the checkpoint has 0"):
+        resume(with_gsa(local_window=3), yaml.safe_dump(saved))
