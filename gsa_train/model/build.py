@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
-from gsa_train.config_checks import unsupported_by_kernels
+from gsa_train.kernel_checks import unsupported_by_kernels
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.init import initialize_weights

@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import sigmoid_gate
-from gsa_train.config_checks import KERNEL_HEAD_SIZES
+from gsa_train.kernel_checks import KERNEL_HEAD_SIZES
 from gsa_train.model.attention_core import build_core, indexer_graph
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.gates import build_gate_projection, split_gate_logits
