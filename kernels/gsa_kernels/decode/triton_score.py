@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
-from gsa_kernels.indexer.triton_scores import HALF_DTYPES, _fast_tanh
+from gsa_kernels.indexer.triton_scores import HALF_DTYPES, fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 
 _SAMPLES_ABOVE = tl.constexpr(6)  # beyond those expected: in random order, not one floor in 10^4 is too high
@@ -187,7 +187,7 @@ def _score_tile(
     if not SIGMOID:
         activated = tl.maximum(logits, 0.0)
     elif TANH:  # sigmoid(z) = 1/2 + 1/2 tanh(z/2)
-        activated = 0.5 + 0.5 * _fast_tanh(logits * 0.5)
+        activated = 0.5 + 0.5 * fast_tanh(logits * 0.5)
     else:
         activated = tl.sigmoid(logits)
     return tl.sum(weights[None, :] * activated, axis=1)

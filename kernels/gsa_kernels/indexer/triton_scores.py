@@ -191,7 +191,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @triton.jit
-def _fast_tanh(x):
+def fast_tanh(x):
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -279,7 +279,7 @@ def tile_scores(
         logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
         if SIGMOID:
             logits += biases[head]
-            activated = _fast_tanh(logits) if TANH else tl.sigmoid(logits)
+            activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
         else:
             activated = tl.maximum(logits, 0.0)
         scores += weights[head][:, None] * activated

@@ -5,13 +5,15 @@ backward pass only scales. The target of a chunk comes from `head_sum_probs_list
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from gsa_kernels.attention.triton_gathered_probs import check_lists
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.kl.op import _check_inputs
+from gsa_kernels.kl.autograd import LossWithGradients, beta_tensor, check_sampling, needs_gradients
+from gsa_kernels.kl.op import check_inputs
 from gsa_kernels.kl.triton_gathered_launch import (
     GatheredBlocks,
     GatheredInputs,
@@ -75,26 +77,16 @@ def gathered_indexer_kl_loss(
     Returns:
         0-d fp32, or (0-d fp32, fp32 [B, R])
     """
-    batch, _, length = _check_inputs(
+    batch, _, length = check_inputs(
         q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block
     )
     tiles_per_unit = check_lists(lists, batch, length, selection_block)
-    if isinstance(inverse_temperature, torch.Tensor):
-        if inverse_temperature.numel() != 1:
-            raise ValueError(
-                f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
-            )
-        beta = inverse_temperature
-    else:
-        beta = torch.full((), inverse_temperature, dtype=torch.float32, device=q_idx.device)
+    beta = beta_tensor(inverse_temperature, q_idx.device)
     check_at_least("scratch_bytes", scratch_bytes, 1)
-    if not 0 < row_fraction <= 1:
-        raise ValueError(f"row_fraction is {row_fraction}; pass a number in (0, 1]")
-    if row_fraction < 1 and seed is None:
-        raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")
+    check_sampling(row_fraction, seed)
 
     differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
-    settings = {
+    settings: dict[str, Any] = {
         "target_tiles": target_tiles,
         "lists": lists,
         "activation": activation,
@@ -104,42 +96,10 @@ def gathered_indexer_kl_loss(
         "row_fraction": row_fraction,
         "seed": seed,
         "blocks": blocks,
-        "with_gradients": torch.is_grad_enabled()
-        and any(tensor is not None and tensor.requires_grad for tensor in differentiable),
+        "with_gradients": needs_gradients(*differentiable),
     }
-    total, rows = _GatheredIndexerKL.apply(*differentiable, settings)
+    total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
     return (total, rows) if return_rows else total
-
-
-class _GatheredIndexerKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_idx: torch.Tensor,
-        k_idx: torch.Tensor,
-        weight_logits: torch.Tensor,
-        score_bias: torch.Tensor | None,
-        weight_bias: torch.Tensor | None,
-        beta: torch.Tensor,
-        settings: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
-        total, rows, gradients = _value_and_gradients(*differentiable, **settings)
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(*gradients)
-        ctx.set_materialize_grads(False)
-        return total, rows
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        scale = upstream[0]
-        if scale is None:
-            return (None,) * 7
-        scaled = [
-            gradient * scale.to(gradient.dtype) if wanted and gradient is not None else None
-            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        ]
-        return (*scaled, None)
 
 
 def _value_and_gradients(

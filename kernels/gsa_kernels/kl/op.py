@@ -5,11 +5,13 @@ gradients, chunk of rows by chunk of rows, and the backward pass only scales: no
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.kl.autograd import LossWithGradients, beta_tensor, check_sampling, needs_gradients
 from gsa_kernels.kl.sampling import row_ranges
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 
@@ -68,7 +70,7 @@ def indexer_kl_loss(
     Returns:
         0-d fp32, or (0-d fp32, fp32 [B, R])
     """
-    batch, num_rows, length = _check_inputs(
+    batch, num_rows, length = check_inputs(
         q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block
     )
     if words is not None:
@@ -77,25 +79,12 @@ def indexer_kl_loss(
     if document_starts is not None:
         check_shape("document_starts", document_starts, "[B, L]", (batch, length))
         _check_int32("document_starts", document_starts)
-    if isinstance(inverse_temperature, torch.Tensor):
-        if inverse_temperature.numel() != 1:
-            raise ValueError(
-                f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
-            )
-        beta = inverse_temperature
-    else:
-        beta = torch.full((), inverse_temperature, dtype=torch.float32, device=q_idx.device)
+    beta = beta_tensor(inverse_temperature, q_idx.device)
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
-    if not 0 < row_fraction <= 1:
-        raise ValueError(f"row_fraction is {row_fraction}; pass a number in (0, 1]")
-    if row_fraction < 1 and seed is None:
-        raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")
+    check_sampling(row_fraction, seed)
 
     differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
-    with_gradients = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in differentiable
-    )
-    settings = {
+    settings: dict[str, Any] = {
         "target_rows": target_rows,
         "activation": activation,
         "words": words,
@@ -104,41 +93,10 @@ def indexer_kl_loss(
         "row_chunk_bytes": row_chunk_bytes,
         "ranges": row_ranges(num_rows, row_fraction, seed),
         "blocks": blocks,
-        "with_gradients": with_gradients,
+        "with_gradients": needs_gradients(*differentiable),
     }
-    total, rows = _IndexerKL.apply(*differentiable, settings)
+    total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
     return (total, rows) if return_rows else total
-
-
-class _IndexerKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_idx: torch.Tensor,
-        k_idx: torch.Tensor,
-        weight_logits: torch.Tensor,
-        score_bias: torch.Tensor | None,
-        weight_bias: torch.Tensor | None,
-        beta: torch.Tensor,
-        settings: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
-        total, rows, gradients = _value_and_gradients(*differentiable, **settings)
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(*gradients)
-        ctx.set_materialize_grads(False)
-        return total, rows
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        scale = upstream[0]
-        if scale is None:
-            return (None,) * 7
-        scaled = [
-            gradient * scale.to(gradient.dtype) if wanted and gradient is not None else None
-            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        ]
-        return (*scaled, None)
 
 
 def _value_and_gradients(
@@ -220,7 +178,7 @@ def _only_sampled(kl_rows: torch.Tensor, ranges: list[tuple[int, int]]) -> torch
     return out
 
 
-def _check_inputs(
+def check_inputs(
     q_idx: torch.Tensor,
     k_idx: torch.Tensor,
     weight_logits: torch.Tensor,

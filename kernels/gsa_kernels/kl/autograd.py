@@ -1,0 +1,58 @@
+"""What both forms of the indexer's loss share: argument checks, and an autograd function that only scales.
+
+The KL is linear in its upstream gradient, a scalar per loss, so the forward pass calculates the gradients, too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Gradients = tuple[torch.Tensor | None, ...]
+Calculate = Callable[..., tuple[torch.Tensor, torch.Tensor, Gradients]]
+"""(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta) -> the sum, the KL of each row, and the gradients in
+the order of the arguments."""
+
+
+class LossWithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Six tensors, of which some may be None, and a `Calculate`."""
+        *tensors, calculate = arguments
+        total, rows, gradients = calculate(*tensors)
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(*gradients)
+        ctx.set_materialize_grads(False)
+        return total, rows
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> Gradients:
+        scale = upstream[0]
+        if scale is None:
+            return (None,) * 7
+        scaled = [
+            gradient * scale.to(gradient.dtype) if wanted and gradient is not None else None
+            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        ]
+        return (*scaled, None)
+
+
+def needs_gradients(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(inverse_temperature, torch.Tensor):
+        return torch.full((), inverse_temperature, dtype=torch.float32, device=device)
+    if inverse_temperature.numel() != 1:
+        raise ValueError(
+            f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
+        )
+    return inverse_temperature
+
+
+def check_sampling(row_fraction: float, seed: int | None) -> None:
+    if not 0 < row_fraction <= 1:
+        raise ValueError(f"row_fraction is {row_fraction}; pass a number in (0, 1]")
+    if row_fraction < 1 and seed is None:
+        raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")
