@@ -134,7 +134,7 @@ def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: 
     """Adam's first step in closed form, of gradients clipped to a hundredth."""
     fields = (
         "train.grad_clip=0.01",
-        "train.adam_epsilon=1.0",
+        "train.adam_epsilon=1e-5",
         "train.weight_decay=0",
         "train.precision=fp32",
     )

@@ -2,7 +2,7 @@
 
 The size of the lists is in the data. So the keys of every piece of a tile are counted first, the host reads the
 sums, and the lists are filled into memory of exactly that size. `count_keys` does not wait: between it and
-`fill_lists` the caller can give the device other work.
+its `wait()` the caller can give the device other work.
 """
 
 from dataclasses import dataclass
@@ -35,6 +35,11 @@ class CountedKeys:
 
     done: torch.cuda.Event | None
 
+    def wait(self) -> "CountedKeys":
+        if self.done is not None:
+            self.done.synchronize()
+        return self
+
 
 @dataclass(frozen=True)
 class FilledLists:
@@ -61,20 +66,24 @@ def count_keys(words: torch.Tensor, rows: range) -> CountedKeys:
     _count_kernel[(pieces, tiles, batch)](
         words, counts, rows.start // QUERIES, num_rows, num_words, QUERIES=QUERIES, WORDS=_WORDS, num_warps=4
     )
-    totals = counts.sum(-1, dtype=torch.int32)
-    if not words.is_cuda:
-        return CountedKeys(words, rows, counts, totals, None)
-    host = torch.empty(totals.shape, dtype=torch.int32, pin_memory=True)
-    host.copy_(totals, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return CountedKeys(words, rows, counts, host, done)
+    host_counts = copy_to_host(counts.sum(-1, dtype=torch.int32))
+    done = None
+    if words.is_cuda:
+        done = torch.cuda.Event()
+        done.record()
+    return CountedKeys(words, rows, counts, host_counts, done)
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Without waiting: to be read once an event recorded after it has happened."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def fill_lists(counted: CountedKeys) -> FilledLists:
-    """Wait until the counts are on the host, and enqueue the lists."""
-    if counted.done is not None:
-        counted.done.synchronize()
+    """Enqueue the lists, once the counts are on the host."""
     entries, max_count = int(counted.host_counts.sum()), int(counted.host_counts.max())
     words, counts = counted.words, counted.counts
     batch, tiles, pieces = counts.shape
@@ -177,16 +186,40 @@ def _fill_kernel(
         return
     index = piece * WORDS + tl.arange(0, WORDS)
     rows = _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES)
+    columns = _turn(rows, QUERIES)
     sizes = _union_size(rows, QUERIES)
     place = tl.cumsum(sizes, axis=0) - sizes
     start = tl.load(starts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece)
     keys_ptr += start
     members_ptr += start
-    for bit in range(32):
-        column = (rows[0] >> bit) & 1
-        for r in tl.static_range(1, QUERIES):
-            column |= ((rows[r] >> bit) & 1) << r
-        hit = column != 0
+    for bit in tl.static_range(32):
+        hit = columns[bit] != 0
         tl.store(keys_ptr + place, index * 32 + bit, mask=hit)
-        tl.store(members_ptr + place, column, mask=hit)
+        tl.store(members_ptr + place, columns[bit].to(tl.int32, bitcast=True), mask=hit)
         place += hit.to(tl.int32)
+
+
+@triton.jit
+def _turn(rows, SIZE: tl.constexpr):
+    """Bit r of the c-th result is bit c of rows[r]: a 32 x 32 transpose (Hacker's Delight, 7-3), elementwise."""
+    columns = ()
+    for r in tl.static_range(SIZE):
+        columns = columns + (rows[r].to(tl.uint32, bitcast=True),)  # type: ignore[assignment] # noqa: RUF005
+    columns = _swap_blocks(columns, 16, 0x0000FFFF, SIZE)
+    columns = _swap_blocks(columns, 8, 0x00FF00FF, SIZE)
+    columns = _swap_blocks(columns, 4, 0x0F0F0F0F, SIZE)
+    columns = _swap_blocks(columns, 2, 0x33333333, SIZE)
+    return _swap_blocks(columns, 1, 0x55555555, SIZE)
+
+
+@triton.jit
+def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
+    """Of each 2 WIDTH rows and columns, the upper right block for the lower left one. LOW: the lower columns' bits."""
+    swapped = ()
+    for r in tl.static_range(SIZE):
+        if r % (2 * WIDTH) < WIDTH:
+            mixed = (rows[r] & LOW) | ((rows[r + WIDTH] & LOW) << WIDTH)
+        else:
+            mixed = ((rows[r - WIDTH] >> WIDTH) & LOW) | (rows[r] & (LOW << WIDTH))
+        swapped = swapped + (mixed,)  # type: ignore[assignment] # noqa: RUF005
+    return swapped

@@ -3,7 +3,7 @@
 A sample of the keys gives each row a score that somewhat more than its k_t keys reach. The score kernel keeps
 these candidates only, and the k_t best are found among them. If at least k_t keys are candidates, they hold the
 k_t best, whatever the sample was: the result is exact. A row in which there are fewer (or far more, as with
-many equal scores) is scored again in full and selected by groups of keys. All of it is decided on the device.
+many equal scores) is scored again in full and selected by groups of keys.
 """
 
 from dataclasses import replace
@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 import triton
 
-from gsa_kernels.indexer.triton_scores import ScoreInputs, write_scores
+from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
 from gsa_kernels.selection.triton_candidates import columns_per_program, write_candidates
 from gsa_kernels.selection.triton_guess import guess_thresholds
-from gsa_kernels.selection.triton_narrow import MAX_POSITION, list_candidates, narrow_candidates
+from gsa_kernels.selection.triton_narrow import narrow_candidates
 from gsa_kernels.selection.triton_select_long import select_long_rows
 
 SAMPLE_STRIDE = 32
@@ -23,8 +23,8 @@ SAMPLE_STRIDE = 32
 MOST_CANDIDATES = 16384
 """In one row: they stay in registers. `candidate_room` has what k_max asks for."""
 
-MOST_KEYS: int = MAX_POSITION.value
-"""In one row."""
+
+_ENTRY_BYTES = 8
 
 
 def candidate_room(k_max: int) -> int:
@@ -45,31 +45,37 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     return replace(inputs, k_idx=inputs.k_idx[:, positions].contiguous()), positions.to(torch.int32)
 
 
+def candidate_rows(batch: int, k_max: int, tile: int, chunk_bytes: int) -> int:
+    """Rows, whole tiles of them, whose candidates fit in `chunk_bytes`."""
+    return max(chunk_bytes // (_ENTRY_BYTES * batch * candidate_room(k_max)) // tile, 1) * tile
+
+
 def select_by_candidates(
     inputs: ScoreInputs,
     sample: tuple[ScoreInputs, torch.Tensor],
     rows: range,
     blocks: list[tuple[range, int]],
-    scores: torch.Tensor,
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     words_start: int,
     variance_ema: torch.Tensor,
     budget_rule: tuple[int, int, int, str],
     local_window: int,
-) -> None:
+) -> torch.Tensor:
     """Scores and selection of a chunk of rows.
 
     Args:
         sample: from `sample_keys`
-        blocks: `rows` split where their size, and so the block of registers that holds them, doubles
-        scores: fp32 [B, R, columns], a buffer
+        blocks: `rows` split where their size, and so the block of registers that holds the sample, doubles
         outputs: words int32 [B, rows, W] (see `write_candidates`; zeros before the documents), budget int32
             [B, L], variance fp32 [B, L]
         words_start: the row of words[:, 0]
+
+    Returns:
+        failed: int32 [B, R], 1 for the rows that are left to `select_failed`: their words are 0
     """
     words, budget, variance = outputs
     sampled_inputs, positions = sample
-    batch, device = budget.shape[0], scores.device
+    batch, device = budget.shape[0], budget.device
     starts = inputs.document_starts
     sample_scores = torch.empty(
         (batch, len(rows), triton.cdiv(rows.stop, SAMPLE_STRIDE * 16) * 16),
@@ -91,50 +97,58 @@ def select_by_candidates(
             budget_rule,
             guesses,
         )
+    del sample_scores
 
     span = columns_per_program(inputs)
     sums = torch.empty(
         (batch, len(rows), triton.cdiv(rows.stop, span), 2), dtype=torch.float32, device=device
     )
-    write_candidates(inputs, rows, guesses, scores, words, words_start, sums)
-
     room = candidate_room(budget_rule[2])
-    candidates = torch.empty((batch, len(rows), room), dtype=torch.int32, device=device)
-    counts, failed = torch.empty((2, batch, len(rows)), dtype=torch.int32, device=device)
-    for part, block in blocks:
-        list_candidates(
-            words,
-            words_start,
-            guesses,
-            sums,
-            span,
-            part,
-            rows.start,
-            block,
-            candidates,
-            counts,
-            failed,
-            (budget, variance),
-            starts,
-            variance_ema,
-            budget_rule,
-        )
+    tile_rows = score_tiles(inputs).rows
+    padded_rows = triton.cdiv(len(rows), tile_rows) * tile_rows
+    candidates = torch.empty((batch, padded_rows, room), dtype=torch.int64, device=device)
+    counts = torch.zeros((batch, len(rows)), dtype=torch.int32, device=device)
+    write_candidates(inputs, rows, guesses, candidates, counts, words, words_start, sums)
+
+    failed = torch.empty((batch, len(rows)), dtype=torch.int32, device=device)
     narrow_candidates(
-        scores,
-        span,
         candidates,
         counts,
         guesses,
+        sums,
+        span,
         rows,
         words,
         words_start,
         (budget, variance),
+        failed,
         starts,
         variance_ema,
         budget_rule,
         local_window,
     )
+    return failed
 
+
+def select_failed(
+    inputs: ScoreInputs,
+    rows: range,
+    blocks: list[tuple[range, int]],
+    scores: torch.Tensor,
+    failed: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    words_start: int,
+    variance_ema: torch.Tensor,
+    budget_rule: tuple[int, int, int, str],
+    local_window: int,
+) -> None:
+    """Select the rows that `select_by_candidates` left, from all their scores.
+
+    Args:
+        rows: of the chunk, or some of them; `blocks` are theirs
+        scores: fp32 [B, rows, columns], a buffer
+        failed: int32 [B, rows]
+    """
     write_scores(inputs, rows.start, rows.stop, scores, wanted=failed)
     for part, block in blocks:
         select_long_rows(
@@ -143,7 +157,7 @@ def select_by_candidates(
             part,
             block,
             outputs,
-            starts,
+            inputs.document_starts,
             variance_ema,
             budget_rule,
             local_window,

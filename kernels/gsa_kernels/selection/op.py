@@ -13,10 +13,11 @@ from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
 from gsa_kernels.selection.candidates import (
     MOST_CANDIDATES,
-    MOST_KEYS,
     candidate_room,
+    candidate_rows,
     sample_keys,
     select_by_candidates,
+    select_failed,
 )
 from gsa_kernels.selection.triton_select import select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
@@ -87,7 +88,7 @@ def select_keys(
             More bytes fill the device better: at 128K tokens, 512 MiB are a tenth faster than 256 MiB.
         candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
             of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
-            the variance. No rows if None, the default until it is measured to be faster.
+            the variance. No rows if None.
     """
     with launching_on(q_idx):
         selector = make_selector(
@@ -112,7 +113,9 @@ def select_keys(
         )
         outputs = new_outputs(selector.inputs)
         for rows in selector.chunks:
-            selector.select(rows, outputs)
+            failed = selector.select(rows, outputs)
+            if failed is not None:
+                selector.select_failed(rows, failed, outputs)
     return Selection(*outputs)
 
 
@@ -162,7 +165,7 @@ def make_selector(
 
 
 class Selector:
-    """Scores and selects chunk by chunk, in one buffer of scores."""
+    """Scores and selects chunk by chunk: rows of few keys in one buffer of scores, longer ones by candidates."""
 
     def __init__(
         self,
@@ -177,14 +180,17 @@ class Selector:
         self.inputs, self.variance_ema = inputs, variance_ema
         self.budget_rule, self.local_window = budget_rule, local_window
         batch, num_rows = inputs.q_idx.shape[:2]
-        tile_rows, stride = score_tiles(inputs).rows, inputs.query_stride
-        chunks = row_chunks(batch, num_rows, tile_rows, row_chunk_bytes, stride)
+        self.tile_rows, stride = score_tiles(inputs).rows, inputs.query_stride
         # Blocks of queries make few rows, which are not worth more launches.
-        enough = stride == 1 and candidate_room(budget_rule[2]) <= MOST_CANDIDATES and num_rows <= MOST_KEYS
-        self.candidates_from = candidates_from if enough else num_rows
-        self.chunks = [part for rows in chunks for part in _split(rows, self.candidates_from)]
-        self.sample = sample_keys(inputs) if self.candidates_from < num_rows else None
-        self.buffer = score_buffer(inputs, self.chunks)
+        enough = stride == 1 and candidate_room(budget_rule[2]) <= MOST_CANDIDATES
+        self.candidates_from = min(candidates_from, num_rows) if enough else num_rows
+        self.row_chunk_bytes = row_chunk_bytes
+        scored = list(row_chunks(batch, self.candidates_from, self.tile_rows, row_chunk_bytes, stride))
+        step = candidate_rows(batch, budget_rule[2], self.tile_rows, row_chunk_bytes)
+        guessed = range(self.candidates_from, num_rows, step)
+        self.chunks = scored + [range(start, min(start + step, num_rows)) for start in guessed]
+        self.sample = sample_keys(inputs) if guessed else None
+        self.buffer = score_buffer(inputs, scored)
 
     def by_candidates(self, rows: range) -> bool:
         """Whether that is how the chunk is selected."""
@@ -195,33 +201,61 @@ class Selector:
         rows: range,
         outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         words_start: int = 0,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """One of the chunks.
 
         Args:
             outputs: words int32 [B, rows, W] of zeros, of which row r has [:, r - words_start]; budget int32
                 [B, R]; variance fp32 [B, R]
+
+        Returns:
+            int32 [B, rows] if the chunk is selected by candidates: 1 for the rows that `select_failed` must do
         """
-        inputs = self.inputs
-        scores = chunk_view(self.buffer, inputs.q_idx.shape[0], rows, inputs.query_stride)
-        rule, window = self.budget_rule, self.local_window
+        inputs, rule, window = self.inputs, self.budget_rule, self.local_window
         if self.sample is not None and self.by_candidates(rows):
             blocks = list(_row_blocks(rows))
-            select_by_candidates(
-                inputs,
-                self.sample,
-                rows,
-                blocks,
-                scores,
+            return select_by_candidates(
+                inputs, self.sample, rows, blocks, outputs, words_start, self.variance_ema, rule, window
+            )
+        scores = chunk_view(self.buffer, inputs.q_idx.shape[0], rows, inputs.query_stride)
+        write_scores(inputs, rows.start, rows.stop, scores)
+        select_chunk(scores, rows, outputs, inputs, self.variance_ema, rule, window, words_start)
+        return None
+
+    def select_failed(
+        self,
+        rows: range,
+        failed: torch.Tensor,
+        outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        words_start: int = 0,
+        failed_on_host: torch.Tensor | None = None,
+    ) -> None:
+        """What `select` left of a chunk; nothing where `failed`, its result, is 0.
+
+        Args:
+            failed_on_host: the same as `failed`; saves launches for rows without any
+        """
+        batch = self.inputs.q_idx.shape[0]
+        columns = _score_columns(range(rows.stop), 1)
+        step = max(self.row_chunk_bytes // (4 * batch * columns) // self.tile_rows, 1) * self.tile_rows
+        parts = [range(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
+        buffer = score_buffer(self.inputs, parts)
+        for part in parts:
+            here = slice(part.start - rows.start, part.stop - rows.start)
+            if failed_on_host is not None and not failed_on_host[:, here].any():
+                continue
+            select_failed(
+                self.inputs,
+                part,
+                list(_row_blocks(part)),
+                chunk_view(buffer, batch, part),
+                failed[:, here].contiguous(),
                 outputs,
                 words_start,
                 self.variance_ema,
-                rule,
-                window,
+                self.budget_rule,
+                self.local_window,
             )
-        else:
-            write_scores(inputs, rows.start, rows.stop, scores)
-            select_chunk(scores, rows, outputs, inputs, self.variance_ema, rule, window, words_start)
 
 
 @torch.no_grad()
@@ -350,12 +384,6 @@ def select_chunk(
             inputs.query_stride,
             words_start,
         )
-
-
-def _split(rows: range, at: int) -> list[range]:
-    if rows.start < at < rows.stop:
-        return [range(rows.start, at), range(at, rows.stop)]
-    return [rows]
 
 
 def _row_blocks(rows: range, query_stride: int = 1) -> Iterator[tuple[range, int]]:

@@ -1,8 +1,8 @@
 """Scores that keep only the candidates of each row: the keys whose score reaches the row's threshold.
 
 Beside the scores' own arithmetic this kernel leaves, per row, one bit per key (candidate or not), the sums that
-the variance needs, and the candidates' scores, moved together at the start of each span of `columns_per_program`
-columns. At 128K tokens that is a fifteenth of the bytes of all scores.
+the variance needs, and a list of the candidates with their scores. At 128K tokens that is a fifteenth of the bytes
+of all scores.
 """
 
 import torch
@@ -16,7 +16,15 @@ from gsa_kernels.indexer.triton_scores import (
     score_tiles,
     tile_scores,
 )
-from gsa_kernels.selection.triton_search import count_bits, window_words
+from gsa_kernels.selection.triton_search import count_bits
+
+_COLUMNS, _MAX_REGISTERS = 32, 128
+"""Keys of a tile, and registers of a thread: four programs on a multiprocessor, and the fastest on an H200 of 32 and
+64 keys in 128, 168 and 255 registers."""
+
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Least finite fp32: keys that a row does not see score -inf here, and are no candidates even of rows without a
+threshold."""
 
 
 def columns_per_program(inputs: ScoreInputs) -> int:
@@ -29,7 +37,8 @@ def write_candidates(
     inputs: ScoreInputs,
     rows: range,
     guesses: torch.Tensor,
-    scores: torch.Tensor,
+    candidates: torch.Tensor,
+    counts: torch.Tensor,
     words: torch.Tensor,
     words_start: int,
     sums: torch.Tensor,
@@ -38,7 +47,9 @@ def write_candidates(
 
     Args:
         guesses: fp32 [B, R, 2]: threshold and centre of each row
-        scores: fp32 [B, R, columns]; of each span the candidates' scores in order, from the span's first column
+        candidates: int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In
+            any order, which may differ from run to run. Rows with more than C hold nothing of use.
+        counts: int32 [B, R] of zeros; then the number of candidates, which may be above C
         words: int32 [B, rows, W]: bit s % 32 of word s // 32 of row r - words_start is set if s is a candidate.
             Written up to the diagonal, except before the documents of all rows of a tile.
         sums: fp32 [B, R, P, 2]: over the visible keys of the p-th `columns_per_program` columns, the sum of
@@ -46,9 +57,10 @@ def write_candidates(
     """
     batch, length, _, dim = inputs.q_idx.shape
     tiles = score_tiles(inputs)
+    # Row tiles first: programs that run side by side add to different counts.
     grid = (
-        triton.cdiv(rows.stop, columns_per_program(inputs)),
         triton.cdiv(len(rows), tiles.rows),
+        triton.cdiv(rows.stop, columns_per_program(inputs)),
         batch,
     )
     _candidates_kernel[grid](
@@ -59,7 +71,8 @@ def write_candidates(
         inputs.weight_bias,
         inputs.document_starts,
         guesses,
-        scores,
+        candidates,
+        counts,
         words,
         sums,
         rows.start,
@@ -69,37 +82,53 @@ def write_candidates(
         words.shape[1],
         words.shape[2],
         sums.shape[2],
-        scores.stride(0),
-        scores.stride(1),
+        candidates.shape[1],
+        candidates.shape[2],
         dim**-0.5,
-        **score_options(inputs),
+        **score_options(inputs) | _options(inputs),
     )
 
 
-@triton.jit
-def store_if(ptr, offset, value, condition, ASM: tl.constexpr):
-    """ptr[offset] = value where condition is 1: fp32.
+def _options(inputs: ScoreInputs) -> dict[str, int]:
+    return {
+        "BLOCK_COLS": _COLUMNS,
+        "TILES": columns_per_program(inputs) // _COLUMNS,
+        "maxnreg": _MAX_REGISTERS,
+    }
 
-    `tl.store` would first move everything to threads that are neighbours in memory, though the offsets are not.
+
+@triton.jit
+def append(list_ptr, before, word, up_to, score, column, threshold, ASM: tl.constexpr):
+    """list_ptr[before + rank] = (score, column), where `score` reaches the threshold and rank is the number of
+    candidates among the lower bits of `word`; `up_to` has the column's bit and the lower ones set.
+
+    `tl.store` would first move everything to threads that are neighbours in memory, though the places are not.
     """
     if ASM:
+        # popc shares a slow pipe with tanh: it runs where it is needed only.
         tl.inline_asm_elementwise(
             """{
-            .reg .pred p;
-            .reg .u64 a;
-            setp.ne.s32 p, $4, 0;
-            mad.wide.s32 a, $2, 4, $1;
-            @p st.global.f32 [a], $3;
+            .reg .pred candidate;
+            .reg .b32 place;
+            .reg .b64 address;
+            setp.geu.f32 candidate, $5, $7;
+            and.b32 place, $3, $4;
+            @candidate popc.b32 place, place;
+            add.s32 place, place, $2;
+            mad.wide.s32 address, place, 8, $1;
+            @candidate st.global.v2.b32 [address], {$5, $6};
             mov.u32 $0, 0;
             }""",
-            "=r,l,r,f,r",
-            [ptr.to(tl.int64), offset, value, condition],
+            "=r,l,r,r,r,f,r,f",
+            [list_ptr.to(tl.int64), before - 1, word, up_to, score, column, threshold],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(ptr + offset, value, mask=condition != 0)
+        place = before - 1 + count_bits(word & up_to, ASM)
+        bits = score.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(list_ptr + place, (column.to(tl.int64) << 32) | bits, mask=(score < threshold) == 0)
 
 
 @triton.jit(
@@ -111,6 +140,7 @@ def store_if(ptr, offset, value, condition, ASM: tl.constexpr):
         "words_rows",
         "words_per_row",
         "sums_per_row",
+        "list_rows",
     ]
 )
 def _candidates_kernel(
@@ -121,7 +151,8 @@ def _candidates_kernel(
     weight_bias_ptr,
     starts_ptr,
     guesses_ptr,
-    scores_ptr,
+    candidates_ptr,
+    counts_ptr,
     words_ptr,
     sums_ptr,
     row_start,
@@ -131,8 +162,8 @@ def _candidates_kernel(
     words_rows,
     words_per_row,
     sums_per_row,
-    scores_stride_b,
-    scores_stride_r,
+    list_rows,
+    room,
     scale,
     HI: tl.constexpr,
     DI: tl.constexpr,
@@ -145,10 +176,11 @@ def _candidates_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
+    span = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    first_row = row_start + tl.program_id(1) * BLOCK_ROWS
+    first_row = row_start + tl.program_id(0) * BLOCK_ROWS
     end_col = tl.minimum(first_row + BLOCK_ROWS, row_stop)
-    first_col = tl.program_id(0) * (TILES * BLOCK_COLS)
+    first_col = span * (TILES * BLOCK_COLS)
     if first_col >= end_col:  # above the diagonal
         return
     end_col = tl.minimum(end_col, first_col + TILES * BLOCK_COLS)
@@ -182,14 +214,17 @@ def _candidates_kernel(
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
     threshold = tl.load(guesses_ptr + chunk_row * 2, mask=row_ok, other=float("inf"))
+    threshold = tl.maximum(threshold, _LOWEST)
     centre = tl.load(guesses_ptr + chunk_row * 2 + 1, mask=row_ok, other=0.0)
+    # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
+    candidates_ptr += (batch * list_rows + rows - row_start) * room
     # Scalars in 64 bits, offsets within the tile in 32.
-    scores_ptr += batch * scores_stride_b + (first_row - row_start).to(tl.int64) * scores_stride_r
     words_ptr += (batch * words_rows + first_row - words_start) * words_per_row
     local_rows = tl.arange(0, BLOCK_ROWS)
-    place = local_rows * scores_stride_r + tl.program_id(0) * (TILES * BLOCK_COLS)
-    total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    bits = 1 << (tl.arange(0, BLOCK_COLS) % 32)
+    # Of every eight keys, four sums: those of the keys that one thread has after a product on Hopper's units.
+    total = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
 
     for col in range(first_col, end_col, BLOCK_COLS):
         scores = tile_scores(
@@ -214,33 +249,47 @@ def _candidates_kernel(
         edge = (col + BLOCK_COLS > first_row + 1) | (col < last_start)
         if edge:
             visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
-            scores = tl.where(visible, scores, centre[:, None])  # adds nothing to the sums
-        distance = scores - centre[:, None]
-        total += tl.sum(distance, axis=1)
-        squares += tl.sum(distance * distance, axis=1)
+            scores = tl.where(visible, scores, float("-inf"))
 
         # Not below, rather than at or above: a NaN stays a candidate.
-        reaches = tl.where(scores < threshold[:, None], 0, 1) << (cols & 31)[None, :]
+        reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
         # Distinct bits: their sum is their union, bit 31 included.
         words = tl.sum(tl.reshape(reaches, [BLOCK_ROWS, BLOCK_COLS // 32, 32]), axis=2)
+        # A candidate's place: after what is there already, and after those of lower columns of this tile.
+        sizes = count_bits(words, TANH)
+        found = tl.sum(sizes, axis=1)
+        there = tl.atomic_add(counts_ptr + chunk_row, found, mask=row_ok & (found > 0), sem="relaxed")
+
+        # Work that does not wait for the counts, while they come.
         index = col // 32 + tl.arange(0, BLOCK_COLS // 32)
-        if edge:
-            words &= window_words(index[None, :], starts[:, None], rows[:, None])
         tl.store(
             words_ptr + local_rows[:, None] * words_per_row + index[None, :],
             words,
             mask=row_ok[:, None] & (index < words_per_row)[None, :],
         )
+        distance = scores - centre[:, None]
+        if edge:
+            visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
+            distance = tl.where(visible, distance, 0.0)
+        distance = tl.reshape(distance, [BLOCK_ROWS, BLOCK_COLS // 8, 4, 2])
+        total += tl.sum(tl.sum(distance, axis=3), axis=1)
+        squares += tl.sum(tl.sum(distance * distance, axis=3), axis=1)
 
-        # A candidate's place: after those of lower columns in its word, in the words and the tiles before.
-        sizes = count_bits(words, TANH)
-        before = place[:, None] + tl.cumsum(sizes, axis=1) - sizes
-        bit = tl.arange(0, 32)
-        lower = words[:, :, None] & ((1 << bit) - 1)[None, None, :]
-        slot = before[:, :, None] + count_bits(lower, TANH)
-        hit = (words[:, :, None] >> bit[None, None, :]) & 1
-        store_if(scores_ptr, slot, tl.reshape(scores, [BLOCK_ROWS, BLOCK_COLS // 32, 32]), hit, TANH)
-        place += tl.sum(sizes, axis=1)
-    sums_ptrs = sums_ptr + (chunk_row * sums_per_row + tl.program_id(0)) * 2
-    tl.store(sums_ptrs, total, mask=row_ok)
-    tl.store(sums_ptrs + 1, squares, mask=row_ok)
+        # A list that is full fails its row; what is written over its start no longer matters.
+        there = tl.where(row_ok & (there + found <= room), there, 0)
+        before = there[:, None]
+        if BLOCK_COLS > 32:
+            before += tl.cumsum(sizes, axis=1) - sizes
+        append(
+            candidates_ptr[:, None, None],
+            before[:, :, None],
+            words[:, :, None],
+            tl.reshape(bits * 2 - 1, [1, BLOCK_COLS // 32, 32]),
+            tl.reshape(scores, [BLOCK_ROWS, BLOCK_COLS // 32, 32]),
+            tl.reshape(cols, [1, BLOCK_COLS // 32, 32]),
+            threshold[:, None, None],
+            TANH,
+        )
+    sums_ptrs = sums_ptr + (chunk_row * sums_per_row + span) * 2
+    tl.store(sums_ptrs, tl.sum(total, axis=1), mask=row_ok)
+    tl.store(sums_ptrs + 1, tl.sum(squares, axis=1), mask=row_ok)

@@ -128,9 +128,9 @@ def _guess_kernel(
         variance = variance * (1 + error)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
     # Of the row's k best keys the sample holds about `expected`, with that variance; more than `wanted` of
-    # them once in 1e5 rows.
+    # them once in 1e6 rows.
     expected = k.to(tl.float32) * divisor / tl.maximum(num_visible, 1).to(tl.float32)
-    wanted = (expected + 4 * tl.sqrt(expected) + 3).to(tl.int32)
+    wanted = (expected + 5 * tl.sqrt(expected) + 3).to(tl.int32)
     threshold = float("-inf") + origin * 0
     if (found >= FEWEST) & (wanted < found):
         threshold = _quantile(x, visible, found, wanted, origin + mean, deviation)
