@@ -23,7 +23,6 @@ SAMPLE_STRIDE = 32
 MOST_CANDIDATES = 16384
 """In one row: they stay in registers. `candidate_room` has what k_max asks for."""
 
-
 _ENTRY_BYTES = 8
 
 
