@@ -198,7 +198,18 @@ def _loss_by_rows(
         q, k = inputs.q.detach(), inputs.k.detach()
         starts = inputs.document_starts
         if block == 1:
-            probs = head_sum_probs_rows(q, k, inputs.lse, words, row_start, rows, document_starts=starts)
+            # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
+            probs = head_sum_probs_rows(
+                q,
+                k,
+                inputs.lse,
+                words,
+                row_start,
+                rows,
+                document_starts=starts,
+                dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
+                fill=False,
+            )
         else:
             probs = block_sum_probs_rows(
                 q, k, inputs.lse, words, row_start, rows, selection_block=block, document_starts=starts

@@ -66,7 +66,9 @@ class Operation:
             self.indexer.q_idx,
             self.indexer.k_idx,
             self.indexer.weight_logits,
-            lambda start, rows: head_sum_probs_rows(q, k, lse, words, start, rows),
+            lambda start, rows: head_sum_probs_rows(
+                q, k, lse, words, start, rows, dtype=torch.float16, fill=False
+            ),
             **self.indexer.biases,
             words=words,
         )

@@ -324,7 +324,20 @@ def test_head_sum_probs(device, words, with_documents):
             probs = head_sum_probs_rows(q, k, lse, packed, row_start, rows, document_starts=starts)
             want = wanted[:, row_start : row_start + rows]
             torch.testing.assert_close(probs.double(), want, atol=1e-5, rtol=1e-4)
-            assert (probs[~mask[:, row_start : row_start + rows]] == 0).all()
+            hidden = ~mask[:, row_start : row_start + rows]
+            assert (probs[hidden] == 0).all()
+            halves = head_sum_probs_rows(
+                q,
+                k,
+                lse,
+                packed,
+                row_start,
+                rows,
+                document_starts=starts,
+                dtype=torch.float16,
+                fill=False,
+            )
+            assert torch.equal(halves[~hidden], probs[~hidden].half())
 
 
 @devices

@@ -20,7 +20,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
-from gsa_kernels.decode import op, state  # noqa: E402
+from gsa_kernels.decode import op, state, triton_select  # noqa: E402
 
 GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 DEVICES = [
@@ -251,8 +251,10 @@ def test_last_row_of_the_prefill(device: str) -> None:
     torch.testing.assert_close(out, wanted[:, 0])
 
 
-def test_ties_go_to_the_lower_index(device: str) -> None:
+@pytest.mark.parametrize("few", [0, triton_select._FEW_PROGRAMS], ids=["wide spans", "narrow spans"])
+def test_ties_go_to_the_lower_index(device: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One score for all keys, more than one program's span of them: variance 0, and the first k_max keys."""
+    monkeypatch.setattr(triton_select, "_FEW_PROGRAMS", few)
     case = make_case(device, [1100, 40], 1100)
     case.k_idx[:] = 0.5
     selection = check(case)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ device_of = pytest.mark.parametrize("device", [CPU, GPU])
 
 # Small tiles: a sequence of 100 then has several row tiles, key tiles and segments.
 SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
+STACKED = replace(SMALL, stats_keys=64, segment=64, stacked=True)
 NAMES = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
 
 
@@ -244,6 +245,28 @@ def test_halves(device: str, dtype: torch.dtype, sparse: bool) -> None:
     check(make_problem(70 if device == "cpu" else 333, device=device, dtype=dtype, dim=64, sparse=sparse))
 
 
+@pytest.mark.usefixtures("_poisoned_memory")
+@device_of
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (100, {"sparse": True}),
+        (100, {"documents": True, "heads": 3, "dim": 24}),
+        (70, {"sparse": True, "documents": True, "heads": 1, "biases": False}),
+        (330, {"heads": 2, "block": 16, "batch": 1, "sparse": True}),
+        (70, {"dtype": torch.float16, "dim": 64, "sparse": True}),
+        (33, {"activation": "relu", "beta": 0.6}),
+        (50, {"size": 6.0, "beta": 5.0}),
+    ],
+    ids=["sparse", "documents", "one head", "blocks", "halves", "relu", "saturated"],
+)
+def test_heads_side_by_side(device: str, length: int, options: dict[str, Any]) -> None:
+    """The form of the kernels for bf16, whose products the interpreter computes wrongly, and a target of halves."""
+    problem = make_problem(length, device=device, **options)
+    problem.target = problem.target.half().float()
+    check(problem, blocks=STACKED, target_rows=lambda *rows: problem.target_rows(*rows).half())
+
+
 @device_of
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_relu(device: str, dtype: torch.dtype) -> None:
@@ -263,19 +286,20 @@ def test_saturated_scores(device: str) -> None:
 
 
 @device_of
-def test_rows_without_target_or_support(device: str) -> None:
+@pytest.mark.parametrize("blocks", [SMALL, STACKED], ids=["head by head", "side by side"])
+def test_rows_without_target_or_support(device: str, blocks: Blocks) -> None:
     """Both give 0, in value and gradient. Row 0 has one visible key: its KL is 0 in any case."""
     problem = make_problem(50, device=device, sparse=True)
     problem.support[:, 40] = False
     problem.words = pack_words(problem.support)
     problem.target[:, 7] = 0
-    _, rows, grads = compute(problem, blocks=SMALL)
+    _, rows, grads = compute(problem, blocks=blocks)
     for row in (7, 40):
         assert (rows[:, row] == 0).all()
         assert (grads["q_idx"][:, row] == 0).all()
         assert (grads["weight_logits"][:, row] == 0).all()
     assert rows[:, 0].abs().max() < 1e-6
-    check(problem, blocks=SMALL)
+    check(problem, blocks=blocks)
 
 
 @device_of

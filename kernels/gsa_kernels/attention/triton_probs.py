@@ -25,6 +25,12 @@ def probs_tiles(dtype: torch.dtype) -> Tiles:
     return Tiles(64, 128, 4, 3)
 
 
+def shared_probs_tiles(dtype: torch.dtype) -> Tiles:
+    """Three programs share a multiprocessor: one multiplies while another waits for its exponentials."""
+    tiles = probs_tiles(dtype)
+    return tiles if dtype == torch.float32 else tiles._replace(registers=168)
+
+
 @torch.no_grad()
 def head_sum_probs_rows(
     q: torch.Tensor,
@@ -36,6 +42,8 @@ def head_sum_probs_rows(
     *,
     document_starts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    fill: bool = True,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for s in S_t, 0 elsewhere; t = row_start .. + rows.
@@ -45,9 +53,11 @@ def head_sum_probs_rows(
         k: [B, L, Hkv, D]
         lse: fp32 [B, H, L], from `masked_attention` with the same words: each head's row sums to 1
         words, document_starts: as in `masked_attention`
+        dtype: of the result, fp32 or fp16; the sum is always taken in fp32
+        fill: False leaves unwritten what no query of a tile sees, which `indexer_kl_loss` does not read
 
     Returns:
-        fp32 [B, rows, L], without gradient
+        [B, rows, L], without gradient
     """
     scale = check_attention(q, k, k, words, document_starts, softmax_scale, None)
     batch, length, heads, head_size = q.shape
@@ -56,10 +66,10 @@ def head_sum_probs_rows(
     check_at_least("rows", rows, 1)
     if row_start + rows > length:
         raise ValueError(f"row_start + rows is {row_start + rows}; pass rows of a sequence of {length}")
-    tiles = tiles or probs_tiles(q.dtype)
+    tiles = tiles or shared_probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
-    out = torch.empty(batch, rows, length, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, rows, length, dtype=dtype, device=q.device)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
     grid = (triton.cdiv(length, tiles.keys), triton.cdiv(rows, tiles.queries), batch)
@@ -88,8 +98,10 @@ def head_sum_probs_rows(
         EVEN=length % max(tiles.queries, tiles.keys) == 0 and rows % tiles.queries == 0,
         TMA=tma,
         PRECISION=input_precision(q.dtype),
+        FILL=fill,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
     )
     return out
 
@@ -103,7 +115,7 @@ def _probs_kernel(
     row_start, row_end, length, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the result, summed over all heads."""
     batch = tl.program_id(2)
@@ -149,4 +161,5 @@ def _probs_kernel(
         total = tl.where(hit, total, 0.0)
     out += (batch64 * (row_end - row_start) + (start - row_start)) * length
     target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * length + columns[None, :])
-    tl.store(target, total, mask=valid[:, None] & (columns < length)[None, :])
+    if seen | FILL:
+        tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & (columns < length)[None, :])

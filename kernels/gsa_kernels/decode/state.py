@@ -11,7 +11,7 @@ CHUNK = 256
 """Keys that one program scores. A constant, so that a sequence's variance depends on nothing but its scores."""
 
 SPAN = 1024
-"""Keys that one program of the selection has."""
+"""Keys that one program of the selection has; half as many where that leaves multiprocessors without one."""
 
 BINS, BINS_PER_OCTAVE = 4096, 128
 """Of the histogram of scores."""
@@ -57,7 +57,7 @@ class DecodeWorkspace:
     """int32 [B]"""
 
     span_counts: torch.Tensor
-    """int32 [B, columns / SPAN]: keys of a span in higher bins."""
+    """int32 [B, 2 columns / SPAN]: keys of a span in higher bins."""
 
     plan: torch.Tensor
     """int32 [B, 3]: the floor, the bin of the k-th score, and how many of that bin's keys are selected."""
@@ -129,7 +129,7 @@ def new_workspace(
         histogram=zeros(batch, BINS),
         borderline=integers(2, batch, columns),
         borderline_counts=integers(batch),
-        span_counts=integers(batch, columns // SPAN),
+        span_counts=integers(batch, columns // (SPAN // 2)),
         plan=integers(batch, 3),
         partial_out=floats(batch, kv_heads, splits, group, head_size),
         partial_stats=floats(2, batch, kv_heads, splits, group),

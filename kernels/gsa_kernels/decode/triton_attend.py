@@ -133,12 +133,18 @@ def _attend_kernel(
     CHAINED: tl.constexpr,
 ):
     """One program: one part of the keys of one key-value head of one sequence."""
-    if CHAINED:
-        gdc_wait()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
+    # What no kernel of the chain writes is loaded while the one in front still runs.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
+    rows = tl.arange(0, ROWS)
+    row_ok = rows < GROUP
+    dims = tl.arange(0, D)
+    q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
+    q_tile = tl.load(q_ptr + rows[:, None] * stride_qh + dims[None, :], mask=row_ok[:, None], other=0.0)
+    if CHAINED:
+        gdc_wait()
     count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
     # Slots: the top-k, of which those inside the window are masked, then the window.
     window_first = tl.maximum(length - local_window, 0)
@@ -147,11 +153,6 @@ def _attend_kernel(
     begin = split * part
     end = tl.minimum(begin + part, slots)
 
-    rows = tl.arange(0, ROWS)
-    row_ok = rows < GROUP
-    dims = tl.arange(0, D)
-    q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
-    q_tile = tl.load(q_ptr + rows[:, None] * stride_qh + dims[None, :], mask=row_ok[:, None], other=0.0)
     k_ptr += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
     indices_ptr += batch * k_cap

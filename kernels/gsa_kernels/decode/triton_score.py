@@ -17,6 +17,7 @@ from gsa_kernels.indexer.triton_scores import HALF_DTYPES, fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 
 _SAMPLES_ABOVE = tl.constexpr(6)  # beyond those expected: in random order, not one floor in 10^4 is too high
+_LEAST_HEADS = 8  # columns of the smallest product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more in registers
 
@@ -63,7 +64,7 @@ def score_keys(
         dim**-0.5,
         HI=heads,
         DI=dim,
-        BLOCK_H=16,
+        BLOCK_H=max(_LEAST_HEADS, triton.next_power_of_2(heads)),
         BLOCK_D=triton.next_power_of_2(dim),
         CHUNK=CHUNK,
         SAMPLE=SAMPLE,

@@ -16,7 +16,7 @@ from gsa_kernels.kl.sampling import row_ranges
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 
 TargetRows = Callable[[int, int], torch.Tensor]
-"""(row_start, rows) -> fp32 [B, rows, L]: attention probabilities of these rows, summed over the heads and,
+"""(row_start, rows) -> fp32 or fp16 [B, rows, L]: attention probabilities of these rows, summed over the heads and,
 with `selection_block`, over the queries of each row's block."""
 
 
@@ -217,8 +217,8 @@ def _check_int32(name: str, tensor: torch.Tensor) -> None:
 
 def _check_target(target: torch.Tensor, batch: int, rows: int, length: int, device: torch.device) -> None:
     check_shape("target_rows(...)", target, "[B, rows, L]", (batch, rows, length))
-    if target.dtype != torch.float32 or target.device != device or target.stride(2) != 1:
+    if target.dtype not in (torch.float32, torch.float16) or target.device != device or target.stride(2) != 1:
         raise ValueError(
             f"target_rows(...) gave {target.dtype} on {target.device} with strides {target.stride()}; "
-            f"pass float32 on {device}, contiguous in the keys"
+            f"pass float32 or float16 on {device}, contiguous in the keys"
         )

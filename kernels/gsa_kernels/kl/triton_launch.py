@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +12,8 @@ import triton.language as tl
 from gsa_kernels.kl import triton_scores as kinds
 from gsa_kernels.kl.triton_grad import grad_kernel
 from gsa_kernels.kl.triton_reduce import reduce_keys_kernel, reduce_rows_kernel
+from gsa_kernels.kl.triton_stacked_grad import stacked_grad_kernel
+from gsa_kernels.kl.triton_stacked_stats import stacked_stats_kernel
 from gsa_kernels.kl.triton_stats import stats_kernel
 
 
@@ -26,6 +29,8 @@ class Blocks:
     segment: int
     stats_stages: int = 2
     grad_stages: int = 2
+    stacked: bool = False
+    """The form of the kernels with the heads side by side."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def choose_blocks(inputs: Inputs) -> Blocks:
     length = inputs.k_idx.shape[1]
     width = heads * max(16, triton.next_power_of_2(dim))
     if inputs.q_idx.dtype == torch.bfloat16 and width <= 256:
-        return Blocks(64, 64, 4, 32, 4, segment=256 if length <= 8192 else 1024)
+        segment = 1024 if length > 8192 else 512 if inputs.q_idx.shape[0] > 1 else 256
+        return Blocks(64, 64, 4, 32, 4, segment, stacked=True)
     if inputs.q_idx.dtype == torch.float32:
         # Without matrix units, and with one stage: otherwise the products spill by the kilobyte.
         rows = 32 if width <= 256 else 16
@@ -91,7 +97,7 @@ def run_chunk(
     """All kernels for rows row_start .. row_start + rows.
 
     Args:
-        target: fp32 [B, rows, L], last dimension contiguous
+        target: fp32 or fp16 [B, rows, L], last dimension contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
@@ -150,10 +156,14 @@ def chunk_launches(
         "HAS_WORDS": inputs.words is not None,
         "HAS_STARTS": inputs.document_starts is not None,
     }
+    stats: Any = stacked_stats_kernel if blocks.stacked else stats_kernel
+    grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
+    if blocks.stacked:
+        constants["HEADS"] = triton.next_power_of_2(heads)
     grid = (segments, tiles, batch)
     launches: dict[str, Callable[[], object]] = {}
     launches["stats"] = partial(
-        stats_kernel[grid],
+        stats[grid],
         *reads,
         target,
         words,
@@ -167,7 +177,7 @@ def chunk_launches(
         **constants,
     )
     launches["gradients"] = partial(
-        grad_kernel[grid],
+        grad[grid],
         *reads,
         target,
         words,

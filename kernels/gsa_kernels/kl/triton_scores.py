@@ -195,5 +195,5 @@ def support_tile(
 def load_target(target_rows, rows, cols, L, support):
     """Target probabilities [BM, BN], 0 off the support whatever the memory holds there."""
     inside = (rows >= 0)[:, None] & (cols < L)[None, :]
-    p = tl.load(target_rows[:, None] + cols[None, :], mask=inside, other=0.0)
+    p = tl.load(target_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(support, p, 0.0)

@@ -1,0 +1,162 @@
+"""The heads of a row tile side by side: device code of the loss's kernels for halves with matrix units.
+
+A tile of all heads is [HEADS, BM, BN], from one product of [HEADS * BM, DI] with the keys. In the layout of a product
+every thread then has all heads of its rows, so that a score needs no exchange between threads; and a step has three
+products to wait for, where head by head it had sixteen.
+"""
+
+# mypy: disable-error-code="assignment"
+
+import triton
+import triton.language as tl
+
+from gsa_kernels.kl.triton_scores import LN_2, TANH, activate, head_weight
+
+TINY = tl.constexpr(1e-37)
+"""Stands for a target of 0 in a logarithm. A normal number."""
+
+
+@triton.jit
+def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
+    """Where (row, head) is in [B, R, HI], and whether it exists: [HEADS, BM] each, HEADS >= HI a power of two."""
+    heads = tl.arange(0, HEADS)
+    return row_index[None, :] * HI + heads[:, None], valid[None, :] & (heads < HI)[:, None]
+
+
+@triton.jit
+def load_stacked_queries(q_idx, slots, exists, DI: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[HEADS * BM, BLOCK_D], head by head: one product then gives the tiles of all heads."""
+    size: tl.constexpr = slots.shape[0] * slots.shape[1]
+    d = tl.arange(0, BLOCK_D)
+    pointers = q_idx + tl.reshape(slots, [size])[:, None] * DI + d[None, :]
+    mask = tl.reshape(exists, [size])[:, None]
+    if DI != BLOCK_D:
+        mask = mask & (d < DI)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_stacked_weights(
+    weight_logits, weight_bias, slots, exists, HI: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr
+):
+    """[HEADS, BM]; 0 where there is no row or head."""
+    logits = tl.load(weight_logits + slots, mask=exists, other=0.0).to(tl.float32)
+    if BIASED:
+        heads = tl.arange(0, slots.shape[0])
+        logits += tl.load(weight_bias + heads, mask=heads < HI, other=0.0).to(tl.float32)[:, None]
+    return tl.where(exists, head_weight(logits, KIND), 0.0)
+
+
+@triton.jit
+def load_stacked_biases(score_bias, HI: tl.constexpr, HEADS: tl.constexpr, BIASED: tl.constexpr):
+    """[HEADS, 1, 1]"""
+    heads = tl.arange(0, HEADS)
+    if BIASED:
+        biases = tl.load(score_bias + heads, mask=heads < HI, other=0.0).to(tl.float32)
+    else:
+        biases = tl.zeros([HEADS], tl.float32)
+    return biases[:, None, None]
+
+
+@triton.jit
+def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """a_j of all heads, [HEADS, BM, BN]."""
+    product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    heads: tl.constexpr = biases.shape[0]
+    product = tl.reshape(product, [heads, queries.shape[0] // heads, keys.shape[0]])
+    return activate(product, scale, biases, KIND)
+
+
+@triton.jit
+def exp2_of(x, KIND: tl.constexpr):
+    """2^x, elementwise; results below 2^-126 are 0 where the scores are approximate too."""
+    if KIND == TANH:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
+def sum_in_lanes(x):
+    """[.., BM, BN] -> [.., BM, 4]: over the columns that a thread has of a product, without an exchange of lanes.
+
+    Four lanes share a row of a product, and the columns 8 i + 2 lane + {0, 1} are of one lane.
+    """
+    if len(x.shape) == 3:
+        parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2])
+        total = tl.sum(tl.sum(parts, 4), 2)
+    else:
+        parts = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+        total = tl.sum(tl.sum(parts, 3), 1)
+    return total
+
+
+@triton.jit
+def load_support_words(words, row_index, rows, first_word, W, HAS_WORDS: tl.constexpr, BN: tl.constexpr):
+    """The BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys.
+
+    To be loaded one step ahead: where the compiler is to do that, as it does for keys and target, it loads them twice.
+    """
+    tile = ()
+    for i in tl.static_range(BN // 32):
+        if HAS_WORDS:
+            here = first_word + i
+            word = tl.load(words + row_index * W + here, mask=(rows >= 0) & (here < W), other=0)
+            tile = tile + (word,)  # noqa: RUF005 (Triton has no starred tuples)
+        else:
+            tile = tile + (rows,)  # noqa: RUF005
+    return tile
+
+
+@triton.jit
+def expand_support(
+    tile_words, rows, cols, starts, HAS_WORDS: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
+):
+    """bool [BM, BN]: key `cols` is on the support of the query at position `rows`; -1 has no support.
+
+    Words hold visible keys only.
+    """
+    if HAS_WORDS:
+        # The shift in two parts, of which the second is known at compile time: see the attention's `expand_words`.
+        column = tl.arange(0, BN)
+        for i in tl.static_range(BN // 32):
+            bits = (tile_words[i][:, None] >> (column & 6)[None, :]) >> (column & 25)[None, :]
+            if i == 0:  # noqa: SIM108 (there is no spread yet)
+                spread = bits
+            else:
+                spread = tl.where((column // 32 == i)[None, :], bits, spread)
+        support = (spread & 1) != 0
+    else:
+        support = cols[None, :] <= rows[:, None]
+        if HAS_STARTS:
+            support = support & (cols[None, :] >= starts[:, None])
+    return support
+
+
+@triton.jit
+def stable_kl_terms(log2_q, q, p, log2_p):
+    """q - p + p log(p / q), elementwise, without cancellation; q where p is 0 and log2_p that of a tiny number.
+
+    Both sum to 1 over the support, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
+    p (exp(r) - 1 - r): positive and of second order. Near 0 it is taken from its Taylor series.
+    """
+    r = (log2_q - log2_p) * LN_2
+    series = 0.5 + r * (1.0 / 6 + r * (1.0 / 24 + r * (1.0 / 120 + r * (1.0 / 720 + r * (1.0 / 5040)))))
+    near = p * r * r * series
+    far = q - p - p * r
+    return tl.where(tl.abs(r) < 0.25, near, far)
+
+
+@triton.jit
+def log2_of_positive(x, KIND: tl.constexpr):
+    """log2 of x >= TINY. Elementwise; the hardware's own where the scores are approximate too."""
+    if KIND == TANH:
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.log2(x)
+    return y

@@ -1,0 +1,162 @@
+"""Second pass over a chunk of rows, the heads side by side: see triton_grad, of which this is the form for halves."""
+
+import triton
+import triton.language as tl
+
+from gsa_kernels.kl.triton_grad import merge_segments
+from gsa_kernels.kl.triton_scores import LOG2_E, NOT_A_SCORE, TANH, load_keys, load_target, slope
+from gsa_kernels.kl.triton_stacked import (
+    TINY,
+    exp2_of,
+    expand_support,
+    load_stacked_biases,
+    load_stacked_queries,
+    load_stacked_weights,
+    load_support_words,
+    log2_of_positive,
+    stable_kl_terms,
+    stack_slots,
+    stacked_activations,
+    sum_in_lanes,
+)
+
+
+@triton.jit
+def stacked_grad_kernel(
+    q_idx,  # [B, R, HI, DI]
+    k_idx,  # [B, L, DI]
+    weight_logits,  # [B, R, HI]
+    score_bias,  # [HI]
+    weight_bias,  # [HI]
+    beta,  # [1] fp32
+    target,  # [B, rows, L] fp32
+    words,  # [B, R, W] int32
+    document_starts,  # [B, R] int32
+    row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
+    first_keys,  # [B, tiles] int32, of the first pass
+    row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
+    dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
+    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
+    R,
+    L,
+    W,
+    row_start,
+    num_rows,
+    target_stride_b,
+    target_stride_row,
+    scale,
+    STRIDE: tl.constexpr,
+    HI: tl.constexpr,
+    HEADS: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SCORE_BIAS: tl.constexpr,
+    WEIGHT_BIAS: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    WITH_GRADIENTS: tl.constexpr,
+    WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
+):
+    """Grid and segments as in the first pass."""
+    segment = tl.program_id(0)
+    num_tiles = tl.num_programs(1)
+    tile = num_tiles - 1 - tl.program_id(1)
+    b = tl.program_id(2)
+    local = tile * BM + tl.arange(0, BM)
+    valid = local < num_rows
+    rows = tl.where(valid, (row_start + local) * STRIDE, -1)
+    row_index = b.to(tl.int64) * R + row_start + local
+    last = (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+
+    first = 0
+    starts = rows
+    if HAS_STARTS:
+        starts = tl.load(document_starts + row_index, mask=valid, other=L)
+        first = tl.load(first_keys + b * num_tiles + tile)
+    begin = tl.maximum(segment * SEGMENT, first // BN * BN)
+    end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
+    if begin < end:
+        padded_rows = num_tiles * BM
+        segment_stride = tl.num_programs(2).to(tl.int64) * padded_rows
+        plane = tl.num_programs(0) * segment_stride
+        row_offsets = b.to(tl.int64) * padded_rows + local
+        lse, target_sum = merge_segments(
+            row_stats, first // SEGMENT, last // SEGMENT, plane, segment_stride, row_offsets, BM
+        )
+        # Rows without target get q = p = 0.
+        counted = target_sum > 0
+        inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
+        lse = tl.where(counted, lse, -NOT_A_SCORE)
+
+        slots, exists = stack_slots(row_index, valid, HI, HEADS)
+        queries = load_stacked_queries(q_idx, slots, exists, DI, BLOCK_D)
+        scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
+        # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
+        factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
+        scaled = (scaled * (tl.load(beta) * (LOG2_E / factor)))[:, :, None]
+        biases = load_stacked_biases(score_bias, HI, HEADS, SCORE_BIAS)
+        dq = tl.zeros([BLOCK_D, HEADS * BM], tl.float32)
+        grad_a = tl.zeros([HEADS, BM, 4], tl.float32)
+        grad_z = tl.zeros([HEADS, BM, 4], tl.float32)
+        target_tile = target + b.to(tl.int64) * target_stride_b
+        target_tile += (tile * BM).to(tl.int64) * target_stride_row
+        target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        d = tl.arange(0, BLOCK_D)
+        dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * L * BLOCK_D
+
+        k_sequence = k_idx + b.to(tl.int64) * L * DI
+        kl = tl.zeros([BM, 4], tl.float32)
+        tile_words = load_support_words(words, row_index, rows, begin // 32, W, HAS_WORDS, BN)
+        for key in range(begin, end, BN):
+            cols = key + tl.arange(0, BN)
+            keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
+            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
+            scores = factor * tl.sum(scaled * a, 0)
+            if KIND == TANH:
+                # As exact as the hardware's tanh: the tile of all heads in half the registers.
+                a = a.to(tl.float16)
+            support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
+            tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
+            p = load_target(target_rows, rows, cols, L, support) * inverse_sum[:, None]
+            log2_q = tl.where(support, scores - lse[:, None], NOT_A_SCORE)
+            q = exp2_of(log2_q, KIND)
+            kl += sum_in_lanes(stable_kl_terms(log2_q, q, p, log2_of_positive(tl.maximum(p, TINY), KIND)))
+
+            if WITH_GRADIENTS:
+                g = (q - p)[None, :, :]
+                a = a.to(tl.float32)
+                g_a = g * a
+                grad_a += sum_in_lanes(g_a)
+                dz = scaled * (g - g_a * a if KIND == TANH else g * slope(a, KIND))
+                if SCORE_BIAS:
+                    grad_z += sum_in_lanes(dz)
+                dz = tl.reshape(dz, [HEADS * BM, BN])
+                keys_t = tl.trans(keys)
+                queries_t = tl.trans(queries)
+                if WIDE:
+                    dq = tl.dot(keys_t.to(tl.float32), tl.trans(dz), dq, input_precision="tf32x3")
+                    dk_t = tl.dot(queries_t.to(tl.float32), dz, input_precision="tf32x3")
+                else:
+                    dz = dz.to(keys.dtype)
+                    dq = tl.dot(keys_t, tl.trans(dz), dq, input_precision=PRECISION)
+                    dk_t = tl.dot(queries_t, dz, input_precision=PRECISION)
+                tl.store(dk_tile + d[:, None] * L + cols[None, :], dk_t, mask=(cols < L)[None, :])
+
+        sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
+        tl.store(sums, tl.sum(kl, 1))
+        if WITH_GRADIENTS:
+            heads = tl.arange(0, HEADS)[:, None]
+            of_heads = sums[None, :] + (1 + heads) * plane
+            tl.store(of_heads, tl.sum(grad_a, 2), mask=heads < HI)
+            tl.store(of_heads + HI * plane, tl.sum(grad_z, 2), mask=heads < HI)
+            dq_tile = dq_parts + ((segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile) * (
+                HI * BLOCK_D * BM
+            )
+            column = tl.arange(0, HEADS * BM)
+            place = (column // BM * (BLOCK_D * BM) + column % BM)[None, :] + d[:, None] * BM
+            tl.store(dq_tile + place, dq, mask=(column < HI * BM)[None, :])
