@@ -86,6 +86,7 @@ def grad_kernel(
     R,
     L,
     W,
+    query_start,
     row_start,
     num_rows,
     target_stride_b,
@@ -114,9 +115,9 @@ def grad_kernel(
     b = tl.program_id(2)
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
-    rows = tl.where(valid, (row_start + local) * STRIDE, -1)
+    rows = tl.where(valid, query_start + (row_start + local) * STRIDE, -1)
     row_index = b.to(tl.int64) * R + row_start + local
-    last = (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+    last = query_start + (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
 
     first = 0
     starts = rows
