@@ -83,7 +83,7 @@ def backward_keys(
         *targets[0].stride()[:4],
         *targets[1].stride()[:4],
         length,
-        query_start,
+        query_start or None,
         heads,
         kv_heads,
         triton.cdiv(length, 32),
@@ -153,6 +153,8 @@ def _keys_kernel(
     Works on transposed tiles [KEYS, QUERIES]: probabilities and their gradients are then left operands that
     stay in registers. The first tiles of keys are seen by most queries and go first.
     """
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(0) // SPLITS % kv_heads
     batch = tl.program_id(0) // (SPLITS * kv_heads)

@@ -61,7 +61,7 @@ def backward_queries(
         *(words.stride()[:2] if words is not None else (0, 0)),
         *grad_q.stride()[:3],
         length,
-        num_keys - length,
+        num_keys - length or None,
         heads,
         triton.cdiv(num_keys, 32),
         scale,
@@ -96,6 +96,8 @@ def _queries_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of one tile of queries of one head. The last tiles go first."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     kv_head = head // GROUP

@@ -88,7 +88,7 @@ def block_sum_probs_rows(
         row_start,
         row_start + rows,
         length,
-        query_start,
+        query_start or None,
         triton.cdiv(num_keys, 32),
         scale * LOG2E,
         KV_HEADS=k.shape[2],
@@ -122,6 +122,8 @@ def _block_probs_kernel(
     EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS

@@ -67,7 +67,7 @@ def attention_forward(
         *(words.stride()[:2] if words is not None else (0, 0)),
         *out.stride()[:3],
         length,
-        num_keys - length,
+        num_keys - length or None,
         heads,
         triton.cdiv(num_keys, 32),
         scale * LOG2E,
@@ -131,6 +131,8 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program: one tile of queries of one head, all its keys. The last tiles see most keys and go first."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     kv_head = head // GROUP

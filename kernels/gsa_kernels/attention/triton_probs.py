@@ -90,7 +90,7 @@ def head_sum_probs_rows(
         row_start,
         row_start + rows,
         length,
-        query_start,
+        query_start or None,
         triton.cdiv(num_keys, 32),
         scale * LOG2E,
         KV_HEADS=k.shape[2],
@@ -123,6 +123,8 @@ def _probs_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the result, summed over all heads."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS

@@ -143,7 +143,8 @@ def chunk_launches(
     num_words = inputs.words.shape[2] if inputs.words is not None else 0
     scale = dim**-0.5
     reads = (inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta)
-    sizes = (num_rows, length, num_words, inputs.query_start, row_start, rows, *target.stride()[:2], scale)
+    query_start = inputs.query_start or None  # a constant in place of 0
+    sizes = (num_rows, length, num_words, query_start, row_start, rows, *target.stride()[:2], scale)
     constants = {
         "STRIDE": stride,
         "HI": heads,
@@ -210,7 +211,7 @@ def chunk_launches(
         outputs.dq if outputs.dq is not None else absent,
         outputs.dw if outputs.dw is not None else absent,
         num_rows,
-        inputs.query_start,
+        query_start,
         row_start,
         rows,
         segments,
@@ -236,7 +237,7 @@ def chunk_launches(
             dk_parts,
             outputs.dk,
             length,
-            inputs.query_start,
+            query_start,
             row_start,
             rows,
             tiles,
