@@ -425,10 +425,6 @@ def test_errors(device):
         (lambda: gathered_attention(q, k[:, 1:], k[:, 1:], lists), "k has shape"),
         (lambda: select_keys(q_idx, k_idx, weights, ema, **RULE), "k_idx has shape"),
         (
-            lambda: select_keys(q_idx, k_idx, weights, ema, query_start=32, candidates_from=64, **RULE),
-            "candidates_from is 64 with query_start 32",
-        ),
-        (
             lambda: select_block_lists(q_idx, k_idx, weights, ema, query_start=24, **blocks),
             "query_start is 24 with selection_block 16",
         ),

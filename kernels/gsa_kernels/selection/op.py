@@ -90,8 +90,8 @@ def select_keys(
             More bytes fill the device better: at 128K tokens, 512 MiB are a tenth faster than 256 MiB.
         candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
             of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
-            the variance. No rows if None. Queries
-            from a later position than 0 never are: all their scores are made, which takes longer.
+            the variance. No rows if None. With query_start > 0 no rows either: those kernels take rows for
+            positions, and selection by all scores takes longer.
     """
     with launching_on(q_idx):
         selector = make_selector(
