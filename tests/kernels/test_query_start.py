@@ -27,6 +27,7 @@ from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows  # noqa: E402
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists  # noqa: E402
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows  # noqa: E402
+from gsa_kernels.attention.triton_words import transpose_words  # noqa: E402
 from gsa_kernels.kl.gathered import gathered_indexer_kl_loss  # noqa: E402
 from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
 from gsa_kernels.kl.triton_gathered_launch import GatheredBlocks  # noqa: E402
@@ -198,6 +199,18 @@ def test_block_sum_probs(device, kind):
         assert_same(got, whole[:, first // 16 : -(-last // 16), :last])
 
 
+@devices
+def test_bits_of_a_run_far_from_the_start(device):
+    """Turned round, and as lists: their programs have 256 and 4096 keys."""
+    torch.manual_seed(7)
+    mask = (torch.rand(2, 35, 4300) < 0.01).tril(4300 - 35).to(device)
+    words = words_from_mask(mask)
+    turned = transpose_words(words, query_start=4300 - 35)
+    assert torch.equal(turned, words_from_mask(mask.transpose(1, 2)).transpose(1, 2))
+    lists = key_lists_from_words(words, 35, query_start=4300 - 35)
+    assert torch.equal(mask_from_key_lists(lists), mask)
+
+
 def indexer(device: str, block: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries (of the blocks' first tokens), keys and weight logits."""
     rows = -(-LENGTH // block)
@@ -308,9 +321,16 @@ def check_kl(whole, parts, runs, block, same):  # type: ignore[no-untyped-def]
 
 @devices
 @pytest.mark.parametrize(
-    ("support", "block", "documents"), [("dense", 1, True), ("words", 1, False), ("dense", 16, True)]
+    ("support", "block", "documents", "stacked"),
+    [
+        ("dense", 1, True, False),
+        ("words", 1, False, False),
+        ("words", 1, True, True),
+        ("dense", 1, False, True),
+        ("dense", 16, True, False),
+    ],
 )
-def test_kl_over_rows(device, support, block, documents):
+def test_kl_over_rows(device, support, block, documents, stacked):
     torch.manual_seed(4)
     starts = document_starts(device) if documents else None
     inputs, others = kl_inputs(device, block)
@@ -319,7 +339,7 @@ def test_kl_over_rows(device, support, block, documents):
     options: dict[str, Any] = {
         "selection_block": block,
         "row_chunk_bytes": 4 * 2 * LENGTH * 32,
-        "blocks": Blocks(32, 32, 8, 32, 8, segment=32),
+        "blocks": Blocks(32, 64 if stacked else 32, 8, 32, 8, segment=64, stacked=stacked),
     }
 
     def run(first: int, last: int) -> Any:
