@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = {
-    "text": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "3"],
-    "text, one worker": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "3", "--workers", "1"],
+    "text": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "5"],
+    "text, one worker": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "5", "--workers", "1"],
     "tokens": ["--kind", "tokens", "--gigabytes", "0.2", "--shard-megabytes", "4"],
 }
 
