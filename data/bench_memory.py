@@ -111,19 +111,20 @@ def write_tokens(
     return TokenFolder(out, identity, manifest, records)
 
 
-def resident_bytes() -> int:
+def resident_bytes(workers: list[psutil.Process]) -> int:
     """Of this process and its workers, pages that they share counted for each."""
-    here = psutil.Process()
-    return sum(process.memory_info().rss for process in (here, *here.children(recursive=True)))
+    return sum(process.memory_info().rss for process in (psutil.Process(), *workers))
 
 
 def read_to_the_end(stream: BlockStream, text_bytes: int, report_bytes: int) -> list[Sample]:
     """The curve of the resident memory over `text_bytes` of text; prints a line each `report_bytes`."""
     curve: list[Sample] = []
     every, largest, next_report, began = text_bytes / SAMPLES, 0, report_bytes, time.monotonic()
+    stream.next_blocks(STEP_BLOCKS)
+    workers = psutil.Process().children()  # looked for once: that takes longer than a step
     while (read := stream.counters.get("text_bytes", 0)) < text_bytes:
         stream.next_blocks(STEP_BLOCKS)
-        largest = max(largest, resident_bytes())
+        largest = max(largest, resident_bytes(workers))
         if read >= every * (len(curve) + 1):
             curve.append(Sample(read, largest))
             largest = 0
@@ -164,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             config = StreamConfig(4096, NUM_LANES, seed=0, num_workers=options.workers)
             stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
             print(
-                f"   read  resident  elapsed   ({resident_bytes() / 1e6:.0f} MB before reading)", flush=True
+                f"   read  resident  elapsed   ({resident_bytes([]) / 1e6:.0f} MB before reading)", flush=True
             )
             curve = read_to_the_end(stream, total_bytes, total_bytes // 40 or 1)
             stream.close()
