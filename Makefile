@@ -5,7 +5,7 @@ BIN := .venv/bin
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
-# Processes for the tests that start none of their own.
+# Processes for the tests that start none of their own; of the others, which start up to four ranks, two at a time.
 CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
@@ -35,7 +35,7 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
 
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:

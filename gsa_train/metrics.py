@@ -70,6 +70,8 @@ class Reduced:
     """Largest share over the ranks of the interval spent waiting for text."""
     skipped: dict[str, int]
     """Documents and shards left out, and reads tried again, since the start of the run."""
+    data_checksum: int
+    """Of the step's text and its order (gsa_data.stream)."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Largest over the ranks; None on CPUs."""
@@ -82,6 +84,7 @@ def reduce_step(
     interval: Interval | None,
     parallel: Parallel,
     counters: Mapping[str, int] | None = None,
+    checksum: int = 0,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -90,13 +93,20 @@ def reduce_step(
         loss_tokens: scored tokens over all replicas.
         interval: None for a validation.
         counters: what this process read and left out of the text.
+        checksum: of this process's part of the step's text.
     """
     on_gpu = parallel.device.type == "cuda"
     skipped = skipped_totals(counters or {})
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
     layers, sums, maxima = stats.reduce(
-        torch.cat([loss_sum.double().reshape(1), torch.tensor(list(skipped.values())).to(loss_sum.device)]),
+        # fp64 holds the sum of two million CRC-32s exactly.
+        torch.cat(
+            [
+                loss_sum.double().reshape(1),
+                torch.tensor([*skipped.values(), checksum], dtype=torch.float64).to(loss_sum.device),
+            ]
+        ),
         torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
@@ -104,7 +114,8 @@ def reduce_step(
         layers=layers,
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
-        skipped={name: int(total) for name, total in zip(skipped, sums[1:], strict=True)},
+        skipped={name: int(total) for name, total in zip(skipped, sums[1:-1], strict=True)},
+        data_checksum=int(sums[-1]),
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
     )
@@ -164,6 +175,7 @@ def step_record(
         "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
         "data_wait": reduced.data_wait,
         **reduced.skipped,
+        "data_checksum": reduced.data_checksum,
         "memory_allocated_bytes": reduced.memory_allocated_bytes,
         "memory_peak_bytes": reduced.memory_peak_bytes,
     }

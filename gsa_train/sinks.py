@@ -117,7 +117,7 @@ TRAIN_KEYS = frozenset({"loss", "grad_norm", "lr", "tokens", "max_activation"})
 SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
     | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
-    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries"}
+    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries", "data_checksum"}
 )
 
 

@@ -91,6 +91,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                 interval,
                 parallel,
                 run.batches.counters,
+                run.batches.checksum(),
             )
             lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
             precision = "bf16" if run.model.mcore_config.bf16 else "fp32"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,8 @@ class BlockStream:
                 self._counters["shards_duplicate"] += len(reader.manifest.duplicates)
         self._cursors = {lane: cursors[lane] for lane in range(rank, config.num_lanes, world_size)}
         first_sample = self._start_samples + (rank - self._start_samples) % world_size
+        self._first_sample = first_sample
+        self._last_blocks: Tokens | None = None
         samples = _RankSamples(reader, config, first_sample, world_size, cursors)
         self._blocks: Generator[_Block, None, None] | None = _blocks_in_order(samples, config)
 
@@ -141,12 +144,26 @@ class BlockStream:
             self._cursors[block.lane] = block.next_cursor
             self._counters.update(block.counters)
         self._taken += count
-        return np.stack([block.tokens for block in blocks])
+        self._last_blocks = np.stack([block.tokens for block in blocks])
+        return self._last_blocks
 
     @property
     def counters(self) -> dict[str, int]:
         """What was read and left out up to the blocks handed out: this rank's share, rank 0's with what was saved."""
         return dict(self._counters)
+
+    def checksum(self) -> int:
+        """Of the blocks last handed out: the sum of each one's CRC-32, begun with the number of its global sample.
+
+        Summed over the ranks it names the text of a step and its order, whatever the ranks and workers.
+        """
+        if self._last_blocks is None:
+            return 0
+        first = self._first_sample + (self._taken - len(self._last_blocks)) * self.world_size
+        return sum(
+            zlib.crc32(block.tobytes(), (first + place * self.world_size) % 2**32)
+            for place, block in enumerate(self._last_blocks)
+        )
 
     @property
     def consumed_samples(self) -> int:

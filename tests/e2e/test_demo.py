@@ -29,13 +29,14 @@ SHORT = (
     "logging.wandb=disabled",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]  # one process makes the run for all tests
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """On two ranks. Whenever one looks, `latest` names a complete checkpoint."""
-    run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2)
+    """On two ranks of torchrun's. Whenever one looks, `latest` names a complete checkpoint."""
+    run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2, real=True)
+    assert run.process is not None
     named = set()
     while run.process.poll() is None:
         if latest := run.latest:
