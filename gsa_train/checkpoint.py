@@ -56,8 +56,8 @@ class RunState:
     """Position in the text (gsa_data.stream)."""
     wandb_run_id: str | None
     config_yaml: str
-    layout: tuple[int, int, int]
-    """Tensor, pipeline and data-parallel sizes."""
+    layout: tuple[int, int, int, int]
+    """`Parallel.layout`"""
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
     format_version: int = FORMAT_VERSION
@@ -203,7 +203,8 @@ def read_run_state(checkpoint: Path) -> RunState:
             f"{checkpoint} has format version {content['format_version']}, this code reads {FORMAT_VERSION}; "
             "use the version of gsa_train that wrote it"
         )
-    return RunState(**content)
+    # Checkpoints from before context parallelism have three sizes.
+    return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
 
 
 def load_checkpoint(

@@ -114,8 +114,10 @@ class ParallelConfig:
     """Tensor-parallel ranks."""
     sequence: bool = True
     """Sequence parallelism over the tensor-parallel ranks (no effect with tensor=1)."""
+    context: int = 1
+    """Context-parallel ranks: each holds two chunks of every sequence and sees the keys of all of it."""
     pipeline: int = 1
-    """Pipeline stages (1F1B). What is left of the world after tensor x pipeline is data parallel."""
+    """Pipeline stages (1F1B). What is left of the world after tensor x context x pipeline is data parallel."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -155,7 +157,7 @@ class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens per sequence."""
     micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel rank."""
+    """Sequences per forward pass and data-parallel replica."""
     global_batch_size: int = 8
     """Sequences per optimizer step over all ranks."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

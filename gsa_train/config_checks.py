@@ -96,10 +96,21 @@ def _check_validation_sets(data: DataConfig) -> list[str]:
 
 def data_parallel_size(config: Config, world_size: int) -> int:
     """Data-parallel ranks of a world that the model-parallel sizes divide; 0 if they do not."""
-    unit = config.parallel.tensor * config.parallel.pipeline
-    if min(config.parallel.tensor, config.parallel.pipeline, world_size) < 1 or world_size % unit != 0:
+    sizes = _model_sizes(config)
+    unit = math.prod(sizes.values())
+    if min(*sizes.values(), world_size) < 1 or world_size % unit != 0:
         return 0
     return world_size // unit
+
+
+def _model_sizes(config: Config) -> dict[str, int]:
+    """Ranks that share one sequence, field by field; what is left of the world is data parallel."""
+    parallel = config.parallel
+    return {
+        "parallel.tensor": parallel.tensor,
+        "parallel.context": parallel.context,
+        "parallel.pipeline": parallel.pipeline,
+    }
 
 
 def _check_ranges(config: Config) -> list[str]:
@@ -265,8 +276,9 @@ def _layers_per_stage(config: Config) -> int:
 
 
 def _check_layout(config: Config, world_size: int) -> list[str]:
-    parallel, lines = config.parallel, []
-    unit = parallel.tensor * parallel.pipeline
+    parallel, lines = config.parallel, _check_context(config)
+    sizes = _model_sizes(config)
+    unit = math.prod(sizes.values())
     if world_size < 1:
         lines.append(problem_line("world size", world_size, "below 1", "start 1 rank or more"))
     elif unit > 0 and world_size % unit != 0:
@@ -274,7 +286,7 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
             problem_line(
                 "world size",
                 world_size,
-                f"not a multiple of parallel.tensor = {parallel.tensor} x parallel.pipeline = {parallel.pipeline}",
+                f"not a multiple of {' x '.join(f'{field} = {size}' for field, size in sizes.items())}",
                 f"start {_nearest(world_size, unit)} ranks, or change the sizes",
             )
         )
@@ -293,6 +305,38 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
     return lines
 
 
+def _check_context(config: Config) -> list[str]:
+    """Each context-parallel rank holds two whole chunks, which sequence parallelism splits evenly."""
+    length, block = config.train.seq_len_tokens, config.gsa.selection_block
+    context, tensor = config.parallel.context, config.parallel.tensor
+    if context < 2 or length < 1 or tensor < 1 or block < 1:
+        return []
+    shares = math.lcm(2, tensor if config.parallel.sequence else 1)
+    unit = context * shares
+    if length % unit != 0:
+        return [
+            problem_line(
+                "train.seq_len_tokens",
+                length,
+                f"not a multiple of {unit}: each of parallel.context = {context} ranks holds two chunks of a sequence"
+                + (f", split over parallel.tensor = {tensor} ranks" if shares > 2 else ""),
+                f"set it to {_nearest(length, unit)}, or change parallel.context",
+            )
+        ]
+    chunk = length // (2 * context)
+    if config.gsa.attention == "sparse" and chunk % block != 0:
+        return [
+            problem_line(
+                "gsa.selection_block",
+                block,
+                f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / (2 x parallel.context)), and a "
+                "block may not cross chunks",
+                f"set train.seq_len_tokens to {_nearest(length, 2 * context * block)}, or change parallel.context",
+            )
+        ]
+    return []
+
+
 def _check_batch(config: Config, world_size: int) -> list[str]:
     train, data, lines = config.train, config.data, []
     replicas = data_parallel_size(config, world_size)
@@ -303,7 +347,7 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
                 "train.global_batch_size",
                 train.global_batch_size,
                 f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
-                "(world size / parallel.tensor / parallel.pipeline)",
+                "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
                 f"set it to {_nearest(train.global_batch_size, unit)}",
             )
         )
@@ -314,7 +358,8 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
                 "data.num_lanes",
                 data.num_lanes,
                 f"not a multiple of {replicas} data-parallel ranks x {max(1, data.num_workers)} readers each "
-                f"(data.num_workers = {data.num_workers}; world size / parallel.tensor / parallel.pipeline)",
+                f"(data.num_workers = {data.num_workers}; "
+                "world size / parallel.tensor / parallel.context / parallel.pipeline)",
                 f"set it to {_nearest(data.num_lanes, readers)}",
             )
         )

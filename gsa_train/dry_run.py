@@ -47,9 +47,11 @@ def _layout(config: Config, world_size: int) -> list[str]:
     replicas = data_parallel_size(config, world_size)
     layers = config.model.num_layers // parallel.pipeline
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
-    sharded = "sharded over data-parallel ranks" if parallel.distributed_optimizer else "replicated"
+    over = "data- and context-parallel" if parallel.context > 1 else "data-parallel"
+    sharded = f"sharded over {over} ranks" if parallel.distributed_optimizer else "replicated"
     lines = [
-        f"{world_size} = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {replicas}",
+        f"{world_size} = tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} "
+        f"x data {replicas}",
         f"sequence parallel {'on' if _is_sequence_parallel(config) else 'off'}, optimizer state {sharded}",
         f"{layers} layers per stage; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
         "step and replica",
@@ -58,21 +60,25 @@ def _layout(config: Config, world_size: int) -> list[str]:
     for stage in range(parallel.pipeline):
         span = f"stage {stage} (layers {stage * layers}-{(stage + 1) * layers - 1})"
         for replica in range(replicas):
-            first = rank_of(config, world_size, tensor=0, pipeline=stage, data=replica)
-            ranks.append(f"{span}, data {replica}: {_rank_range(first, parallel.tensor)}")
+            first = rank_of(config, world_size, tensor=0, context=0, pipeline=stage, data=replica)
+            ranks.append(f"{span}, data {replica}: {_rank_range(first, parallel.tensor, parallel.context)}")
     if len(ranks) > MAX_LAYOUT_LINES:
         ranks = [*ranks[:MAX_LAYOUT_LINES], f"... and {len(ranks) - MAX_LAYOUT_LINES} more in the same order"]
     return lines + ranks
 
 
-def rank_of(config: Config, world_size: int, tensor: int, pipeline: int, data: int) -> int:
-    """Global rank of a place in the layout: tensor fastest, then data, then pipeline (megatron-core's order)."""
-    replicas = data_parallel_size(config, world_size)
-    return tensor + config.parallel.tensor * (data + replicas * pipeline)
+def rank_of(config: Config, world_size: int, tensor: int, context: int, pipeline: int, data: int) -> int:
+    """Global rank of a place in the layout: tensor fastest, then context, data, pipeline (megatron-core's order)."""
+    replicas, parallel = data_parallel_size(config, world_size), config.parallel
+    return tensor + parallel.tensor * (context + parallel.context * (data + replicas * pipeline))
 
 
-def _rank_range(first: int, count: int) -> str:
-    return f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1} (tensor 0-{count - 1})"
+def _rank_range(first: int, tensor: int, context: int) -> str:
+    if tensor * context == 1:
+        return f"rank {first}"
+    axes = {"tensor": tensor, "context": context}
+    places = ", ".join(f"{axis} 0-{size - 1}" for axis, size in axes.items() if size > 1)
+    return f"ranks {first}-{first + tensor * context - 1} ({places})"
 
 
 def _is_sequence_parallel(config: Config) -> bool:
@@ -144,26 +150,26 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     base, indexer = _parameters_per_rank(config, stage)
     trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
     state_bytes = 8 if train.precision == "fp32" else 12
-    shards = replicas if parallel.distributed_optimizer else 1
+    shards = replicas * parallel.context if parallel.distributed_optimizer else 1
 
     # Activations. A warm-up keeps none: its base runs without a graph, and each layer's indexer learns on the spot.
     layer = _layer_bytes(config, phase, value_bytes)
     layers = model.num_layers // parallel.pipeline
     sequence_shards = parallel.tensor if _is_sequence_parallel(config) else 1
-    tokens = train.micro_batch_size * train.seq_len_tokens
+    tokens = _tokens_per_rank(config)
     if phase.train == "indexer":
-        kept, working = 0.0, layer.linear + layer.scratch
+        kept, working = 0.0, layer.linear + layer.gathered + layer.scratch
     elif train.recompute == "none":
-        kept, working = layers * (layer.linear + layer.square), layer.scratch
+        kept, working = layers * (layer.linear + layer.gathered + layer.square), layer.scratch
     elif train.recompute == "selective":
         # The selections stay: choosing again in the backward pass could choose otherwise.
         selecting = indexer_layers(model, gsa) // parallel.pipeline if phase.attention == "sparse" else 0
         kept = layers * layer.linear + selecting * layer.selection
-        working = layer.square + layer.scratch
+        working = layer.gathered + layer.square + layer.scratch
     else:
         unit = train.recompute_num_layers
         kept = layers // unit * value_bytes * tokens * model.hidden_size / sequence_shards
-        working = unit * (layer.linear + layer.square) + layer.scratch
+        working = unit * (layer.linear + layer.gathered + layer.square) + layer.scratch
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     in_flight = min(parallel.pipeline - stage, micro_batches)  # 1F1B
 
@@ -204,6 +210,8 @@ class _LayerBytes:
 
     linear: float
     """Kept for the backward pass, growing with L."""
+    gathered: float
+    """K and V of the whole sequence, under context parallelism; recomputation gathers them again."""
     square: float
     """Kept for the backward pass, growing with L x L; the selection is a part of it."""
     selection: float
@@ -234,19 +242,30 @@ def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> _Layer
     uses_kernels = gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
     if not uses_kernels:  # its Q, K and V in fp32
         singles += (query + 2 * key_value) / tensor
-    tokens = train.micro_batch_size * train.seq_len_tokens
+    tokens = _tokens_per_rank(config)
     linear = tokens * (value_bytes * values + 4 * singles)
+    gathered, keys_per_query = 0.0, float(train.seq_len_tokens)
+    if (context := config.parallel.context) > 1:
+        gathered = value_bytes * context * tokens * 2 * key_value / tensor
+        if uses_indexer:
+            linear += value_bytes * context * tokens * gsa.indexer_dim
+        keys_per_query *= (2 * context + 1) / (4 * context)  # each chunk sees the keys up to its own end
     if uses_kernels:
         if not uses_indexer:
-            return _LayerBytes(linear, 0.0, 0.0, 0.0)
+            return _LayerBytes(linear, gathered, 0.0, 0.0, 0.0)
         selection, scratch = _kernel_selection_bytes(config, value_bytes)
-        return _LayerBytes(linear, selection, selection, scratch)
+        return _LayerBytes(linear, gathered, selection, selection, scratch)
     # Per query and key, in fp32: each head's softmax and its masked copy. One byte each: visible and selected.
     pairs = 4 * 2 * model.num_heads / tensor + 2
     if uses_indexer:  # each indexer head's activation, then I, the target and log softmax(I)
         pairs += 4 * (gsa.indexer_heads + 3) / gsa.selection_block
-    square = tokens * train.seq_len_tokens * pairs
-    return _LayerBytes(linear, square, tokens * train.seq_len_tokens, square)
+    square = tokens * keys_per_query * pairs
+    return _LayerBytes(linear, gathered, square, tokens * keys_per_query, square)
+
+
+def _tokens_per_rank(config: Config) -> int:
+    """Tokens of a micro-batch that a rank holds, without sequence parallelism."""
+    return config.train.micro_batch_size * config.train.seq_len_tokens // config.parallel.context
 
 
 def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, float]:
@@ -254,7 +273,7 @@ def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, fl
     probabilities of a chunk of rows, and over lists the partial gradients of K and V and their sums in fp32."""
     gsa, train = config.gsa, config.train
     length = train.seq_len_tokens
-    tokens = train.micro_batch_size * length
+    tokens = _tokens_per_rank(config)
     if gsa.selection_block > 1:
         near = gsa.local_window + gsa.selection_block
         entries = min(gsa.k_max + near, length)  # there is room for the largest budget
@@ -267,7 +286,8 @@ def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, fl
     else:
         return tokens * length / 8, KERNEL_CHUNK_BYTES
     partials = tokens / queries * entries * 2 * config.model.head_dim * value_bytes
-    sums = 4 * tokens * 2 * config.model.num_kv_heads * config.model.head_dim / config.parallel.tensor
+    kv_values = 2 * config.model.num_kv_heads * config.model.head_dim / config.parallel.tensor
+    sums = 4 * train.micro_batch_size * length * kv_values
     return selection, KERNEL_CHUNK_BYTES + min(partials, GATHERED_SCRATCH_BYTES) + sums
 
 

@@ -33,6 +33,10 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         reasons.append(
             f"gsa.selection_block = {config.gsa.selection_block}: the kernels have 1, 16, 32, 64 and 128"
         )
+    if config.parallel.context > 1:
+        reasons.append(
+            f"parallel.context = {config.parallel.context}: the kernels see queries from position 0 only"
+        )
     return reasons
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -22,21 +23,21 @@ from gsa_train.config import ParallelConfig  # noqa: E402
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands. Ranks are ordered tensor fastest, then data, then pipeline (megatron-core)."""
+    """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core)."""
 
     rank: int
     world_size: int
     tensor_rank: int
     tensor_size: int
+    context_rank: int
+    context_size: int
     pipeline_rank: int
     pipeline_size: int
     data_rank: int
     data_size: int
     device: torch.device
     groups: ProcessGroupCollection
-    """megatron-core's groups: `tp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), ..."""
-    model_source_rank: int
-    """Global rank of the first rank of this model-parallel group: it reads the data for the others."""
+    """megatron-core's groups: `tp`, `cp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), ..."""
 
     @property
     def is_main(self) -> bool:
@@ -49,13 +50,18 @@ class Parallel:
 
     @property
     def reads_data(self) -> bool:
-        """The first rank of each model-parallel group reads the text of its data-parallel replica."""
-        return self.tensor_rank == 0 and self.pipeline_rank == 0
+        """The first rank of each data-parallel replica reads the text for the others."""
+        return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """Tensor, pipeline, data and context sizes: what a checkpoint remembers."""
+        return self.tensor_size, self.pipeline_size, self.data_size, self.context_size
 
     def describe(self) -> str:
         return (
-            f"{self.world_size} ranks on {self.device.type} = tensor {self.tensor_size} x pipeline "
-            f"{self.pipeline_size} x data {self.data_size}"
+            f"{self.world_size} ranks on {self.device.type} = tensor {self.tensor_size} x context "
+            f"{self.context_size} x pipeline {self.pipeline_size} x data {self.data_size}"
         )
 
 
@@ -82,7 +88,9 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         device = torch.device("cpu")
     _join_world(use_cuda, device)
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        context_parallel_size=config.context,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -92,15 +100,16 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         world_size=dist.get_world_size(),
         tensor_rank=groups.tp.rank(),
         tensor_size=groups.tp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=groups.cp.size(),
         pipeline_rank=groups.pp.rank(),
         pipeline_size=groups.pp.size(),
         data_rank=groups.dp.rank(),
         data_size=groups.dp.size(),
         device=device,
         groups=groups,
-        model_source_rank=dist.get_process_group_ranks(groups.mp)[0],
     )
-    assert parallel.tensor_size * parallel.pipeline_size * parallel.data_size == parallel.world_size
+    assert math.prod(parallel.layout) == parallel.world_size
     return parallel
 
 

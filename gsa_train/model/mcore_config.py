@@ -82,6 +82,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         use_cpu_initialization=parallel.device.type == "cpu",
         tensor_model_parallel_size=parallel.tensor_size,
         pipeline_model_parallel_size=parallel.pipeline_size,
+        context_parallel_size=parallel.context_size,
         sequence_parallel=config.parallel.sequence and parallel.tensor_size > 1,
         recompute_granularity="full" if recompute_layers else None,
         recompute_method="uniform" if recompute_layers else None,

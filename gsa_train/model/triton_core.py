@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gsa_kernels import sigmoid_gate
-from gsa_train.model.attention_core import indexer_graph, train_indexer
+from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
@@ -36,7 +36,10 @@ class TritonCore:
         self.gsa, self.runtime, self.layer = attention.gsa, attention.runtime, attention.layer
         self._kernel: str | None = None
 
-    def select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> Selected:
+    def select(
+        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
+    ) -> Selected:
+        assert query_start == 0  # kernel_checks refuses context parallelism
         runtime = self.runtime
         indexer, tracker = self.attention.indexer, self.attention.variance
         assert indexer is not None
@@ -62,7 +65,9 @@ class TritonCore:
         weight_logits: torch.Tensor | None,
         document_ids: torch.Tensor | None,
         selected: Selected | None,
-    ) -> torch.Tensor:
+        query_start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert query_start == 0  # kernel_checks refuses context parallelism
         runtime = self.runtime
         counted = runtime.counts_this_pass()
         measured = counted and runtime.measuring
@@ -87,6 +92,7 @@ class TritonCore:
         if measured:
             assert lse is not None
             self._measure_attention(q, k, v, lse, support, dense if runtime.sparse else selected, starts)
+        kl = None
         if distils:
             assert lse is not None
             assert queries is not None
@@ -95,11 +101,9 @@ class TritonCore:
             with indexer_graph(runtime):
                 projections = self._of_rows(IndexerProjections(queries, keys, weight_logits))
                 kl, rows = self._indexer_loss(support, projections, q, k, lse, starts)
-                if runtime.train_indexer:
-                    out = train_indexer(runtime, out, kl)
             if measured:
                 runtime.stats.add("indexer_kl", self.layer, rows)
-        return out
+        return out, kl if runtime.train_indexer else None
 
     def _of_rows(self, projections: IndexerProjections) -> IndexerProjections:
         """Queries that select, [B, ceil(L / selection_block), ...], and all keys."""

@@ -11,11 +11,13 @@ from helpers.runs import ALL_KEYS, QUICK, STEPS, Run, finished
 
 TENSOR = ("parallel.tensor=2",)
 PIPELINE = ("parallel.pipeline=2",)
+CONTEXT = ("parallel.context=2",)
 LAYOUTS = {
     "tensor and sequence": (2, TENSOR),
     "pipeline": (2, PIPELINE),
     "data": (2, ()),
     "tensor x pipeline": (4, TENSOR + PIPELINE),
+    "context": (2, CONTEXT),
 }
 FIRST_SPARSE_STEPS = 12  # 10 steps of warm-up and 2 sparse ones
 
@@ -86,15 +88,27 @@ def test_tensor_parallel_without_sequence_parallel():
     assert_same_training(run, finished(*ALL_KEYS), relative=1e-5)
 
 
-def test_the_dense_baseline_under_tensor_parallelism():
+@pytest.mark.parametrize("layout", [TENSOR, CONTEXT], ids=["tensor", "context"])
+def test_the_dense_baseline(layout):
     one = finished(*BASELINE)
     assert one.series("indexer_kl") == [None] * STEPS
-    run = finished(*BASELINE, *TENSOR, ranks=2)
+    run = finished(*BASELINE, *layout, ranks=2)
     assert_same_training(run, one, relative=1e-5, keys=("loss", "grad_norm"))
 
 
 def test_all_options_under_tensor_and_pipeline_parallelism():
     run = finished(*OPTIONS, *TENSOR, *PIPELINE, ranks=4)
+    assert_same_training(run, finished(*OPTIONS), relative=1e-5)
+
+
+def test_context_and_tensor_parallelism():
+    run = finished(*ALL_KEYS, *CONTEXT, *TENSOR, ranks=4)
+    assert_same_training(run, finished(*ALL_KEYS), relative=1e-5)
+
+
+def test_all_options_under_context_and_pipeline_parallelism():
+    """Recomputation gathers keys and values once more."""
+    run = finished(*OPTIONS, *CONTEXT, *PIPELINE, "train.recompute=selective", ranks=4)
     assert_same_training(run, finished(*OPTIONS), relative=1e-5)
 
 

@@ -47,6 +47,26 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["model.num_layers=9", "parallel.pipeline=2"],
         ["model.num_layers = 9", "parallel.pipeline = 2", "8 or 10"],
     ),
+    (
+        ["parallel.context=3", "parallel.tensor=1"],
+        ["world size = 8", "parallel.context = 3", "start 6 or 9 ranks"],
+    ),
+    (
+        ["train.seq_len_tokens=250", "parallel.context=2"],
+        ["train.seq_len_tokens = 250", "parallel.context = 2", "two chunks", "248 or 252"],
+    ),
+    (
+        ["train.seq_len_tokens=36", "parallel.context=2", "parallel.tensor=4"],
+        ["train.seq_len_tokens = 36", "not a multiple of 8", "parallel.tensor = 4", "32 or 40"],
+    ),
+    (
+        ["train.seq_len_tokens=80", "parallel.context=2", "gsa.selection_block=16", "gsa.local_window=16"],
+        ["gsa.selection_block = 16", "20 tokens of a chunk", "64 or 128"],
+    ),
+    (
+        ["parallel.context=2", "gsa.attention_impl=triton", "model.head_dim=64"],
+        ["gsa.attention_impl = triton", "parallel.context = 2", "use reference"],
+    ),
     (["model.head_dim=63"], ["model.head_dim = 63", "odd", "even"]),
     (["gsa.indexer_dim=63"], ["gsa.indexer_dim = 63", "odd", "even"]),
     # layout against the world of 8
@@ -166,7 +186,7 @@ CASES: list[tuple[list[str], list[str]]] = [
 SIZES = """
     model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.ffn_hidden_size
     model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.selection_block
-    gsa.selection_reuse parallel.tensor parallel.pipeline train.seq_len_tokens train.micro_batch_size
+    gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens train.micro_batch_size
     train.global_batch_size train.recompute_num_layers data.num_lanes data.prefetch_blocks
     """
 
