@@ -118,6 +118,12 @@ class ParallelConfig:
     """Context-parallel ranks: each holds two chunks of every sequence and sees the keys of all of it."""
     pipeline: int = 1
     """Pipeline stages (1F1B). What is left of the world after tensor x context x pipeline is data parallel."""
+    virtual_pipeline: int = 1
+    """Model chunks per stage (interleaved 1F1B): stages wait less and send more. Above 1 the micro-batches of a step
+    must be a multiple of `pipeline`."""
+    pipeline_layers: list[int] = field(default_factory=list)
+    """Layers of each chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
+    i % pipeline. Empty: all the same. The first chunk also has the embedding, the last one the output and the loss."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsa_train.config_load import problem_line
 from gsa_train.kernel_checks import check_kernels
+from gsa_train.pipeline_layout import chunk_layers
 
 if TYPE_CHECKING:
     from gsa_train.config import Config, DataConfig, PhaseConfig
@@ -52,6 +53,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_gsa(config),
         *check_kernels(config),
         *_check_layout(config, world_size),
+        *_check_pipeline(config, world_size),
         *_check_batch(config, world_size),
         *_check_recompute(config),
         *_check_phases(config),
@@ -152,7 +154,8 @@ def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
             numbers += _numbers(value, f"{name}.")
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                numbers += _numbers(item, f"{name}.{index}.")
+                if dataclasses.is_dataclass(item):  # a list of numbers is checked by who reads it
+                    numbers += _numbers(item, f"{name}.{index}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers.append((name, value))
     return numbers
@@ -206,7 +209,6 @@ def _check_model(config: Config) -> list[str]:
         *_check_multiple(config, "model.num_kv_heads", "parallel.tensor"),
         *_check_multiple(config, "model.ffn_hidden_size", "parallel.tensor"),
         *_check_multiple(config, "model.vocab_size", "parallel.tensor"),
-        *_check_multiple(config, "model.num_layers", "parallel.pipeline"),
     ]
     for field in ("model.head_dim", "gsa.indexer_dim"):
         if _get(config, field) % 2 != 0:
@@ -255,24 +257,31 @@ def _check_gsa(config: Config) -> list[str]:
         lines.append(
             problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
         )
-    stage_layers = _layers_per_stage(config)
-    if stage_layers and gsa.selection_reuse > 0 and stage_layers % gsa.selection_reuse != 0:
+    if undivided := _undivided_chunk(config, gsa.selection_reuse):
         lines.append(
             problem_line(
                 "gsa.selection_reuse",
                 gsa.selection_reuse,
-                f"does not divide the {stage_layers} layers of a stage "
-                "(model.num_layers / parallel.pipeline), and a group may not cross stages",
-                f"choose a divisor of {stage_layers}",
+                f"does not divide the {undivided} layers of {_chunk_in_words(config)}, and a group may not cross "
+                "from one to the next",
+                f"choose a divisor of {undivided}",
             )
         )
     return lines
 
 
-def _layers_per_stage(config: Config) -> int:
-    """Layers of one pipeline stage; 0 if the sizes do not divide (reported elsewhere)."""
-    layers, stages = config.model.num_layers, config.parallel.pipeline
-    return layers // stages if layers > 0 and stages > 0 and layers % stages == 0 else 0
+def _undivided_chunk(config: Config, unit: int) -> int:
+    """Layers of the first chunk that are not a multiple of `unit`; 0 if all are."""
+    return next((layers for layers in chunk_layers(config) if unit > 0 and layers % unit != 0), 0)
+
+
+def _chunk_in_words(config: Config) -> str:
+    parallel = config.parallel
+    if parallel.pipeline_layers:
+        return "a chunk (parallel.pipeline_layers)"
+    if parallel.virtual_pipeline > 1:
+        return "a chunk (model.num_layers / parallel.pipeline / parallel.virtual_pipeline)"
+    return "a stage (model.num_layers / parallel.pipeline)"
 
 
 def _check_layout(config: Config, world_size: int) -> list[str]:
@@ -302,6 +311,50 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
                 "set both to true, or overlap_param_gather to false",
             )
         )
+    return lines
+
+
+def _check_pipeline(config: Config, world_size: int) -> list[str]:
+    """Layers that fill the chunks, and micro-batches that fill an interleaved schedule."""
+    parallel, layers, train = config.parallel, config.model.num_layers, config.train
+    stages, virtual, given = parallel.pipeline, parallel.virtual_pipeline, parallel.pipeline_layers
+    if min(stages, virtual, layers) < 1:
+        return []
+    chunks = stages * virtual
+    in_words = f"parallel.pipeline = {stages}"
+    if virtual > 1:
+        in_words += f" x parallel.virtual_pipeline = {virtual}"
+    lines = []
+    if virtual > 1 and stages == 1:
+        wrong = "chunks are interleaved over stages, and parallel.pipeline = 1"
+        lines.append(
+            problem_line(
+                "parallel.virtual_pipeline", virtual, wrong, "set it to 1, or parallel.pipeline above 1"
+            )
+        )
+    if given and not chunk_layers(config):
+        found = f"{len(given)} numbers with the sum {sum(given)}, the smallest {min(given)}"
+        remedy = f"give {chunks} numbers of at least 1 ({in_words}) with the sum {layers} (model.num_layers)"
+        lines.append(problem_line("parallel.pipeline_layers", given, found, remedy))
+    elif not given and layers % chunks != 0:
+        remedy = (
+            f"set model.num_layers to {_nearest(layers, chunks)}, or name each chunk's layers in "
+            "parallel.pipeline_layers"
+        )
+        lines.append(problem_line("model.num_layers", layers, f"not a multiple of {in_words}", remedy))
+    per_micro_batch = train.micro_batch_size * data_parallel_size(config, world_size)
+    if virtual > 1 and per_micro_batch > 0 and train.global_batch_size % per_micro_batch == 0:
+        micro_batches = train.global_batch_size // per_micro_batch
+        if micro_batches % stages != 0:
+            lines.append(
+                problem_line(
+                    "train.global_batch_size",
+                    train.global_batch_size,
+                    f"{micro_batches} micro-batches per step and replica are not a multiple of parallel.pipeline = "
+                    f"{stages}, as parallel.virtual_pipeline = {virtual} needs",
+                    f"set it to {_nearest(train.global_batch_size, per_micro_batch * stages)}",
+                )
+            )
     return lines
 
 
@@ -370,14 +423,13 @@ def _check_recompute(config: Config) -> list[str]:
     train, lines = config.train, []
     if train.recompute != "full" or train.recompute_num_layers < 1:
         return []
-    stage_layers = _layers_per_stage(config)
-    if stage_layers and stage_layers % train.recompute_num_layers != 0:
+    if undivided := _undivided_chunk(config, train.recompute_num_layers):
         lines.append(
             problem_line(
                 "train.recompute_num_layers",
                 train.recompute_num_layers,
-                f"does not divide the {stage_layers} layers of a stage (model.num_layers / parallel.pipeline)",
-                f"choose a divisor of {stage_layers}",
+                f"does not divide the {undivided} layers of {_chunk_in_words(config)}",
+                f"choose a divisor of {undivided}",
             )
         )
     reuse = config.gsa.selection_reuse

@@ -16,6 +16,7 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.config_checks import check_data, data_parallel_size
 from gsa_train.kernel_checks import MASKED_MAX_TOKENS, unsupported_by_kernels
 from gsa_train.model.flops import count_parameters, flops_per_token, indexer_layers
+from gsa_train.pipeline_layout import stage_chunks, stage_layers
 
 MAX_LAYOUT_LINES = 32
 KERNEL_CHUNK_BYTES = 512 * 2**20  # gsa_kernels: selection.op row_chunk_bytes; kl.op has two of half the size
@@ -45,7 +46,6 @@ def describe(config: Config, world_size: int) -> str:
 def _layout(config: Config, world_size: int) -> list[str]:
     parallel, train = config.parallel, config.train
     replicas = data_parallel_size(config, world_size)
-    layers = config.model.num_layers // parallel.pipeline
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     over = "data- and context-parallel" if parallel.context > 1 else "data-parallel"
     sharded = f"sharded over {over} ranks" if parallel.distributed_optimizer else "replicated"
@@ -53,18 +53,31 @@ def _layout(config: Config, world_size: int) -> list[str]:
         f"{world_size} = tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} "
         f"x data {replicas}",
         f"sequence parallel {'on' if _is_sequence_parallel(config) else 'off'}, optimizer state {sharded}",
-        f"{layers} layers per stage; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
+        f"{_layers_per_stage(config)}; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
         "step and replica",
     ]
     ranks = []
     for stage in range(parallel.pipeline):
-        span = f"stage {stage} (layers {stage * layers}-{(stage + 1) * layers - 1})"
+        spans = ", ".join(_span(chunk) for chunk in stage_chunks(config, stage))
+        span = f"stage {stage} (layers {spans})"
         for replica in range(replicas):
             first = rank_of(config, world_size, tensor=0, context=0, pipeline=stage, data=replica)
             ranks.append(f"{span}, data {replica}: {_rank_range(first, parallel.tensor, parallel.context)}")
     if len(ranks) > MAX_LAYOUT_LINES:
         ranks = [*ranks[:MAX_LAYOUT_LINES], f"... and {len(ranks) - MAX_LAYOUT_LINES} more in the same order"]
     return lines + ranks
+
+
+def _layers_per_stage(config: Config) -> str:
+    virtual = config.parallel.virtual_pipeline
+    chunks = f" in {virtual} chunks (interleaved)" if virtual > 1 else ""
+    counts = [len(stage_layers(config, stage)) for stage in range(config.parallel.pipeline)]
+    layers = f"{counts[0]} layers per stage" if len(set(counts)) == 1 else f"{counts} layers on the stages"
+    return layers + chunks
+
+
+def _span(layers: range) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
 def rank_of(config: Config, world_size: int, tensor: int, context: int, pipeline: int, data: int) -> int:
@@ -141,7 +154,7 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
     """Memory of a stage's ranks in a phase, by formula; the module's docstring says what is left out."""
-    model, gsa, parallel, train = config.model, config.gsa, config.parallel, config.train
+    model, parallel, train = config.model, config.parallel, config.train
     replicas = data_parallel_size(config, world_size)
     value_bytes = 4 if train.precision == "fp32" else 2
 
@@ -154,7 +167,8 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
 
     # Activations. A warm-up keeps none: its base runs without a graph, and each layer's indexer learns on the spot.
     layer = _layer_bytes(config, phase, value_bytes)
-    layers = model.num_layers // parallel.pipeline
+    held = stage_layers(config, stage)
+    layers = len(held)
     sequence_shards = parallel.tensor if _is_sequence_parallel(config) else 1
     tokens = _tokens_per_rank(config)
     if phase.train == "indexer":
@@ -163,7 +177,7 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
         kept, working = layers * (layer.linear + layer.gathered + layer.square), layer.scratch
     elif train.recompute == "selective":
         # The selections stay: choosing again in the backward pass could choose otherwise.
-        selecting = indexer_layers(model, gsa) // parallel.pipeline if phase.attention == "sparse" else 0
+        selecting = _indexers_among(held, config) if phase.attention == "sparse" else 0
         kept = layers * layer.linear + selecting * layer.selection
         working = layer.gathered + layer.square + layer.scratch
     else:
@@ -171,7 +185,12 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
         kept = layers // unit * value_bytes * tokens * model.hidden_size / sequence_shards
         working = unit * (layer.linear + layer.gathered + layer.square) + layer.scratch
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
-    in_flight = min(parallel.pipeline - stage, micro_batches)  # 1F1B
+    virtual = parallel.virtual_pipeline
+    if virtual == 1:  # 1F1B
+        in_flight = float(min(parallel.pipeline - stage, micro_batches))
+    else:  # interleaved: chunks in flight (megatron-core's warm-up and one more), of which each has a share of `kept`
+        ahead = 2 * (parallel.pipeline - stage - 1) + (virtual - 1) * parallel.pipeline + 1
+        in_flight = min(ahead, micro_batches * virtual) / virtual
 
     # Logits in the working precision, over which the fused loss writes their gradient; otherwise their softmax in
     # fp32, and its gradient in fp32 where there is one.
@@ -194,14 +213,25 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
     parallel, count = config.parallel, count_parameters(config.model, config.gsa)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
-    base = (count.attention + count.gates + count.mlp) / parallel.tensor / parallel.pipeline
-    base += (count.norms - final_norm) / parallel.pipeline
+    held = stage_layers(config, stage)
+    share = len(held) / config.model.num_layers
+    base = (count.attention + count.gates + count.mlp) / parallel.tensor * share
+    base += (count.norms - final_norm) * share
     if is_first:
         base += count.embedding / parallel.tensor
     if is_last:
         tied_copy = count.embedding if config.model.tie_embeddings and not is_first else 0
         base += final_norm + (count.output + tied_copy) / parallel.tensor
-    return base, count.indexer / parallel.pipeline
+    indexers = indexer_layers(config.model, config.gsa)
+    indexer = count.indexer / indexers * _indexers_among(held, config) if indexers else 0.0
+    return base, indexer
+
+
+def _indexers_among(layers: list[int], config: Config) -> int:
+    """Those of `layers` that own an indexer."""
+    if config.gsa.attention == "dense":
+        return 0
+    return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
+        # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
     )
     torch.manual_seed(seed)

@@ -51,7 +51,7 @@ def train_step(
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
     """
-    runtime, ddp, optimizer = model.runtime, phase_optimizer.ddp, phase_optimizer.optimizer
+    runtime, ddps, optimizer = model.runtime, phase_optimizer.ddps, phase_optimizer.optimizer
     phase = phase_optimizer.phase
     local = phase.train == "indexer"
     runtime.evaluating, runtime.local_backward = False, local
@@ -66,18 +66,19 @@ def train_step(
             config.train.global_batch_size * blocks_per_sequence,
             parallel.data_size * parallel.context_size,
         )
-    ddp.zero_grad_buffer()
+    for ddp in ddps:
+        ddp.zero_grad_buffer()
+        ddp.train()
     optimizer.zero_grad()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
 
-    ddp.train()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with torch.no_grad() if local else nullcontext():
-        losses = _run_schedule(ddp, micro_batches, loss_tokens, config, parallel, forward_only=local)
+        losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
     if local:
-        finalize_model_grads([ddp], None)
+        finalize_model_grads(ddps, None)
 
     set_learning_rate(optimizer, lr, config.train.weight_decay)
     grad_norm = clipped_step(optimizer, config.train.grad_clip, parallel.device)
@@ -93,18 +94,20 @@ def evaluation_step(
     """Summed loss of this rank's scored tokens (0 off the last stage) and the number of its replica's."""
     runtime = model.runtime
     runtime.evaluating, runtime.local_backward = True, False
-    model.module.eval()
+    for module in model.modules:
+        module.eval()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     losses = _run_schedule(
-        model.module, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
+        model.modules, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
     )
-    model.module.train()
+    for module in model.modules:
+        module.train()
     runtime.evaluating, runtime.shared_selection = False, None
     return _sum_of(losses, parallel), loss_tokens
 
 
 def _run_schedule(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss_tokens: torch.Tensor,
     config: Config,
@@ -115,10 +118,11 @@ def _run_schedule(
     # averages gradients over these and the replicas; undoing all this gives the mean over the scored tokens of the
     # global batch, however they are spread.
     loss_scale = len(micro_batches) * parallel.data_size / loss_tokens
+    iterators = [iter(micro_batches) for _ in modules]
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss_scale=loss_scale, parallel=parallel),
-        data_iterator=iter(micro_batches),
-        model=module,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(modules) if len(modules) > 1 else modules[0],
         num_microbatches=len(micro_batches),
         seq_length=config.train.seq_len_tokens,
         micro_batch_size=config.train.micro_batch_size,

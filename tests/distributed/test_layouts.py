@@ -112,6 +112,17 @@ def test_all_options_under_context_and_pipeline_parallelism():
     assert_same_training(run, finished(*OPTIONS), relative=1e-5)
 
 
+INTERLEAVED = (*PIPELINE, "parallel.virtual_pipeline=2")
+UNEVEN = (*PIPELINE, "parallel.pipeline_layers=[1,3]")
+
+
+@pytest.mark.parametrize("layout", [INTERLEAVED, UNEVEN], ids=["interleaved", "uneven"])
+def test_pipelines_with_several_or_unlike_chunks(layout):
+    run, one = finished(*ALL_KEYS, *layout, ranks=2), finished(*ALL_KEYS)
+    assert_same_training(run, one, relative=1e-5)
+    assert_same_validation(run, one, relative=1e-5)
+
+
 def test_overlapped_communication_changes_nothing():
     overlap = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
     without = finished(*ALL_KEYS, ranks=2)

@@ -48,6 +48,34 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["model.num_layers = 9", "parallel.pipeline = 2", "8 or 10"],
     ),
     (
+        ["parallel.virtual_pipeline=2"],
+        ["parallel.virtual_pipeline = 2", "parallel.pipeline = 1", "set it to 1"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=3"],
+        ["model.num_layers = 8", "pipeline = 2 x parallel.virtual_pipeline = 3", "6 or 12"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[3,4]"],
+        ["parallel.pipeline_layers = [3, 4]", "the sum 7", "give 2 numbers", "the sum 8"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[3,5]"],
+        ["parallel.pipeline_layers = [3, 5]", "2 numbers", "give 4 numbers", "virtual_pipeline = 2"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[8,0]"],
+        ["parallel.pipeline_layers = [8, 0]", "the smallest 0", "at least 1"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.global_batch_size=20"],
+        ["train.global_batch_size = 20", "5 micro-batches", "parallel.pipeline = 2", "16 or 24"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[3,5]", "gsa.selection_reuse=3"],
+        ["gsa.selection_reuse = 3", "5 layers of a chunk (parallel.pipeline_layers)"],
+    ),
+    (
         ["parallel.context=3", "parallel.tensor=1"],
         ["world size = 8", "parallel.context = 3", "start 6 or 9 ranks"],
     ),
@@ -221,6 +249,9 @@ def test_sizes_are_positive(base, field, value):
         ["phases.1.attention=dense"],
         ["gsa.selection_block=4", "gsa.local_window=4"],
         ["gsa.selection_reuse=4", "parallel.pipeline=2"],
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[1,3,3,1]"],
+        ["model.num_layers=9", "parallel.pipeline=2", "parallel.pipeline_layers=[5,4]"],
+        ["parallel.context=2", "gsa.selection_block=32", "gsa.local_window=32"],
         ["train.recompute=full", "gsa.selection_reuse=2", "train.recompute_num_layers=4"],
         ["train.recompute_num_layers=3"],
         ["train.seq_len_tokens=257", "parallel.tensor=2", "parallel.sequence=off"],

@@ -47,6 +47,21 @@ def test_every_stage_and_rank_is_named():
         assert line in report
 
 
+def test_chunks_of_a_stage_are_named():
+    layout = [
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "parallel.pipeline_layers=[5,7,7,5]",
+    ]
+    report = describe(load_config(GSA, layout), 2)
+    assert "12 layers per stage in 2 chunks (interleaved)" in report
+    assert "stage 0 (layers 0-4, 12-18), data 0: rank 0" in report
+    assert "stage 1 (layers 5-11, 19-23), data 0: rank 1" in report
+    uneven = describe(load_config(GSA, ["parallel.pipeline=2", "parallel.pipeline_layers=[23,1]"]), 2)
+    assert "[23, 1] layers on the stages" in uneven
+    assert "stage 1 (layers 23), data 0: rank 1" in uneven
+
+
 def test_context_parallel_ranks_are_named():
     config = load_config(GSA, ["parallel.context=2", "parallel.tensor=2"])
     report = describe(config, 8)
@@ -128,6 +143,32 @@ def test_one_forward_one_backward_keeps_more_on_early_stages():
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
     few = ["parallel.pipeline=4", "train.global_batch_size=16"]  # 2 micro-batches
     assert estimate(few).activations == pytest.approx(2 * last)
+
+
+def test_uneven_stages_hold_and_keep_what_their_layers_need():
+    stages = [
+        estimate(["parallel.pipeline=2", "parallel.pipeline_layers=[18,6]"], stage=stage) for stage in (0, 1)
+    ]
+    even = [estimate(["parallel.pipeline=2"], stage=stage) for stage in (0, 1)]
+    assert stages[0].activations == pytest.approx(
+        6 * stages[1].activations
+    )  # 2 in flight of three times as many
+    assert sum(s.weights for s in stages) == pytest.approx(sum(s.weights for s in even))
+    assert stages[0].weights > stages[1].weights
+
+
+def test_interleaving_keeps_more_in_flight():
+    plain, interleaved = (
+        [
+            estimate(["parallel.pipeline=4", "data.num_lanes=64", f"parallel.virtual_pipeline={v}"], stage=s)
+            for s in (0, 3)
+        ]
+        for v in (1, 2)
+    )
+    assert interleaved[0].weights == plain[0].weights
+    one = plain[1].activations  # a micro-batch
+    assert interleaved[0].activations == pytest.approx((2 * 3 + 4 + 1) / 2 * one)
+    assert interleaved[1].activations == pytest.approx((4 + 1) / 2 * one)
 
 
 REFERENCE = "gsa.attention_impl=reference"

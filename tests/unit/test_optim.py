@@ -157,11 +157,11 @@ def test_warm_up_holds_gradients_of_the_indexer_only(sharded: bool) -> None:
 
 def buffered(model: Model, optimizer: PhaseOptimizer) -> set[str]:
     """Names of the parameters with room in the gradient buffers, which hold no more than that and padding."""
-    held = {id(parameter) for buffer in optimizer.ddp.buffers for parameter in buffer.params}
+    held = {id(parameter) for buffer in optimizer.ddps[0].buffers for parameter in buffer.params}
     parameters = {name: p for name, p in model.gpt.named_parameters() if id(p) in held}
     padded = sum(-(-p.numel() // 64) * 64 for p in parameters.values())  # each starts at a multiple of 64
     needed = sum(p.numel() for p in parameters.values())
-    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddp.buffers) <= padded + 128
+    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddps[0].buffers) <= padded + 128
     return set(parameters)
 
 
@@ -183,9 +183,9 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
         optimizer = build_optimizer(model, phase, config)
         take_step(model, optimizer, random_batches(config), config, LR)
         old = [
-            weakref.ref(optimizer.ddp),
+            weakref.ref(optimizer.ddps[0]),
             weakref.ref(optimizer.optimizer),
-            weakref.ref(optimizer.ddp.buffers[0].grad_data),
+            weakref.ref(optimizer.ddps[0].buffers[0].grad_data),
         ]
         close_optimizer(model, optimizer)
         del optimizer
@@ -274,7 +274,7 @@ def run_state(step: int) -> RunState:
         data={},
         wandb_run_id=None,
         config_yaml="",
-        layout=(1, 1, 1),
+        layout=(1, 1, 1, 1),
         rng=[],
     )
 
