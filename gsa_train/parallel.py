@@ -71,22 +71,16 @@ def world_size_from_environment() -> int:
 
 
 def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
-    """Join the process group of this job and cut it into megatron-core's groups.
+    """Join the process group of this job, unless this process is in it, and cut it into megatron-core's groups.
 
     Args:
         config: sizes, already checked against the world size.
         seed: seeds torch and megatron-core's random-number tracker, per tensor and pipeline rank.
     """
     use_cuda = torch.cuda.is_available()
-    if use_cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        from gsa_train import cpu_backend
-
-        cpu_backend.install()
-        device = torch.device("cpu")
-    _join_world(use_cuda, device)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if not dist.is_initialized():  # a process may change its layout
+        _join_world(use_cuda, device)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -116,6 +110,12 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
 
 
 def _join_world(use_cuda: bool, device: torch.device) -> None:
+    if use_cuda:
+        torch.cuda.set_device(device)
+    else:
+        from gsa_train import cpu_backend
+
+        cpu_backend.install()
     backend = "nccl" if use_cuda else "gloo"
     timeout = timedelta(minutes=10)
     if "RANK" in os.environ:
@@ -124,7 +124,12 @@ def _join_world(use_cuda: bool, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def shutdown_parallel() -> None:
-    """Leave the groups, so that a finished job ends without warnings or waiting peers."""
+def leave_layout() -> None:
+    """Leave megatron-core's groups; `init_parallel` may then make others."""
     mpu.destroy_model_parallel()
+
+
+def shutdown_parallel() -> None:
+    """Leave all groups, so that a finished job ends without warnings or waiting peers."""
+    leave_layout()
     dist.destroy_process_group()

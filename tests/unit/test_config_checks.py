@@ -92,8 +92,8 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["gsa.selection_block = 16", "20 tokens of a chunk", "64 or 128"],
     ),
     (
-        ["parallel.context=2", "gsa.attention_impl=triton", "model.head_dim=64"],
-        ["gsa.attention_impl = triton", "parallel.context = 2", "use reference"],
+        ["parallel.context=2", "gsa.dense_attention=cudnn", "data.attend_across_documents=true"],
+        ["gsa.dense_attention = cudnn", "parallel.context = 2", "set it to auto"],
     ),
     (["model.head_dim=63"], ["model.head_dim = 63", "odd", "even"]),
     (["gsa.indexer_dim=63"], ["gsa.indexer_dim = 63", "odd", "even"]),
