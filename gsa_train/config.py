@@ -126,6 +126,9 @@ class ParallelConfig:
     i % pipeline. Empty: all the same. The first chunk also has the embedding, the last one the output and the loss."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are added up in, over micro-batches and over ranks. `bf16` halves their memory and traffic and
+    rounds each sum; it needs weights in bf16."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during the backward pass (phases that train the base)."""
     overlap_param_gather: bool = False

@@ -299,6 +299,10 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
                 f"start {_nearest(world_size, unit)} ranks, or change the sizes",
             )
         )
+    if parallel.grad_reduce_dtype == "bf16" and config.train.precision == "fp32":
+        wrong = "gradients have the weights' precision, and train.precision = fp32"
+        remedy = "set it to fp32, or train.precision to bf16"
+        lines.append(problem_line("parallel.grad_reduce_dtype", "bf16", wrong, remedy))
     if parallel.overlap_param_gather and not (
         parallel.distributed_optimizer and parallel.overlap_grad_reduce
     ):

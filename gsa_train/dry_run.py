@@ -158,8 +158,8 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     replicas = data_parallel_size(config, world_size)
     value_bytes = 4 if train.precision == "fp32" else 2
 
-    # Weights in the working precision, gradients in fp32, and Adam's two moments in fp32 with, under bf16, the fp32
-    # weights. Only what the phase trains has gradients and optimizer state.
+    # Weights in the working precision, gradients as they are reduced, and Adam's two moments in fp32 with, under
+    # bf16, the fp32 weights. Only what the phase trains has gradients and optimizer state.
     base, indexer = _parameters_per_rank(config, stage)
     trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
     state_bytes = 8 if train.precision == "fp32" else 12
@@ -199,7 +199,7 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     logit_bytes = value_bytes + (0 if train.fused_ops != "none" else softmax_bytes)
     return MemoryEstimate(
         weights=value_bytes * (base + indexer),
-        gradients=4 * trained,
+        gradients=(4 if parallel.grad_reduce_dtype == "fp32" else 2) * trained,
         optimizer=state_bytes * trained / shards,
         activations=in_flight * kept,
         working=working,

@@ -47,7 +47,7 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     trains_base = phase.train != "indexer"
     overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=layout.grad_reduce_dtype == "fp32",
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather and trains_base,

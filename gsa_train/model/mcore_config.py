@@ -48,7 +48,13 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
     model, train = config.model, config.train
     dtype = compute_dtype(config, parallel.device)
     fused_ops = uses_fused_ops(config, parallel.device)
-    adds_weight_gradients = fused_ops and dtype == torch.bfloat16
+    reduces_in_bf16 = config.parallel.grad_reduce_dtype == "bf16"
+    if reduces_in_bf16 and dtype != torch.bfloat16:
+        raise ValueError(
+            "parallel.grad_reduce_dtype = bf16: gradients have the weights' precision, which is fp32 here; set it to "
+            "fp32, or train.precision to bf16"
+        )
+    adds_weight_gradients = fused_ops and dtype == torch.bfloat16 and not reduces_in_bf16
     if adds_weight_gradients:
         weight_gradients.install()
     recompute_layers = train.recompute == "full"

@@ -48,6 +48,10 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["model.num_layers = 9", "parallel.pipeline = 2", "8 or 10"],
     ),
     (
+        ["parallel.grad_reduce_dtype=bf16", "train.precision=fp32"],
+        ["parallel.grad_reduce_dtype = bf16", "train.precision = fp32", "set it to fp32"],
+    ),
+    (
         ["parallel.virtual_pipeline=2"],
         ["parallel.virtual_pipeline = 2", "parallel.pipeline = 1", "set it to 1"],
     ),

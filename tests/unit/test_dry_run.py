@@ -116,6 +116,7 @@ def test_parameters_and_their_state():
     assert sparse.gradients == pytest.approx(4 * count.total)
     assert sparse.optimizer == pytest.approx(12 * count.total / 8)
     assert estimate(["parallel.distributed_optimizer=off"]).optimizer == pytest.approx(12 * count.total)
+    assert estimate(["parallel.grad_reduce_dtype=bf16"]).gradients == pytest.approx(2 * count.total)
     warmup = estimate(phase=0)
     assert warmup.weights == sparse.weights
     assert warmup.gradients == pytest.approx(4 * count.indexer)

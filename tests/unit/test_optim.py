@@ -294,3 +294,36 @@ def assert_same_weights(one: Model, other: Model) -> None:
     for name, value in states[0].items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, states[1][name]), name
+
+
+# --- gradients in bf16 ------------------------------------------------------------------------------------
+
+
+@SHARDED
+def test_gradients_in_bf16_are_those_in_fp32_rounded(sharded: bool) -> None:
+    def step(dtype: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        config = tiny_config(
+            parallel={"distributed_optimizer": sharded, "grad_reduce_dtype": dtype},
+            train={"precision": "bf16"},
+        )
+        model = tiny_model(config, variance_ema=0.02)
+        optimizer = build_optimizer(model, SPARSE, config)
+        result = take_step(model, optimizer, random_batches(config), config, lr=1e-3)
+        gradients = {name: p.main_grad.clone() for name, p in model.gpt.named_parameters()}
+        close_optimizer(model, optimizer)
+        return result.grad_norm, gradients, named_weights(model)
+
+    norm, gradients, weights = step("bf16")
+    expected_norm, expected_gradients, expected_weights = step("fp32")
+    assert norm == pytest.approx(expected_norm.item(), rel=1e-2)
+    for name, expected in expected_gradients.items():
+        assert expected.dtype == torch.float32
+        assert gradients[name].dtype == torch.bfloat16
+        error = (gradients[name].float() - expected).norm()
+        assert error <= 2**-7 * expected.norm(), name  # two micro-batches: two roundings to 8 bits
+        torch.testing.assert_close(weights[name], expected_weights[name], rtol=1e-2, atol=2e-3)
+
+
+def test_gradients_in_bf16_need_weights_in_bf16() -> None:
+    with pytest.raises(ValueError, match="grad_reduce_dtype = bf16: gradients have the weights' precision"):
+        tiny_model(tiny_config(parallel={"grad_reduce_dtype": "bf16"}))  # on CPUs auto is fp32
