@@ -52,9 +52,3 @@ def test_context_parallel_ranks_go_on_on_one_rank(tmp_path):
     split = finished(*CONTEXT, ranks=2)
     record = first_step_after(split.checkpoints / "step_00000015", tmp_path, ranks=1)
     assert_next_step_is_that_of(split, 15, record)
-
-
-def test_data_parallel_ranks_go_on_as_context_parallel_ones(tmp_path):
-    data_parallel = finished(ranks=2)
-    record = first_step_after(data_parallel.checkpoints / "step_00000005", tmp_path, *CONTEXT, ranks=2)
-    assert_next_step_is_that_of(data_parallel, 5, record)
