@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config_checks import check_data, data_parallel_size
+from gsa_train.config_checks import check_data
 from gsa_train.kernel_checks import MASKED_MAX_TOKENS, unsupported_by_kernels
+from gsa_train.layout_checks import data_parallel_size
 from gsa_train.model.flops import count_parameters, flops_per_token, indexer_layers
 from gsa_train.pipeline_layout import stage_chunks, stage_layers
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 NEIGHBOURS = {"adjacent_overlap", "union_ratio_32"}
 """Under context parallelism, not looked at across the borders of chunks."""
+TRAINED = {"loss", "grad_norm", "indexer_kl", "variance_ema", "max_activation"}
 _one_rank: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -49,11 +50,13 @@ def one_rank(name: str) -> list[dict[str, Any]]:
     return _one_rank[key]
 
 
-def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], relative: float) -> None:
+def assert_same(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]], relative: float, keys: set[str] | None = None
+) -> None:
     assert len(found) == len(expected)
     for step, (record, other) in enumerate(zip(found, expected, strict=True)):
         assert record.keys() == other.keys()
-        for key in record.keys() - NEIGHBOURS:
+        for key in record.keys() - NEIGHBOURS if keys is None else record.keys() & keys:
             assert record[key] == pytest.approx(other[key], rel=relative, abs=1e-9, nan_ok=True), (step, key)
 
 
@@ -64,8 +67,11 @@ def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
         assert all(len(record["indexer_kl"]) == 4 for record in found)  # from every stage and chunk
     if "selected keys" in name:
         assert expected[-1]["recall"][0] < 0.9  # keys are left out
-        found, expected = found[: STEPS + 2], expected[: STEPS + 2]  # until a near tie can flip
-    assert_same(found, expected, relative=1e-5)
+        # A near tie that flips moves a statistic of the selection at once, and the training a few steps later.
+        assert_same(found, expected, 1e-2, {"loss", "grad_norm"})
+        assert_same(found[: STEPS + 2], expected[: STEPS + 2], 1e-5, TRAINED)
+    else:
+        assert_same(found, expected, relative=1e-5)
 
 
 @pytest.mark.parametrize("name", RESHARDED)

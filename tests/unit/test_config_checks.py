@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, DataConfig, PhaseConfig, load_config
-from gsa_train.config_checks import check_config, check_data, data_parallel_size
+from gsa_train.config_checks import check_config, check_data
+from gsa_train.layout_checks import data_parallel_size
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = """
