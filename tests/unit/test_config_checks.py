@@ -81,7 +81,7 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["gsa.selection_reuse = 3", "5 layers of a chunk (parallel.pipeline_layers)"],
     ),
     (
-        ["parallel.context=3", "parallel.tensor=1"],
+        ["parallel.context=3", "train.seq_len_tokens=258"],
         ["world size = 8", "parallel.context = 3", "start 6 or 9 ranks"],
     ),
     (
