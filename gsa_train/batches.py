@@ -1,4 +1,4 @@
-"""Blocks of tokens for every rank: one rank per model-parallel group reads, the others receive.
+"""Blocks of tokens for every rank: one rank per data-parallel replica reads, the others receive.
 
 All pipeline stages need the tokens (documents bound attention in every layer), so one broadcast per step carries
 them, before the pipeline schedule starts; inside it stages are at different micro-batches.
@@ -153,7 +153,7 @@ class TrainBatches:
             return open_stream(carried_counters=state["counters"])
 
     def next_step(self) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step. Collective over the model-parallel group."""
+        """The micro-batches of one optimizer step, of whole sequences. Collective over the replica."""
         train = self._config.train
         per_rank = train.global_batch_size // self._parallel.data_size
         blocks = None if self._stream is None else self._stream.next_blocks(per_rank)
@@ -190,7 +190,7 @@ class TrainBatches:
 
 
 def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Parallel) -> torch.Tensor:
-    """Broadcast int32 blocks [n, L + 1] from the reading rank over its model-parallel group."""
+    """Broadcast int32 blocks [n, L + 1] from the reading rank over its data-parallel replica."""
     if blocks is None:
         tensor = torch.empty(shape, dtype=torch.int32, device=parallel.device)
     else:
@@ -199,8 +199,11 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
             tensor = tensor.pin_memory()
         tensor = tensor.to(parallel.device, non_blocking=True)
         assert tuple(tensor.shape) == shape
-    if parallel.groups.mp.size() > 1:
-        dist.broadcast(tensor, parallel.model_source_rank, group=parallel.groups.mp)
+    groups = parallel.groups
+    if parallel.context_size > 1 and parallel.tensor_rank == parallel.pipeline_rank == 0:
+        dist.broadcast(tensor, group=groups.cp, group_src=0)
+    if groups.mp.size() > 1:
+        dist.broadcast(tensor, group=groups.mp, group_src=0)
     return tensor
 
 

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.models.gpt import GPTModel
 
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, unshare_step_counts
@@ -56,8 +57,8 @@ class RunState:
     """Position in the text (gsa_data.stream)."""
     wandb_run_id: str | None
     config_yaml: str
-    layout: tuple[int, int, int]
-    """Tensor, pipeline and data-parallel sizes."""
+    layout: tuple[int, int, int, int]
+    """`Parallel.layout`"""
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
     format_version: int = FORMAT_VERSION
@@ -135,9 +136,10 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    if phase_optimizer.ddp.use_forward_hook:
-        phase_optimizer.ddp.disable_forward_pre_hook()  # parameters under way must arrive first
-        phase_optimizer.ddp.enable_forward_pre_hook()
+    for ddp in phase_optimizer.ddps:
+        if ddp.use_forward_hook:
+            ddp.disable_forward_pre_hook()  # parameters under way must arrive first
+            ddp.enable_forward_pre_hook()
     metadata = _sharding_metadata(parallel)
     content = {
         **_sharded_state(model, phase_optimizer, metadata, is_loading=False),
@@ -203,7 +205,8 @@ def read_run_state(checkpoint: Path) -> RunState:
             f"{checkpoint} has format version {content['format_version']}, this code reads {FORMAT_VERSION}; "
             "use the version of gsa_train that wrote it"
         )
-    return RunState(**content)
+    # Checkpoints from before context parallelism have three sizes.
+    return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
 
 
 def load_checkpoint(
@@ -241,19 +244,29 @@ def _load(
         ),
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )
-    model.gpt.load_state_dict(content["model"])
+    for name, chunk in _named_chunks(model).items():
+        chunk.load_state_dict(content[name])
     return content
 
 
 def _sharded_state(
     model: Model, phase_optimizer: PhaseOptimizer | None, metadata: dict[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    state = {"model": model.gpt.sharded_state_dict(metadata=metadata)}
+    state = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model).items()
+    }
     if phase_optimizer is not None:
         state["optimizer"] = phase_optimizer.optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
+            dict(state), is_loading=is_loading, metadata=metadata
         )
     return state
+
+
+def _named_chunks(model: Model) -> dict[str, GPTModel]:
+    """Under megatron-core's names. On disk a tensor is named by its layer in the whole model, whatever holds it."""
+    if len(model.chunks) == 1:
+        return {"model": model.gpt}
+    return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
 
 
 def _sharding_metadata(parallel: Parallel) -> dict[str, Any]:

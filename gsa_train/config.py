@@ -114,10 +114,21 @@ class ParallelConfig:
     """Tensor-parallel ranks."""
     sequence: bool = True
     """Sequence parallelism over the tensor-parallel ranks (no effect with tensor=1)."""
+    context: int = 1
+    """Context-parallel ranks: each holds two chunks of every sequence and sees the keys of all of it."""
     pipeline: int = 1
-    """Pipeline stages (1F1B). What is left of the world after tensor x pipeline is data parallel."""
+    """Pipeline stages (1F1B). What is left of the world after tensor x context x pipeline is data parallel."""
+    virtual_pipeline: int = 1
+    """Model chunks per stage (interleaved 1F1B): stages wait less and send more. Above 1 the micro-batches of a step
+    must be a multiple of `pipeline`."""
+    pipeline_layers: list[int] = field(default_factory=list)
+    """Layers of each chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
+    i % pipeline. Empty: all the same. The first chunk also has the embedding, the last one the output and the loss."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are added up in, over micro-batches and over ranks. `bf16` halves their memory and traffic and
+    rounds each sum; it needs weights in bf16."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during the backward pass (phases that train the base)."""
     overlap_param_gather: bool = False
@@ -155,7 +166,7 @@ class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens per sequence."""
     micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel rank."""
+    """Sequences per forward pass and data-parallel replica."""
     global_batch_size: int = 8
     """Sequences per optimizer step over all ranks."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

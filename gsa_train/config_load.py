@@ -218,10 +218,25 @@ def _is_section(hint: Any) -> bool:
 def _build_list(item_cls: type[Built], value: object, problems: Problems, field: str) -> list[Built]:
     if value is None:
         return []
+    if not _is_section(item_cls):
+        return _build_values(item_cls, value, problems, field)
     if not isinstance(value, list):
         problems.add(field, value, "not a list", f"write one `- name: ...` below `{field}:` for each item")
         return []
     return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
+
+
+def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
+    """Values of one type."""
+    section = DictConfig({}, key_type=str, element_type=value_hint)
+    try:
+        if not isinstance(value, list):
+            raise ValidationError("not a list")
+        return [_typed(section, "item", value_hint, item) for item in value]
+    except ValidationError:
+        wrong = f"not a list of which each item is {_type_in_words(value_hint)}"
+        problems.add(field, value, wrong, f"write for example '{field}=[1, 2]'")
+        return []
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")

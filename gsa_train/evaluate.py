@@ -104,7 +104,9 @@ def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> 
     """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
     count for nothing in the loss."""
     size = config.train.micro_batch_size
-    missing = -len(text.blocks) % (size * parallel.data_size)
+    # Interleaved stages take micro-batches in groups of as many as there are stages.
+    group = parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
+    missing = -len(text.blocks) % (size * parallel.data_size * group)
     blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
     lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
     mine = slice(parallel.data_rank, None, parallel.data_size)

@@ -33,8 +33,8 @@ from gsa_train.phases import enter_phase
 class PhaseOptimizer:
     """What trains one phase."""
 
-    ddp: DistributedDataParallel
-    """The model inside megatron-core's data-parallel wrapper."""
+    ddps: list[DistributedDataParallel]
+    """The model's chunks, each inside megatron-core's data-parallel wrapper."""
     optimizer: MegatronOptimizer
     phase: PhaseConfig
 
@@ -46,16 +46,17 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     # In the warm-up each layer runs its own backward pass; there is no single one to overlap with.
     trains_base = phase.train != "indexer"
     overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
-    ddp = DistributedDataParallel(
-        model.mcore_config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=layout.distributed_optimizer,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=layout.overlap_param_gather and trains_base,
-        ),
-        model.module,
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=layout.grad_reduce_dtype == "fp32",
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather and trains_base,
     )
+    # One bucket for each chunk but the first: the others' reductions overlap with its work anyway (Megatron-LM).
+    ddps = [
+        DistributedDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
+        for number, module in enumerate(model.modules)
+    ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -71,14 +72,17 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
             use_distributed_optimizer=layout.distributed_optimizer,
             overlap_param_gather=layout.overlap_param_gather and trains_base,
         ),
-        [ddp],
+        ddps,
         config_overrides=_group_overrides(phase),
     )
     repair_torch_adam(optimizer)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
     model.mcore_config.finalize_model_grads_func = megatron_finalize_model_grads
-    model.mcore_config.no_sync_func = ddp.no_sync if overlap_grad_reduce else None
-    return PhaseOptimizer(ddp, optimizer, phase)
+    no_sync = [ddp.no_sync for ddp in ddps]
+    model.mcore_config.no_sync_func = (
+        (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
+    )
+    return PhaseOptimizer(ddps, optimizer, phase)
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
@@ -159,13 +163,13 @@ def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.
 
 def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
     """Release gradient buffers, hooks and optimizer state before the next phase builds its own."""
-    ddp = phase_optimizer.ddp
-    if ddp.use_forward_hook:
-        ddp.disable_forward_pre_hook()  # also waits for parameters under way
-    # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
-    # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
-    ddp.grad_accs.clear()
-    for parameter in model.gpt.parameters():
+    for ddp in phase_optimizer.ddps:
+        if ddp.use_forward_hook:
+            ddp.disable_forward_pre_hook()  # also waits for parameters under way
+        # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
+        # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
+        ddp.grad_accs.clear()
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         parameter.grad = None
         for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
             if hasattr(parameter, attribute):
@@ -205,8 +209,10 @@ def repair_torch_adam(optimizer: MegatronOptimizer) -> None:
 
 def _use_one_kernel(adam: torch.optim.AdamW) -> None:
     """On GPUs; torch otherwise passes about ten times over the weights. Its step counts are on the device then."""
-    for group in adam.param_groups:
-        on_gpu = all(parameter.is_cuda for parameter in group["params"])
+    on_gpu = torch.cuda.is_available()
+    for (
+        group
+    ) in adam.param_groups:  # also those of which this rank has no parameter: a checkpoint compares ranks
         group["fused"], group["foreach"] = on_gpu, False if on_gpu else None
 
 

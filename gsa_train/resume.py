@@ -55,13 +55,12 @@ class Start:
     def restore_rng(self, parallel: Parallel) -> None:
         """Random numbers go on where they were, if every rank finds its own."""
         assert self.state is not None
-        layout = (parallel.tensor_size, parallel.pipeline_size, parallel.data_size)
-        if not restore_rng(self.state, layout, parallel.rank) and parallel.is_main:
+        if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
             logger.warning(
-                "the checkpoint's layout was tensor x pipeline x data = %s, now it is %s: random-number "
+                "the checkpoint's layout was tensor x pipeline x data x context = %s, now it is %s: random-number "
                 "generators start from run.seed",
                 "x".join(map(str, self.state.layout)),
-                "x".join(map(str, layout)),
+                "x".join(map(str, parallel.layout)),
             )
 
 

@@ -165,7 +165,7 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         data=run.batches.state(),
         wandb_run_id=run.wandb_run_id,
         config_yaml=config_to_yaml(run.config),
-        layout=(parallel.tensor_size, parallel.pipeline_size, parallel.data_size),
+        layout=parallel.layout,
         rng=gather_rng(parallel),
     )
     folder = save_checkpoint(

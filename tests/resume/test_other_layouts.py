@@ -10,6 +10,7 @@ import pytest
 from helpers.runs import SMALL, Run, finished, kill, start
 
 SPLIT = ("parallel.tensor=2", "parallel.pipeline=2")
+CONTEXT = ("parallel.context=2",)
 SAVED = [5, 15]  # in the warm-up, in the sparse phase
 
 pytestmark = pytest.mark.slow
@@ -45,3 +46,9 @@ def test_data_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
     (tmp_path / "copy" / "checkpoints" / "latest").write_text("step_00000015")
     record = first_step_after(tmp_path / "copy", tmp_path, *SPLIT, ranks=4)
     assert_next_step_is_that_of(data_parallel, 15, record)
+
+
+def test_context_parallel_ranks_go_on_on_one_rank(tmp_path):
+    split = finished(*CONTEXT, ranks=2)
+    record = first_step_after(split.checkpoints / "step_00000015", tmp_path, ranks=1)
+    assert_next_step_is_that_of(split, 15, record)

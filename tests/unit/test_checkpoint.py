@@ -62,7 +62,7 @@ def run_state(step: int) -> RunState:
         data={"consumed_samples": 4 * step},
         wandb_run_id="abc",
         config_yaml="run: {}",
-        layout=(1, 1, 1),
+        layout=(1, 1, 1, 1),
         rng=[],
     )
 

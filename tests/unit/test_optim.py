@@ -157,11 +157,11 @@ def test_warm_up_holds_gradients_of_the_indexer_only(sharded: bool) -> None:
 
 def buffered(model: Model, optimizer: PhaseOptimizer) -> set[str]:
     """Names of the parameters with room in the gradient buffers, which hold no more than that and padding."""
-    held = {id(parameter) for buffer in optimizer.ddp.buffers for parameter in buffer.params}
+    held = {id(parameter) for buffer in optimizer.ddps[0].buffers for parameter in buffer.params}
     parameters = {name: p for name, p in model.gpt.named_parameters() if id(p) in held}
     padded = sum(-(-p.numel() // 64) * 64 for p in parameters.values())  # each starts at a multiple of 64
     needed = sum(p.numel() for p in parameters.values())
-    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddp.buffers) <= padded + 128
+    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddps[0].buffers) <= padded + 128
     return set(parameters)
 
 
@@ -183,9 +183,9 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
         optimizer = build_optimizer(model, phase, config)
         take_step(model, optimizer, random_batches(config), config, LR)
         old = [
-            weakref.ref(optimizer.ddp),
+            weakref.ref(optimizer.ddps[0]),
             weakref.ref(optimizer.optimizer),
-            weakref.ref(optimizer.ddp.buffers[0].grad_data),
+            weakref.ref(optimizer.ddps[0].buffers[0].grad_data),
         ]
         close_optimizer(model, optimizer)
         del optimizer
@@ -274,7 +274,7 @@ def run_state(step: int) -> RunState:
         data={},
         wandb_run_id=None,
         config_yaml="",
-        layout=(1, 1, 1),
+        layout=(1, 1, 1, 1),
         rng=[],
     )
 
@@ -294,3 +294,36 @@ def assert_same_weights(one: Model, other: Model) -> None:
     for name, value in states[0].items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, states[1][name]), name
+
+
+# --- gradients in bf16 ------------------------------------------------------------------------------------
+
+
+@SHARDED
+def test_gradients_in_bf16_are_those_in_fp32_rounded(sharded: bool) -> None:
+    def step(dtype: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        config = tiny_config(
+            parallel={"distributed_optimizer": sharded, "grad_reduce_dtype": dtype},
+            train={"precision": "bf16"},
+        )
+        model = tiny_model(config, variance_ema=0.02)
+        optimizer = build_optimizer(model, SPARSE, config)
+        result = take_step(model, optimizer, random_batches(config), config, lr=1e-3)
+        gradients = {name: p.main_grad.clone() for name, p in model.gpt.named_parameters()}
+        close_optimizer(model, optimizer)
+        return result.grad_norm, gradients, named_weights(model)
+
+    norm, gradients, weights = step("bf16")
+    expected_norm, expected_gradients, expected_weights = step("fp32")
+    assert norm == pytest.approx(expected_norm.item(), rel=1e-2)
+    for name, expected in expected_gradients.items():
+        assert expected.dtype == torch.float32
+        assert gradients[name].dtype == torch.bfloat16
+        error = (gradients[name].float() - expected).norm()
+        assert error <= 2**-7 * expected.norm(), name  # two micro-batches: two roundings to 8 bits
+        torch.testing.assert_close(weights[name], expected_weights[name], rtol=1e-2, atol=2e-3)
+
+
+def test_gradients_in_bf16_need_weights_in_bf16() -> None:
+    with pytest.raises(ValueError, match="grad_reduce_dtype = bf16: gradients have the weights' precision"):
+        tiny_model(tiny_config(parallel={"grad_reduce_dtype": "bf16"}))  # on CPUs auto is fp32

@@ -38,7 +38,7 @@ def run(
     """Losses [B, L] and selections [B, L, layers, L] of one training forward pass."""
     selections: list[torch.Tensor] = []
     hooks = [
-        attention.register_forward_hook(lambda *_: selections.append(model.runtime.shared_selection))
+        attention.register_forward_hook(lambda *_: selections.append(model.runtime.shared_selection[0]))
         for attention in model.attentions
     ]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
