@@ -18,11 +18,14 @@ import numpy as np
 import psutil  # noqa: F401 - without it megatron-core's writer fails each save; better to fail at the start
 import torch
 import torch.distributed as dist
+import yaml
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from gsa_train.checkpoint_files import MANIFEST, faults_in, is_complete, read_manifest, share_of
+from gsa_train.checkpoint_optimizer import fill as fill_optimizer
+from gsa_train.checkpoint_optimizer import is_distributed, wanted_state
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, unshare_step_counts
 from gsa_train.parallel import Parallel
@@ -132,27 +135,42 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh.
+        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh. Otherwise
+            parallel.distributed_optimizer may be another than the checkpoint's.
     """
-    content = _load(checkpoint, model, phase_optimizer if with_optimizer else None, parallel)
-    if with_optimizer:
-        phase_optimizer.optimizer.load_state_dict(content["optimizer"])
-        unshare_step_counts(phase_optimizer.optimizer)
-    else:
+    metadata = _loading_metadata(checkpoint, parallel)
+    wanted = sharded_state(model, None, metadata, is_loading=True)
+    if not with_optimizer:
+        _load(checkpoint, model, wanted, parallel)
         phase_optimizer.optimizer.reload_model_params()
+        return
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    saved_config = yaml.safe_load(common["run"]["config_yaml"])
+    if saved_config["parallel"]["distributed_optimizer"] != is_distributed(phase_optimizer):
+        saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+        wanted["state"] = wanted_state(phase_optimizer, wanted["model"], saved_keys)
+        content = _load(checkpoint, model, wanted, parallel)
+        fill_optimizer(phase_optimizer, content["state"], common["optimizer"])
+        return
+    content = _load(
+        checkpoint, model, sharded_state(model, phase_optimizer, metadata, is_loading=True), parallel
+    )
+    phase_optimizer.optimizer.load_state_dict(content["optimizer"])
+    unshare_step_counts(phase_optimizer.optimizer)
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel) -> None:
     """Fill a model that will not be trained. Collective."""
-    _load(checkpoint, model, None, parallel)
+    metadata = _loading_metadata(checkpoint, parallel)
+    _load(checkpoint, model, sharded_state(model, None, metadata, is_loading=True), parallel)
 
 
-def _load(
-    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer | None, parallel: Parallel
-) -> dict[str, Any]:
-    metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
-    metadata["dp_cp_group"] = parallel.groups.dp_cp
-    wanted = sharded_state(model, phase_optimizer, metadata, is_loading=True)
+def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
+    metadata: dict[str, Any] = dist_checkpointing.load_content_metadata(str(checkpoint))
+    return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
+
+
+def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),

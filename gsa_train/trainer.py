@@ -132,6 +132,8 @@ def _check_norms(run: Run, norms: list[torch.Tensor]) -> float:
     values = torch.stack(norms).tolist()
     for step, value in enumerate(values, run.step - len(values) + 1):
         if not math.isfinite(value):
+            for result in run.saver.ended(now=run.step, wait=True):
+                log_save(run, result)
             raise NonFiniteError(
                 f"step {step}: the gradient norm is {value}. Nothing was saved after step "
                 f"{run.saver.durable_step or 0}; resume from there with a lower learning rate, or look at the batch."
@@ -195,27 +197,33 @@ def save_the_end(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> 
 
 
 def report_saves(run: Run, results: list[SaveResult]) -> None:
-    """Tell metrics and screen how saves ended.
+    """Tell how saves ended.
 
     Raises:
         CheckpointError: too many in a row have failed.
     """
     for result in results:
-        record = {"event": "checkpoint", "step": result.step, "phase": result.phase}
-        times = {
-            "checkpoint_stall_seconds": result.stall_seconds,
-            "checkpoint_save_seconds": result.save_seconds,
-        }
-        if result.error is None:
-            run.log({**record, **times, "checkpoint_bytes": result.bytes})
-            run.message(
-                f"saved {result.folder} ({result.bytes / 1e9:.3g} GB; training waited {result.stall_seconds:.2f} s "
-                f"of {result.save_seconds:.2f} s)"
-            )
-        else:
-            failure = {"checkpoint_error": result.error, "checkpoint_failures": run.saver.failures}
-            run.log({**record, "event": "checkpoint_failed", **times, **failure})
-            run.message(f"step {result.step} could not be saved: {result.error}; {run.saver.next_try()}")
-        for warning in result.warnings:
-            run.message(f"checkpoint: {warning}")
+        log_save(run, result)
     run.saver.check()
+
+
+def log_save(run: Run, result: SaveResult) -> None:
+    """To metrics and screen."""
+    record = {
+        "event": "checkpoint" if result.error is None else "checkpoint_failed",
+        "step": result.step,
+        "phase": result.phase,
+        "checkpoint_stall_seconds": result.stall_seconds,
+        "checkpoint_save_seconds": result.save_seconds,
+    }
+    if result.error is None:
+        run.log({**record, "checkpoint_bytes": result.bytes})
+        run.message(
+            f"saved {result.folder} ({result.bytes / 1e9:.3g} GB; training waited {result.stall_seconds:.2f} s "
+            f"of {result.save_seconds:.2f} s)"
+        )
+    else:
+        run.log({**record, "checkpoint_error": result.error, "checkpoint_failures": run.saver.failures})
+        run.message(f"step {result.step} could not be saved: {result.error}; {run.saver.next_try()}")
+    for warning in result.warnings:
+        run.message(f"checkpoint: {warning}")

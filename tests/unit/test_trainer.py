@@ -12,7 +12,7 @@ from gsa_train.trainer import NonFiniteError, _check_norms
 
 
 def run_at(step: int, saved_step: int | None) -> Any:
-    return Mock(step=step, saved_step=saved_step)
+    return Mock(step=step, saver=Mock(durable_step=saved_step, ended=Mock(return_value=[])))
 
 
 def test_the_last_norm_is_the_logged_one() -> None:
