@@ -189,6 +189,7 @@ class CheckpointSaver:
             CheckpointError: more saves in a row have failed than `checkpoint.save_retries` allows, on every rank.
         """
         if self.failures > self._config.save_retries:
+            dist.barrier()  # the main rank has logged it before any rank's exit makes the launcher end the others
             raise CheckpointError(
                 f"{self.failures} saves in a row failed (checkpoint.save_retries = {self._config.save_retries}); "
                 f"the newest checkpoint is of step {self.durable_step or 0}. The last error: {self.last_error}"
@@ -397,8 +398,16 @@ def _write_bucket(writer: Any, bucket: Bucket) -> tuple[list[Any], str, FileReco
     )
     _, written = results.get()
     if isinstance(written, BaseException):
-        raise OSError(f"{path}: {written}") from written
+        raise OSError(f"{path}: {_first_cause(written)}") from written
     return written, name, describe_file(Path(path))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What the system said, where torch's writer then stumbled over its own closing."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def _write_other(path: Path, content: bytes) -> tuple[list[Any], str, FileRecord]:

@@ -30,7 +30,15 @@ from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver, SaveResu
 from gsa_train.config import CheckpointConfig, Config, config_to_yaml
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, set_learning_rate
-from helpers.single_rank import CONFIG, SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
+from helpers.single_rank import (
+    CONFIG,
+    SPARSE,
+    random_batches,
+    single_rank,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
 
 LR, DECAY = 1e-2, 0.1
 
