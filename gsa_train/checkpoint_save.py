@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,8 @@ class CheckpointSaver:
                 return []
         self._save = None
         self._host_memory.release(keep=self._config.async_save)
-        return [self._count(save.future.result(), now)]
+        result = replace(save.future.result(), stall_seconds=save.stall_seconds)
+        return [self._count(result, now)]
 
     def check(self) -> None:
         """

@@ -72,7 +72,8 @@ def test_the_next_try_saves_a_later_step(failing: Failing) -> None:
     assert failing.saved_step in range(6, 10)
     (saved,) = events(failing.run, "checkpoint")
     assert saved["step"] == failing.saved_step
-    assert 0 < saved["checkpoint_stall_seconds"] <= saved["checkpoint_save_seconds"]
+    assert saved["checkpoint_stall_seconds"] > 0
+    assert saved["checkpoint_save_seconds"] > 0
 
 
 def test_failures_in_a_row_stop_the_run_with_its_own_exit_code(failing: Failing) -> None:

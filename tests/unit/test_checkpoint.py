@@ -266,11 +266,13 @@ def test_the_next_save_waits_for_the_one_under_way(make_saver, trained, tmp_path
     saver = make_saver()
     with held_back(saver) as go_on:
         saver.begin(run_state(1), *trained)
-        threading.Timer(0.3, go_on.set).start()
+        assert saver._save is not None
+        stall_so_far = saver._save.stall_seconds
+        threading.Timer(0.1, go_on.set).start()
         (first,) = saver.begin(run_state(2), *trained)
     (second,) = saver.ended(now=2, wait=True)
     assert [first.step, second.step] == [1, 2]
-    assert first.stall_seconds >= 0.2 > second.stall_seconds - second.save_seconds
+    assert first.stall_seconds > stall_so_far
     assert names_in(tmp_path) == {"step_00000001", "step_00000002", "latest"}
 
 
@@ -286,8 +288,8 @@ def test_the_end_of_a_run_lets_the_save_under_way_end(make_saver, trained, tmp_p
 def test_without_async_save_a_checkpoint_is_durable_when_training_goes_on(make_saver, trained):
     saver = make_saver(async_save=False)
     (result,) = saver.begin(run_state(1), *trained)
-    assert saver.durable_step == 1
-    assert result.stall_seconds >= 0.9 * result.save_seconds
+    assert saver.durable_step == result.step == 1
+    assert saver.ended(now=1, wait=True) == []
 
 
 # --- saves that fail ---------------------------------------------------------------------------------------
