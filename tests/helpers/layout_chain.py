@@ -17,13 +17,14 @@ from megatron.core import parallel_state
 import gsa_train.parallel
 from gsa_train import cpu_backend
 from gsa_train.batches import to_micro_batch
-from gsa_train.checkpoint import RunState, load_checkpoint
+from gsa_train.checkpoint import load_checkpoint
 from gsa_train.checkpoint_save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, ParallelConfig, PhaseConfig, config_to_yaml
+from gsa_train.config import CheckpointConfig, Config, ParallelConfig, PhaseConfig
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel
 from gsa_train.step import train_step
+from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, EOS, random_blocks
 
 PHASE = PhaseConfig(name="sparse", steps=20, attention="sparse", train="all", lr=3e-3, min_lr=3e-3)
@@ -76,18 +77,8 @@ def run_layout(layout: tuple[int, int, bool], folder: Path, step: int, steps: in
             record = {"layout": layout, "step": step + number + 1, "loss": loss, "grad_norm": grad_norm}
             print("RECORD", json.dumps(record), flush=True)
         if saves and number == 0:
-            state = RunState(
-                step=step + 1,
-                tokens=0,
-                phase_index=0,
-                phase_name=PHASE.name,
-                phase_start=0,
-                data={},
-                wandb_run_id=None,
-                config_yaml=config_to_yaml(config),
-                layout=(parallel.tensor_size, parallel.pipeline_size, parallel.data_size),
-                rng=[],
-            )
+            sizes = (parallel.tensor_size, parallel.pipeline_size, parallel.data_size)
+            state = run_state(step + 1, config, sizes)
             assert saver.begin(state, model, optimizer) == []
     if saves:
         (result,) = saver.ended(now=step + steps, wait=True)

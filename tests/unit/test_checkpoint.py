@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gsa_train import checkpoint, checkpoint_files
-from gsa_train.checkpoint import RunState, find_damage, load_checkpoint, read_run_state
+from gsa_train.checkpoint import find_damage, load_checkpoint, read_run_state
 from gsa_train.checkpoint_files import (
     complete_checkpoints,
     find_checkpoint,
@@ -27,11 +27,11 @@ from gsa_train.checkpoint_files import (
     resume_candidates,
 )
 from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver, SaveResult
-from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.config import CheckpointConfig, Config
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, set_learning_rate
+from helpers.checkpoints import run_state, write_checkpoint
 from helpers.single_rank import (
-    CONFIG,
     SPARSE,
     random_batches,
     single_rank,
@@ -82,21 +82,6 @@ def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path)
         return result.folder
 
     return save_at
-
-
-def run_state(step: int) -> RunState:
-    return RunState(
-        step=step,
-        tokens=64 * step,
-        phase_index=0,
-        phase_name="sparse",
-        phase_start=0,
-        data={"consumed_samples": 4 * step},
-        wandb_run_id="abc",
-        config_yaml=config_to_yaml(CONFIG),
-        layout=(1, 1, 1),
-        rng=[],
-    )
 
 
 def names_in(folder: Path) -> set[str]:
@@ -377,11 +362,7 @@ DAMAGES = [
 @pytest.fixture(scope="module")
 def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint to be copied."""
-    saver = CheckpointSaver(tmp_path_factory.mktemp("intact"), CheckpointConfig(), single_rank())
-    saver.begin(run_state(3), *trained)
-    (result,) = saver.ended(now=3, wait=True)
-    saver.close()
-    return result.folder
+    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
 
 
 @pytest.mark.parametrize(("damage", "name", "expected"), DAMAGES)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.checkpoint import RunState, load_checkpoint
-from gsa_train.checkpoint_save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.checkpoint import load_checkpoint
+from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer, inner_optimizers
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
 
@@ -44,29 +44,14 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
     optimizer = build_optimizer(model, SPARSE, config)
     for seed in range(3):
         take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
-    state = RunState(
-        step=3,
-        tokens=0,
-        phase_index=0,
-        phase_name="sparse",
-        phase_start=0,
-        data={},
-        wandb_run_id=None,
-        config_yaml=config_to_yaml(config),
-        layout=(1, 1, 1),
-        rng=[],
-    )
-    saver = CheckpointSaver(tmp_path, CheckpointConfig(async_save=False), single_rank())
-    (result,) = saver.begin(state, model, optimizer)
-    saver.close()
-    assert result.error is None
+    folder = write_checkpoint(tmp_path, 3, model, optimizer, config)
     before = state_by_name(model, optimizer)
     close_optimizer(model, optimizer)
 
     other = config_of(not distributed, precision)
     resumed_model = tiny_model(other)
     resumed = build_optimizer(resumed_model, SPARSE, other)
-    load_checkpoint(result.folder, resumed_model, resumed, single_rank(), with_optimizer=True)
+    load_checkpoint(folder, resumed_model, resumed, single_rank(), with_optimizer=True)
     after = state_by_name(resumed_model, resumed)
     assert after.keys() == before.keys()
     for name, tensors in after.items():

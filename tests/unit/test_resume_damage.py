@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from gsa_train.checkpoint import RunState
-from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.cli import Arguments
-from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.config import Config
 from gsa_train.optim import build_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import ResumeError, Start, choose_start
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 STEPS = (2, 4, 6)
@@ -28,22 +27,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
-    saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), single_rank())
     for step in STEPS:
-        state = RunState(
-            step=step,
-            tokens=64 * step,
-            phase_index=0,
-            phase_name="sparse",
-            phase_start=0,
-            data={},
-            wandb_run_id=None,
-            config_yaml=config_to_yaml(config),
-            layout=(1, 1, 1),
-            rng=[],
-        )
-        saver.begin(state, model, optimizer)
-    saver.close()
+        write_checkpoint(folder, step, model, optimizer, config)
     return folder
 
 
