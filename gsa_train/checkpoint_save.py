@@ -141,9 +141,13 @@ class CheckpointSaver:
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
         """Start the save of this moment; returns the saves that have ended by then.
 
-        Waits for the one under way first, and without `checkpoint.async_save` also for this one.
+        Waits for the one under way first, and without `checkpoint.async_save` also for this one. Starts none when that
+        was the last try: `check` stops the run.
         """
         ended = self.ended(now=state.step, wait=True)
+        if self.failures > self._config.save_retries:
+            return ended
+        self._retry_step = None
         began = time.perf_counter()
         final = step_folder(self._checkpoints, state.step)
         save = _Save(state, final.with_name(f".tmp_{final.name}"), began)

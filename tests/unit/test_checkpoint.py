@@ -322,6 +322,7 @@ def test_a_failed_save_leaves_nothing_is_tried_again_and_in_the_end_stops_the_ru
         for step in (30, 40, 50):
             saver.check()
             failed(saver, step, trained)
+        assert saver.begin(run_state(60), *trained) == []
         with pytest.raises(CheckpointError, match=r"3 saves in a row .* of step 19.* File too large"):
             saver.check()
 
