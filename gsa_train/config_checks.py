@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 AT_LEAST_ZERO = frozenset(
     """
     run.seed data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
-    data.read_retries phases.warmup_steps phases.min_lr phases.kl_coeff
+    data.read_retries checkpoint.save_retries phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(

@@ -137,7 +137,7 @@ def clipped_step(optimizer: MegatronOptimizer, max_norm: float, device: torch.de
     norm = squares.sqrt().float()
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     if device.type == "cuda":
-        for inner in _inner_optimizers(optimizer):
+        for inner in inner_optimizers(optimizer):
             inner.optimizer.grad_scale = divisor
             inner.optimizer.found_inf = norm.isfinite().logical_not().float()
         optimizer.step_with_ready_grads()
@@ -182,7 +182,8 @@ def _chained(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those of megatron-core's that have parameters on this rank."""
     return [o for o in _chained(optimizer) if isinstance(o.optimizer, torch.optim.AdamW)]
 
 
@@ -194,7 +195,7 @@ def repair_torch_adam(optimizer: MegatronOptimizer) -> None:
     2. DistributedOptimizer then writes to a state named "step" that it never saved: leave the counts alone.
     The third fault needs `unshare_step_counts` after loading.
     """
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         _use_one_kernel(inner.optimizer)
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
@@ -229,7 +230,7 @@ def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.T
 def unshare_step_counts(optimizer: MegatronOptimizer) -> None:
     """DistributedOptimizer.load_state_dict puts one step tensor into all states, where AdamW then adds 1 to it
     once per parameter; give each its own, on its device. The choice of the kernel came with the checkpoint, too."""
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         _use_one_kernel(inner.optimizer)
         for state in inner.optimizer.state.values():
             state["step"] = state["step"].to(state["exp_avg"].device, copy=True)

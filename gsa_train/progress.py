@@ -46,6 +46,8 @@ class Progress:
             for prefix, name in list(validation_prefixes(record).items())[1:]:
                 self.message(_other_set_line(record, self._total_steps, prefix, name))
             return
+        if "event" in record:  # said in words where it happens
+            return
         eta = self._measure(record["step"])
         if self._bar is None:
             print(_line(record, self._total_steps, eta), flush=True)

@@ -14,7 +14,8 @@ import yaml
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import RunState, find_checkpoint, read_run_state, recover_folder, restore_rng
+from gsa_train.checkpoint import RunState, find_damage, read_run_state, restore_rng
+from gsa_train.checkpoint_files import find_checkpoint, pass_over, recover_folder, resume_candidates
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.parallel import Parallel
@@ -39,6 +40,8 @@ class Start:
     """The checkpoint was written in that phase, so its optimizer goes on, too."""
     same_run: bool = False
     """The checkpoint belongs to this run folder: its metrics and its W&B run go on."""
+    damaged: tuple[tuple[str, str], ...] = ()
+    """Newer checkpoints that were passed over: name, and what is wrong with it."""
 
     @property
     def step(self) -> int:
@@ -80,16 +83,19 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     dist.barrier()
     if arguments.no_resume:
         return Start()
-    folder = Path(arguments.resume_from) if arguments.resume_from else own
-    try:
-        checkpoint = find_checkpoint(folder)
-    except FileNotFoundError as error:
-        raise ResumeError(str(error)) from error
-    if checkpoint is None:
-        if arguments.resume_from:
+    checksums = config.checkpoint.verify == "full"
+    damaged: list[tuple[str, str]] = []
+    checkpoint: Path | None
+    if arguments.resume_from:
+        checkpoint = _named_checkpoint(Path(arguments.resume_from))
+        fault = find_damage(checkpoint, parallel, checksums)
+        if fault is not None:
             raise ResumeError(
-                f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
+                f"--resume-from {arguments.resume_from}: {checkpoint} is damaged: {fault}. Give another checkpoint."
             )
+    else:
+        checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums)
+    if checkpoint is None:
         return Start()
     try:
         state = read_run_state(checkpoint)
@@ -105,7 +111,56 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         phase_index=state.phase_index + 1 if finished and not last else state.phase_index,
         inside_phase=last or not finished,
         same_run=checkpoint.resolve().parent.parent == own.resolve(),
+        damaged=tuple(damaged),
     )
+
+
+def _named_checkpoint(folder: Path) -> Path:
+    try:
+        checkpoint = find_checkpoint(folder)
+    except FileNotFoundError as error:
+        raise ResumeError(str(error)) from error
+    if checkpoint is None:
+        raise ResumeError(
+            f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
+        )
+    return checkpoint
+
+
+def _newest_intact(
+    checkpoints: Path, parallel: Parallel, checksums: bool
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
+
+    The damaged ones are renamed and `latest` names the intact one, so that the next start finds it, too.
+
+    Raises:
+        ResumeError: there are checkpoints and all are damaged; a start at step 0 needs to be asked for.
+    """
+    shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
+    dist.broadcast_object_list(shared, src=0)
+    candidates: list[Path] = shared[0]
+    damaged: list[tuple[str, str]] = []
+    for candidate in candidates:
+        fault = find_damage(candidate, parallel, checksums)
+        if fault is None:
+            if damaged and parallel.is_main:
+                renamed = pass_over([checkpoints / name for name, _ in damaged], candidate)
+                for name, why in damaged:
+                    logger.warning("checkpoint %s is damaged: %s", name, why)
+                kept = f"; kept as {', '.join(path.name for path in renamed)}" if renamed else ""
+                logger.warning("going back to the newest intact checkpoint, %s%s", candidate.name, kept)
+            dist.barrier()
+            return candidate, damaged
+        damaged.append((candidate.name, fault))
+    if damaged:
+        raise ResumeError(
+            f"{checkpoints} has no intact checkpoint to resume from:\n"
+            + "\n".join(f"  {name}: {fault}" for name, fault in damaged)
+            + f"\nRepair one of them, name another in {checkpoints / 'latest'}, or start again at step 0 with "
+            "--no-resume (which keeps all of this in previous/)."
+        )
+    return None, []
 
 
 def open_batches(

@@ -3,7 +3,9 @@
 A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
 list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
 Validation results are records of their own, with `"event": "validation"`; those of sets after the first have the
-set's name in their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value.
+set's name in their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value. So have saves that
+ended (`checkpoint`), failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step`
+is the checkpoint's; they are logged when the loop hears of them, up to `logging.every_steps` later.
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
 non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
@@ -118,6 +120,7 @@ SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
     | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
     | {"data_skipped_documents", "data_skipped_shards", "data_read_retries", "data_checksum"}
+    | {"checkpoint_stall_seconds", "checkpoint_save_seconds", "checkpoint_bytes", "checkpoint_failures"}
 )
 
 
@@ -225,7 +228,7 @@ def _numbers_back(value: Any, key: str = "") -> Any:
         return {name: _numbers_back(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_numbers_back(item) for item in value]
-    if isinstance(value, str) and key not in ("phase", "event", "validation_set"):
+    if isinstance(value, str) and key not in ("phase", "event", "validation_set", "checkpoint_error"):
         return _NON_FINITE.get(value, value)
     return value
 

@@ -9,6 +9,7 @@ import gc
 
 from gsa_train.batches import load_tokenizer, read_validation_sets
 from gsa_train.checkpoint import load_checkpoint
+from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
@@ -16,10 +17,10 @@ from gsa_train.finish import finish
 from gsa_train.model.build import build_model
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.parallel import init_parallel, shutdown_parallel
-from gsa_train.phases import phase_spans
-from gsa_train.resume import choose_start, open_batches
+from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.resume import Start, choose_start, open_batches
 from gsa_train.run_folder import open_run_folder
-from gsa_train.trainer import Run, run_phase, save
+from gsa_train.trainer import Run, run_phase, save_the_end
 
 
 def train(config: Config, arguments: Arguments) -> None:
@@ -40,33 +41,58 @@ def train(config: Config, arguments: Arguments) -> None:
         batches=batches,
         validation_sets=validation_sets,
         tokenizer=tokenizer,
-        checkpoints=folder.checkpoints,
+        saver=CheckpointSaver(
+            folder.checkpoints,
+            config.checkpoint,
+            parallel,
+            durable_step=start.step if start.same_run else None,
+        ),
         sinks=folder.sinks,
         progress=folder.progress,
         wandb_run_id=folder.wandb_run_id,
         step=start.step,
         tokens=start.tokens,
-        saved_step=start.step if start.same_run else None,
     )
     if run.progress is not None:
         for each in validation_sets:
             run.progress.message(describe(each))
+    report_damaged(run, start)
+    # All that is here stays: without it in the way, a full collection, of which megatron-core makes one per save,
+    # takes 10 ms instead of 300.
+    gc.collect()
+    gc.freeze()
+    try:
+        train_phases(run, start, spans)
+    finally:
+        run.saver.close()  # whatever stops the training, the save under way is finished
+    batches.close()
+    finish(run, spans[-1].phase)
+    shutdown_parallel()
+
+
+def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> None:
+    """From the start to the last checkpoint."""
     for span in spans[start.phase_index :]:
         # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
-        phase_optimizer = build_optimizer(model, span.phase, config)
+        phase_optimizer = build_optimizer(run.model, span.phase, run.config)
         if start.checkpoint is not None and span.index == start.phase_index:
             load_checkpoint(
-                start.checkpoint, model, phase_optimizer, parallel, with_optimizer=start.inside_phase
+                start.checkpoint, run.model, phase_optimizer, run.parallel, with_optimizer=start.inside_phase
             )
-            start.restore_rng(parallel)
+            start.restore_rng(run.parallel)
         run_phase(run, span, phase_optimizer)
         if span is spans[-1]:
-            save(run, span, phase_optimizer)
-        close_optimizer(model, phase_optimizer)
+            save_the_end(run, span, phase_optimizer)
+        close_optimizer(run.model, phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
         del phase_optimizer
         gc.collect()
-    batches.close()
-    finish(run, spans[-1].phase)
-    shutdown_parallel()
+
+
+def report_damaged(run: Run, start: Start) -> None:
+    """Into the metrics, what the resume passed over; the log has it already."""
+    for name, fault in start.damaged:
+        phase = start.state.phase_name if start.state else ""
+        record = {"event": "checkpoint_damaged", "step": start.step, "phase": phase}
+        run.log({**record, "checkpoint_name": name, "checkpoint_error": fault})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import RunState, gather_rng, save_checkpoint
+from gsa_train.checkpoint import RunState, gather_rng
+from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.evaluate import evaluate
 from gsa_train.metrics import IntervalClock, reduce_step, step_record
@@ -40,7 +41,7 @@ class Run:
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer
-    checkpoints: Path
+    saver: CheckpointSaver
     sinks: Sinks | None
     """On the main rank."""
     progress: Progress | None
@@ -50,8 +51,6 @@ class Run:
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    saved_step: int | None = None
-    """Step of the newest checkpoint of this run."""
     validated: tuple[int, dict[str, Any]] | None = None
     """Step and result of the newest validation."""
 
@@ -59,6 +58,10 @@ class Run:
         if self.sinks is not None and self.progress is not None:
             self.sinks.log(record)
             self.progress.show(record)
+
+    def message(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.message(text)
 
 
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
@@ -78,7 +81,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
         run.tokens += tokens_per_step
         clock.count(tokens_per_step, run.batches.wait_seconds - waited)
         grad_norms.append(result.grad_norm)
-        saves = run.step % config.checkpoint.every_steps == 0
+        saves = run.saver.is_due(run.step)
         if logged or saves:
             grad_norm = _check_norms(run, grad_norms)
             grad_norms.clear()
@@ -109,6 +112,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                     precision,
                 )
             )
+            report_saves(run, run.saver.ended(now=run.step))
         every = config.evaluate.every_steps
         if every and run.step % every == 0:
             clock.pause()
@@ -129,9 +133,11 @@ def _check_norms(run: Run, norms: list[torch.Tensor]) -> float:
     values = torch.stack(norms).tolist()
     for step, value in enumerate(values, run.step - len(values) + 1):
         if not math.isfinite(value):
+            for result in run.saver.ended(now=run.step, wait=True):
+                log_save(run, result)
             raise NonFiniteError(
                 f"step {step}: the gradient norm is {value}. Nothing was saved after step "
-                f"{run.saved_step or 0}; resume from there with a lower learning rate, or look at the batch."
+                f"{run.saver.durable_step or 0}; resume from there with a lower learning rate, or look at the batch."
             )
     return values[-1]
 
@@ -152,8 +158,12 @@ def validate(run: Run, phase_name: str) -> dict[str, Any]:
 
 
 def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
-    """Write a checkpoint of this moment, unless this step has one. Collective."""
-    if run.saved_step == run.step:
+    """Begin a checkpoint of this moment, unless this step has one. Collective.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    if run.saver.has(run.step):
         return
     parallel = run.parallel
     state = RunState(
@@ -168,9 +178,53 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         layout=parallel.layout,
         rng=gather_rng(parallel),
     )
-    folder = save_checkpoint(
-        run.checkpoints, state, run.model, phase_optimizer, parallel, run.config.checkpoint.keep_last
-    )
-    run.saved_step = run.step
-    if run.progress is not None:
-        run.progress.message(f"saved {folder}")
+    report_saves(run, run.saver.begin(state, run.model, phase_optimizer))
+
+
+def save_the_end(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
+    """Write the last checkpoint of the run and wait until it is durable. Collective.
+
+    No step is left in which to try again, so this waits, twice as long each time.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    save(run, span, phase_optimizer)
+    report_saves(run, run.saver.ended(now=run.step, wait=True))
+    while not run.saver.has(run.step):
+        time.sleep(2.0 ** (run.saver.failures - 1))
+        save(run, span, phase_optimizer)
+        report_saves(run, run.saver.ended(now=run.step, wait=True))
+
+
+def report_saves(run: Run, results: list[SaveResult]) -> None:
+    """Tell how saves ended.
+
+    Raises:
+        CheckpointError: too many in a row have failed.
+    """
+    for result in results:
+        log_save(run, result)
+    run.saver.check()
+
+
+def log_save(run: Run, result: SaveResult) -> None:
+    """To metrics and screen."""
+    record = {
+        "event": "checkpoint" if result.error is None else "checkpoint_failed",
+        "step": result.step,
+        "phase": result.phase,
+        "checkpoint_stall_seconds": result.stall_seconds,
+        "checkpoint_save_seconds": result.save_seconds,
+    }
+    if result.error is None:
+        run.log({**record, "checkpoint_bytes": result.bytes})
+        run.message(
+            f"saved {result.folder} ({result.bytes / 1e9:.3g} GB; training waited {result.stall_seconds:.2f} s "
+            f"of {result.save_seconds:.2f} s)"
+        )
+    else:
+        run.log({**record, "checkpoint_error": result.error, "checkpoint_failures": run.saver.failures})
+        run.message(f"step {result.step} could not be saved: {result.error}; {run.saver.next_try()}")
+    for warning in result.warnings:
+        run.message(f"checkpoint: {warning}")

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.batches import MicroBatch, to_micro_batch
-from gsa_train.checkpoint import RunState, gather_rng, load_checkpoint, save_checkpoint
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.checkpoint import load_checkpoint
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config_checks import check_config
 from gsa_train.metrics import reduce_step
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.step import evaluation_step, train_step
+from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
 WORLD, STEPS, LENGTH = 4, 10, 32
@@ -154,9 +156,10 @@ def go_on(
     if saves:
         for step in range(2):
             take_step(step, model, optimizer, config, parallel)
-        rng = gather_rng(parallel)
-        state = RunState(2, 0, 0, phase.name, 0, {}, None, "", parallel.layout, rng)
-        save_checkpoint(folder, state, model, optimizer, parallel, keep_last=1)
+        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
+        (result,) = saver.begin(run_state(2, config, parallel.layout), model, optimizer)
+        saver.close()
+        assert result.error is None, result.error
     else:
         load_checkpoint(folder / "step_00000002", model, optimizer, parallel, with_optimizer=True)
     records = [take_step(step, model, optimizer, config, parallel) for step in (2, 3)]
@@ -186,5 +189,5 @@ def main(folder: Path) -> None:
     shutdown_parallel()
 
 
-if __name__ == "__main__":  # megatron-core's checkpoint writer imports this file again
+if __name__ == "__main__":
     main(Path(sys.argv[1]))

@@ -208,6 +208,8 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["data.validation_sets.wiki=' '"], ["data.validation_sets.wiki", "empty", "give a folder"]),
     (["checkpoint.every_steps=0"], ["checkpoint.every_steps = 0", "below 1"]),
     (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0", "below 1"]),
+    (["checkpoint.save_retries=-1"], ["checkpoint.save_retries = -1", "negative"]),
+    (["checkpoint.retry_after_steps=0"], ["checkpoint.retry_after_steps = 0", "below 1"]),
     (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
     (["run.seed=-1"], ["run.seed = -1", "negative"]),
     (["run.dir=' '"], ["run.dir", "empty"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from gsa_train.checkpoint import load_checkpoint
 from gsa_train.model.build import Model
 from gsa_train.optim import (
     PhaseOptimizer,
@@ -20,6 +20,7 @@ from gsa_train.optim import (
     lr_multipliers,
     set_learning_rate,
 )
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -229,7 +230,7 @@ def test_a_loaded_optimizer_goes_on_as_if_it_had_not_stopped(sharded: bool, tmp_
     optimizer = build_optimizer(model, SPARSE, config)
     for seed in range(2):
         take_step(model, optimizer, random_batches(config, seed), config, LR)
-    folder = save_checkpoint(tmp_path, run_state(2), model, optimizer, single_rank(), keep_last=1)
+    folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
 
     other_seed = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99))
     loaded = tiny_model(other_seed)
@@ -251,7 +252,7 @@ def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str
     model = tiny_model(config)
     warm_up = build_optimizer(model, WARM_UP, config)
     take_step(model, warm_up, random_batches(config), config, LR)
-    folder = save_checkpoint(tmp_path, run_state(1), model, warm_up, single_rank(), keep_last=1)
+    folder = write_checkpoint(tmp_path, 1, model, warm_up, config)
     loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))
     loaded_optimizer = build_optimizer(loaded, SPARSE, config)
     load_checkpoint(folder, loaded, loaded_optimizer, single_rank(), with_optimizer=False)
@@ -262,21 +263,6 @@ def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str
         take_step(either, optimizer, random_batches(config, seed=5), config, LR)
     assert step_counts(loaded_optimizer) == {1.0}
     assert_same_weights(model, loaded)
-
-
-def run_state(step: int) -> RunState:
-    return RunState(
-        step=step,
-        tokens=0,
-        phase_index=0,
-        phase_name="sparse",
-        phase_start=0,
-        data={},
-        wandb_run_id=None,
-        config_yaml="",
-        layout=(1, 1, 1, 1),
-        rng=[],
-    )
 
 
 def step_counts(optimizer: PhaseOptimizer) -> set[float]:
