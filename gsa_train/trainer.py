@@ -15,7 +15,7 @@ from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, gather_rng, save_checkpoint
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.evaluate import evaluate
-from gsa_train.metrics import IntervalClock, reduce_step, step_record
+from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, lr_multipliers
 from gsa_train.parallel import Parallel
@@ -90,7 +90,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                 result.loss_tokens.item(),
                 interval,
                 parallel,
-                run.batches.counters,
+                data_totals(run.batches.counters, config.data),
             )
             lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
             precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
