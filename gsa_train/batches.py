@@ -151,17 +151,18 @@ class TrainBatches:
             rank=self._parallel.data_rank,
             world_size=self._parallel.data_size,
         )
-        weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
-        if state is not None and weights != before and self._parallel.is_main:
-            logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)
         try:
-            return open_stream(state=state)
+            stream = open_stream(state=state)
         except StateMismatch as error:
             if state is None or not accept_new_data or not error.other_data:
                 raise
             if self._parallel.is_main:
                 logger.warning("--accept-new-data: the text starts at its beginning, as the %s", error)
             return open_stream(carried_counters=state["counters"])
+        weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
+        if state is not None and weights != before and self._parallel.is_main:
+            logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)
+        return stream
 
     def next_step(self) -> list[MicroBatch]:
         """The micro-batches of one optimizer step. Collective over the model-parallel group."""

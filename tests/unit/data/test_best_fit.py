@@ -197,7 +197,9 @@ def test_ranks_workers_and_tokens_change_nothing(
 def test_resume_at_every_block(corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """From text to tokens and back, one block at a time; longer documents than blocks are in it."""
     mapped = prepare_tokens(corpus.root, tokenizer, tmp_path, 1, Reading())
-    config = replace(CONFIG, num_lanes=2, seq_len_tokens=40, source_weights={"Synthetic": 0.4})
+    config = replace(
+        CONFIG, num_lanes=2, seq_len_tokens=40, packing_pool_documents=12, source_weights={"Synthetic": 0.4}
+    )
     whole = read_run(corpus, tokenizer, config, steps=20, global_batch_size=8)
     state, samples = None, {}
     for number in range(160):
