@@ -135,14 +135,14 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(
 
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        later, end = steps(mostly_a, 4, 8, state)
+        later, end = steps(mostly_a, 4, 20, state)
     assert "{'A': 3.0, 'C': 1.0} from here on, {'A': 0.0, 'B': 2.0} before this checkpoint" in caplog.text
     assert "no document of C among the" in caplog.text
     assert later[0]["data_tokens_by_source"]["(others)"] >= records[-1]["data_tokens_by_source"]["B"]
     assert later[-1]["data_tokens_by_source"]["A"] > 0
     assert later[-1]["data_tokens_by_source"]["C"] == 0
-    assert end["consumed_samples"] == 32
-    assert end["counters"]["packed_labels"] == 512
+    assert end["consumed_samples"] == 80
+    assert end["counters"]["packed_labels"] == 1280
 
 
 def test_metrics_of_a_plain_run_are_those_of_before(text: Path) -> None:
