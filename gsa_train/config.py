@@ -209,11 +209,20 @@ class DataConfig:
     text_field: str = "text"
     """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
     seed: int = 0
-    """Seed of the order of shards and documents."""
+    """Seed of the order of shards and documents, and of which documents a weight leaves out."""
     num_lanes: int = 8
     """Interleaved streams that fix the global order; a multiple of data-parallel ranks x workers. Fixed for a run."""
     shuffle_documents: bool = True
     """Shuffle the documents of each shard."""
+    source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
+    """How often each document of a source (`meta.redpajama_set_name`; `unknown` where a line names none) comes in an
+    epoch: 0 leaves the source out, 0.5 takes it every other epoch, 2 twice; sources without a weight come once. May
+    change at a resume. Text and tokens of `prepare.py tokens` only."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """Training sequences: documents in a row, cut where a sequence ends; or whole documents chosen to fill it, so that
+    only those longer than a sequence are cut (data/gsa_data/best_fit.py). Fixed for a run."""
+    packing_pool_documents: int = 128
+    """Documents of each lane among which `best_fit` chooses; each resume reads them again. Fixed for a run."""
     attend_across_documents: bool = False
     """False: attention, selection and variance stop at the document's start, and an EOS predicts nothing."""
     num_workers: int = 0

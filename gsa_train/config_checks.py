@@ -36,6 +36,7 @@ ABOVE_ZERO = frozenset(
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
+LARGEST_SOURCE_WEIGHT = 100.0
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
@@ -49,6 +50,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_ranges(config),
         *_check_run_name(config),
         *_check_validation_sets(config.data),
+        *_check_order(config.data),
         *_check_model(config),
         *_check_gsa(config),
         *check_kernels(config),
@@ -92,6 +94,21 @@ def _validation_fields(data: DataConfig) -> dict[str, str]:
 def _check_validation_sets(data: DataConfig) -> list[str]:
     empty = [field for field, folder in _validation_fields(data).items() if not folder.strip()]
     return [problem_line(field, "", "empty", "give a folder") for field in empty]
+
+
+def _check_order(data: DataConfig) -> list[str]:
+    """Weights of sources, and packing."""
+    lines = []
+    for name, weight in data.source_weights.items():
+        if not 0 <= weight <= LARGEST_SOURCE_WEIGHT:  # not so for NaN
+            wrong = f"outside [0, {LARGEST_SOURCE_WEIGHT:g}]"
+            remedy = "give how often a document comes in an epoch; 0 leaves the source out"
+            lines.append(problem_line(f"data.source_weights.{name}", weight, wrong, remedy))
+    if data.packing == "best_fit" and data.attend_across_documents:
+        wrong = "needs data.attend_across_documents = false: what fills a sequence up would see the documents before it"
+        remedy = "set it to false, or data.packing to concatenate"
+        lines.append(problem_line("data.packing", data.packing, wrong, remedy))
+    return lines
 
 
 def _check_ranges(config: Config) -> list[str]:

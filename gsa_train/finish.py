@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gsa_data.best_fit import packing_shares
+from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.plots import write_plots
@@ -17,6 +19,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     """Write summary.json and plots, and print the summary. Collective."""
     config = run.config
     validation = validate(run, last_phase.name)
+    counters = run.batches.state()["counters"]
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
         if config.evaluate.ngram_baselines:
@@ -33,7 +36,10 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             **baselines,
             "recall": validation["validation_recall"],
             "random_recall": validation["validation_random_recall"],
+            "data_tokens_by_source": tokens_by_source(counters),
         }
+        if config.data.packing == "best_fit":
+            summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
         run.progress.close()
         run.sinks.finish(summary)
         for name, value in summary.items():

@@ -16,7 +16,7 @@ from gsa_train.checkpoint import RunState, gather_rng
 from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.evaluate import evaluate
-from gsa_train.metrics import IntervalClock, reduce_step, step_record
+from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, lr_multipliers
 from gsa_train.parallel import Parallel
@@ -93,7 +93,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                 result.loss_tokens.item(),
                 interval,
                 parallel,
-                run.batches.counters,
+                data_totals(run.batches.counters, config.data),
                 run.batches.checksum(),
             )
             lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}

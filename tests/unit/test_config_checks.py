@@ -204,6 +204,18 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["data.max_bad_line_fraction=1.5"], ["data.max_bad_line_fraction = 1.5", "outside [0, 1]"]),
     (["evaluate.every_steps=-1"], ["evaluate.every_steps = -1", "negative"]),
     (["evaluate.max_blocks=0"], ["evaluate.max_blocks = 0", "below 1"]),
+    *[
+        (
+            [f"data.source_weights.Web={weight}"],
+            ["data.source_weights.Web", "outside [0, 100]", "leaves the source out"],
+        )
+        for weight in ("-0.1", "nan", "inf", "101")
+    ],
+    (["data.packing_pool_documents=0"], ["data.packing_pool_documents = 0", "below 1"]),
+    (
+        ["data.packing=best_fit", "data.attend_across_documents=true"],
+        ["data.packing = best_fit", "needs data.attend_across_documents = false"],
+    ),
     (["data.validation_dir=''"], ["data.validation_dir", "empty"]),
     (["data.validation_sets.wiki=' '"], ["data.validation_sets.wiki", "empty", "give a folder"]),
     (["checkpoint.every_steps=0"], ["checkpoint.every_steps = 0", "below 1"]),
