@@ -60,6 +60,8 @@ class RunState:
     """Tensor, pipeline and data-parallel sizes."""
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step, and begins with it."""
     format_version: int = FORMAT_VERSION
 
 

@@ -80,9 +80,11 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
 
         cpu_backend.install()
         device = torch.device("cpu")
-    _join_world(use_cuda, device)
+    _join_world(use_cuda, device, collective_timeout(config))
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        distributed_timeout_minutes=config.timeout_minutes,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -104,9 +106,12 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     return parallel
 
 
-def _join_world(use_cuda: bool, device: torch.device) -> None:
+def collective_timeout(config: ParallelConfig) -> timedelta:
+    return timedelta(minutes=config.timeout_minutes)
+
+
+def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
     backend = "nccl" if use_cuda else "gloo"
-    timeout = timedelta(minutes=10)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for

@@ -99,12 +99,12 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     _check_same_model(config, state, checkpoint)
     _check_same_phases(state, spans, checkpoint)
     finished = state.step == spans[state.phase_index].end
-    last = state.phase_index == len(spans) - 1
+    stays = state.phase_index == len(spans) - 1 or state.validation_due
     return Start(
         checkpoint=checkpoint,
         state=state,
-        phase_index=state.phase_index + 1 if finished and not last else state.phase_index,
-        inside_phase=last or not finished,
+        phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
+        inside_phase=stays or not finished,
         same_run=checkpoint.resolve().parent.parent == own.resolve(),
     )
 

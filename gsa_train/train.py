@@ -12,18 +12,24 @@ from gsa_train.checkpoint import load_checkpoint
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
-from gsa_train.finish import finish
+from gsa_train.finish import finish, leave
 from gsa_train.model.build import build_model
 from gsa_train.optim import build_optimizer, close_optimizer
-from gsa_train.parallel import init_parallel, shutdown_parallel
-from gsa_train.phases import phase_spans
-from gsa_train.resume import choose_start, open_batches
+from gsa_train.parallel import collective_timeout, init_parallel, shutdown_parallel
+from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.resume import Start, choose_start, open_batches
 from gsa_train.run_folder import open_run_folder
+from gsa_train.stop_signals import Stopped, StopRequest
+from gsa_train.stop_vote import StopVote
 from gsa_train.trainer import Run, run_phase, save
 
 
-def train(config: Config, arguments: Arguments) -> None:
-    """Train a checked config to the end, from the start or from where its run folder's checkpoint stands."""
+def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
+    """Train a checked config to the end, from the start or from where its run folder's checkpoint stands.
+
+    Raises:
+        Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
+    """
     parallel = init_parallel(config.parallel, config.run.seed)
     spans = phase_spans(config.phases)
     start = choose_start(config, arguments, spans, parallel)
@@ -44,29 +50,40 @@ def train(config: Config, arguments: Arguments) -> None:
         sinks=folder.sinks,
         progress=folder.progress,
         wandb_run_id=folder.wandb_run_id,
+        stop_vote=StopVote(request, collective_timeout(config.parallel)),
         step=start.step,
         tokens=start.tokens,
         saved_step=start.step if start.same_run else None,
+        validation_due=start.state is not None and start.state.validation_due,
     )
     if run.progress is not None:
         for each in validation_sets:
             run.progress.message(describe(each))
+    try:
+        _run_phases(run, spans, start)
+        batches.close()
+        finish(run, spans[-1].phase)
+    except Stopped as stop:
+        leave(run, stop)
+        raise
+    run.stop_vote.close()
+    shutdown_parallel()
+
+
+def _run_phases(run: Run, spans: list[PhaseSpan], start: Start) -> None:
     for span in spans[start.phase_index :]:
         # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
-        phase_optimizer = build_optimizer(model, span.phase, config)
+        phase_optimizer = build_optimizer(run.model, span.phase, run.config)
         if start.checkpoint is not None and span.index == start.phase_index:
             load_checkpoint(
-                start.checkpoint, model, phase_optimizer, parallel, with_optimizer=start.inside_phase
+                start.checkpoint, run.model, phase_optimizer, run.parallel, with_optimizer=start.inside_phase
             )
-            start.restore_rng(parallel)
+            start.restore_rng(run.parallel)
         run_phase(run, span, phase_optimizer)
         if span is spans[-1]:
             save(run, span, phase_optimizer)
-        close_optimizer(model, phase_optimizer)
+        close_optimizer(run.model, phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
         del phase_optimizer
         gc.collect()
-    batches.close()
-    finish(run, spans[-1].phase)
-    shutdown_parallel()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
 from gsa_train.step import train_step
+from gsa_train.stop_signals import Stopped, children_keep_running
+from gsa_train.stop_vote import StopVote
 
 
 class NonFiniteError(RuntimeError):
@@ -47,6 +51,7 @@ class Run:
     """On the main rank."""
     wandb_run_id: str | None
     """On every rank."""
+    stop_vote: StopVote
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
@@ -54,6 +59,8 @@ class Run:
     """Step of the newest checkpoint of this run."""
     validated: tuple[int, dict[str, Any]] | None = None
     """Step and result of the newest validation."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step."""
 
     def log(self, record: dict[str, Any]) -> None:
         if self.sinks is not None and self.progress is not None:
@@ -62,12 +69,31 @@ class Run:
 
 
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
-    """Train from `run.step` to the end of the phase."""
+    """Train from `run.step` to the end of the phase.
+
+    Raises:
+        Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
+    """
     config, parallel, phase = run.config, run.parallel, span.phase
     tokens_per_step = config.train.global_batch_size * config.train.seq_len_tokens
     clock = IntervalClock(parallel.device)
     grad_norms: list[torch.Tensor] = []  # of the steps since the host last looked
+
+    def stop_if_asked(in_validation: bool = False) -> None:
+        reason = run.stop_vote.ask()
+        if reason:
+            if grad_norms:
+                _check_norms(run, grad_norms)
+            run.validation_due = in_validation
+            if run.step > 0:
+                save(run, span, phase_optimizer)
+            raise Stopped(reason, run.step)
+
+    if run.validation_due:
+        validate(run, phase.name, partial(stop_if_asked, in_validation=True))
+        run.validation_due = False
     while run.step < span.end:
+        stop_if_asked()
         lr = learning_rate(phase, run.step - span.start)
         logged = _is_logged(run.step + 1, span, config)
         run.model.runtime.measuring = logged
@@ -111,7 +137,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
         every = config.evaluate.every_steps
         if every and run.step % every == 0:
             clock.pause()
-            validate(run, phase.name)
+            validate(run, phase.name, partial(stop_if_asked, in_validation=True))
             clock.resume()
         if saves:
             clock.pause()
@@ -140,11 +166,13 @@ def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
     return step % config.logging.every_steps == 0 or step in (span.start + 1, span.end)
 
 
-def validate(run: Run, phase_name: str) -> dict[str, Any]:
+def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
     """Score the validation sets and log it, unless this step has been scored. Collective."""
     if run.validated is not None and run.validated[0] == run.step:
         return run.validated[1]
-    result = evaluate(run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel)
+    result = evaluate(
+        run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel, stop_if_asked
+    )
     run.log({"event": "validation", "step": run.step, "phase": phase_name, "tokens": run.tokens, **result})
     run.validated = (run.step, result)
     return result
@@ -166,10 +194,12 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         config_yaml=config_to_yaml(run.config),
         layout=(parallel.tensor_size, parallel.pipeline_size, parallel.data_size),
         rng=gather_rng(parallel),
+        validation_due=run.validation_due,
     )
-    folder = save_checkpoint(
-        run.checkpoints, state, run.model, phase_optimizer, parallel, run.config.checkpoint.keep_last
-    )
+    with children_keep_running():  # megatron-core writes by processes of its own
+        folder = save_checkpoint(
+            run.checkpoints, state, run.model, phase_optimizer, parallel, run.config.checkpoint.keep_last
+        )
     run.saved_step = run.step
     if run.progress is not None:
         run.progress.message(f"saved {folder}")
