@@ -265,6 +265,8 @@ class LoggingConfig:
     """`auto`: online when an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Weights & Biases project."""
+    straggler_ratio: float = 1.5
+    """Warn when a rank works so many times as long as the median rank, without what it waits for others."""
     plots: bool = True
     """Write plots/*.png at the end of the run."""
 

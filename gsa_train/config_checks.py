@@ -30,7 +30,8 @@ AT_LEAST_ZERO = frozenset(
 ABOVE_ZERO = frozenset(
     """
     model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
-    parallel.timeout_minutes data.read_timeout_seconds phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
+    phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})

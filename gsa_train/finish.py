@@ -28,11 +28,13 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     config = run.config
 
     def stop_if_asked() -> None:  # the last step is saved already
+        run.watch.note(run.step, "validating")
         reason = run.stop_vote.ask()
         if reason:
             raise Stopped(reason, run.step)
 
     validation = validate(run, last_phase.name, stop_if_asked)
+    run.watch.note(run.step, "ending")
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
         if config.evaluate.ngram_baselines:
@@ -73,5 +75,6 @@ def leave(run: Run, stop: Stopped) -> None:
         run.progress.close()
         run.sinks.close()
         run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
+    run.watch.close()
     dist.barrier()  # torchrun ends all ranks when the first one ends
     shutdown_parallel()

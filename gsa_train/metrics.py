@@ -15,6 +15,7 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.stats import EXTREMES, LayerStats
 from gsa_train.parallel import Parallel
+from gsa_train.work_time import slowest
 
 
 class IntervalClock:
@@ -70,6 +71,8 @@ class Reduced:
     """Largest share over the ranks of the interval spent waiting for text."""
     skipped: dict[str, int]
     """Documents and shards left out, and reads tried again, since the start of the run."""
+    work_seconds: list[float]
+    """By rank."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Largest over the ranks; None on CPUs."""
@@ -82,6 +85,7 @@ def reduce_step(
     interval: Interval | None,
     parallel: Parallel,
     counters: Mapping[str, int] | None = None,
+    work_seconds: float = 0.0,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -90,13 +94,17 @@ def reduce_step(
         loss_tokens: scored tokens over all replicas.
         interval: None for a validation.
         counters: what this process read and left out of the text.
+        work_seconds: that this rank worked without waiting for others (work_time.py).
     """
     on_gpu = parallel.device.type == "cuda"
     skipped = skipped_totals(counters or {})
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
+    work = torch.zeros(parallel.world_size, dtype=torch.float64)
+    work[parallel.rank] = work_seconds
+    host_sums = torch.cat([torch.tensor(list(skipped.values()), dtype=torch.float64), work])
     layers, sums, maxima = stats.reduce(
-        torch.cat([loss_sum.double().reshape(1), torch.tensor(list(skipped.values())).to(loss_sum.device)]),
+        torch.cat([loss_sum.double().reshape(1), host_sums.to(loss_sum.device)]),
         torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
@@ -104,7 +112,8 @@ def reduce_step(
         layers=layers,
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
-        skipped={name: int(total) for name, total in zip(skipped, sums[1:], strict=True)},
+        skipped={name: int(total) for name, total in zip(skipped, sums[1:], strict=False)},
+        work_seconds=sums[1 + len(skipped) :],
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
     )
@@ -145,6 +154,7 @@ def step_record(
     peak = None
     if parallel.device.type == "cuda":
         peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
+    slowest_rank, slowest_rank_ratio = slowest(reduced.work_seconds)
     return {
         "step": step,
         "phase": phase.name,
@@ -163,6 +173,8 @@ def step_record(
         "mfu": None if peak is None else per_device * flops.total / peak,
         "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
         "data_wait": reduced.data_wait,
+        "slowest_rank": slowest_rank,
+        "slowest_rank_ratio": slowest_rank_ratio,
         **reduced.skipped,
         "memory_allocated_bytes": reduced.memory_allocated_bytes,
         "memory_peak_bytes": reduced.memory_peak_bytes,

@@ -84,7 +84,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
-        distributed_timeout_minutes=config.timeout_minutes,
+        distributed_timeout_minutes=collective_timeout(config).total_seconds() / 60,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -107,7 +107,8 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
 
 
 def collective_timeout(config: ParallelConfig) -> timedelta:
-    return timedelta(minutes=config.timeout_minutes)
+    """A little later than `Watch`, which says more."""
+    return timedelta(minutes=config.timeout_minutes) * 1.25
 
 
 def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.parallel import Parallel
 from gsa_train.progress import Progress
-from gsa_train.resume import Start, run_dir
+from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
 from gsa_train.sinks import Sinks, open_sinks, write_atomically
 from gsa_train.stop_signals import children_keep_running
 
@@ -49,6 +49,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
             )
         write_atomically(folder / "config.yaml", config_to_yaml(config))
         (folder / "checkpoints").mkdir(exist_ok=True)
+        write_atomically(folder / LAUNCH, launch_id() + "\n")
         (folder / STOPPED).unlink(missing_ok=True)
         progress = Progress(total_steps, start.step)
         progress.message(config_to_yaml(config))

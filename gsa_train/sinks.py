@@ -131,7 +131,7 @@ class Sinks:
 TRAIN_KEYS = frozenset({"loss", "grad_norm", "lr", "tokens", "max_activation"})
 SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
-    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
+    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds", "slowest_rank", "slowest_rank_ratio"}
     | {"data_skipped_documents", "data_skipped_shards", "data_read_retries"}
 )
 

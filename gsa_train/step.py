@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gsa_train.batches import MicroBatch
@@ -18,7 +17,7 @@ from gsa_train.config import Config
 from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, clipped_step, set_learning_rate
+from gsa_train.optim import PhaseOptimizer, clipped_step, finalize_gradients, set_learning_rate
 from gsa_train.parallel import Parallel
 
 
@@ -66,7 +65,9 @@ def train_step(
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    model.work_time.end()
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+    model.work_time.begin()
 
     ddp.train()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
@@ -74,7 +75,7 @@ def train_step(
     with torch.no_grad() if local else nullcontext():
         losses = _run_schedule(ddp, micro_batches, loss_tokens, config, parallel, forward_only=local)
     if local:
-        finalize_model_grads([ddp], None)
+        finalize_gradients(model.work_time, [ddp], None)
 
     set_learning_rate(optimizer, lr, config.train.weight_decay)
     grad_norm = clipped_step(optimizer, config.train.grad_clip, parallel.device)

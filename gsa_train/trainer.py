@@ -28,6 +28,8 @@ from gsa_train.sinks import Sinks
 from gsa_train.step import train_step
 from gsa_train.stop_signals import Stopped, children_keep_running
 from gsa_train.stop_vote import StopVote
+from gsa_train.watch import Watch
+from gsa_train.work_time import StragglerWarning, slowest
 
 
 class NonFiniteError(RuntimeError):
@@ -52,6 +54,8 @@ class Run:
     wandb_run_id: str | None
     """On every rank."""
     stop_vote: StopVote
+    watch: Watch
+    straggler_warning: StragglerWarning
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
@@ -80,6 +84,8 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
     grad_norms: list[torch.Tensor] = []  # of the steps since the host last looked
 
     def stop_if_asked(in_validation: bool = False) -> None:
+        if in_validation:
+            run.watch.note(run.step, "validating")
         reason = run.stop_vote.ask()
         if reason:
             if grad_norms:
@@ -94,11 +100,14 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
         run.validation_due = False
     while run.step < span.end:
         stop_if_asked()
+        run.watch.note(run.step, "reading text")
         lr = learning_rate(phase, run.step - span.start)
         logged = _is_logged(run.step + 1, span, config)
         run.model.runtime.measuring = logged
         waited = run.batches.wait_seconds
+        run.model.work_time.begin()
         micro_batches = run.batches.next_step()
+        run.watch.note(run.step, "training")
         result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel, run.step)
         run.step += 1
         run.tokens += tokens_per_step
@@ -117,7 +126,10 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                 interval,
                 parallel,
                 run.batches.counters,
+                run.model.work_time.read_and_reset(),
             )
+            if parallel.is_main:
+                run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
             lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
             precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
             run.log(
@@ -183,6 +195,7 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
     if run.saved_step == run.step:
         return
     parallel = run.parallel
+    run.watch.note(run.step, "saving")
     state = RunState(
         step=run.step,
         tokens=run.tokens,
