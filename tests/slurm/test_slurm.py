@@ -95,15 +95,17 @@ def test_a_run_survives_preemption_a_signal_and_a_lost_node(cluster: Cluster, tm
     cluster.command(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"
     )
-    job.wait_for(lambda: "asked to stop: TERM" in job.log)
-    assert '"reason": "SIGTERM"' in (job.folder / "stopped.json").read_text()
+    job.wait_for(lambda: "start 0: stopped as asked; back into the queue" in job.log)
     preempted_at = job.last_step()
+    assert f"stopped by SIGTERM after step {preempted_at}" in job.log
     assert f"latest checkpoint: step_{preempted_at:08d}" in job.log
 
     job.wait_for_start(1, steps=preempted_at)
     cluster.command("scancel", "--batch", "--signal=USR1", job.jobs[0])  # as before a time limit
-    job.wait_for(lambda: "asked to stop: USR1" in job.log)
+    job.wait_for(lambda: "start 1: stopped as asked; back into the queue" in job.log)
     stopped_at = job.last_step()
+    assert f"stopped by SIGUSR1 after step {stopped_at}" in job.log
+    assert "asked to stop: USR1" in job.log
     assert f"latest checkpoint: step_{stopped_at:08d}" in job.log
 
     job.wait_for_start(2, steps=stopped_at)
