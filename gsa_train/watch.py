@@ -78,7 +78,8 @@ def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
         named = [rank for rank in stuck if ages[rank].beat.place == behind]
         what = "behind all others, which wait"
     else:
-        named, what = stuck, "all at the same place, in a collective or in a kernel: compare their stacks"
+        named = list(range(len(ages)))
+        what = "all at the same place, in a collective, a kernel or a slow file system: compare their stacks"
     lines = [f"no progress for {timeout_seconds:.0f} s. {what.capitalize()}: {', '.join(map(str, named))}"]
     for rank, age in enumerate(ages):
         beat = age.beat

@@ -43,7 +43,7 @@ def test_the_rank_that_is_behind_is_named() -> None:
 
 
 def test_where_all_are_at_one_place_all_are_named() -> None:
-    assert named(find_fault([Age(beat(), 0, 61), Age(beat(), 0, 61)], TIMEOUT)) == [0, 1]
+    assert named(find_fault([Age(beat(), 0, 61), Age(beat(), 0, 59)], TIMEOUT)) == [0, 1]
 
 
 def test_ages_grow_until_a_heartbeat_and_a_progress_come() -> None:
