@@ -44,6 +44,8 @@ def main() -> int:
     request.deadline = find_deadline(
         config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, launch_time()
     )
+    if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return EXIT_STOPPED  # to torchrun a stop is a failure, and it tries again
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError

@@ -53,17 +53,18 @@ latest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
 
 asked=
 # USR1: Slurm sends it to this script only. TERM: before a preemption, and to every process of the job.
-trap 'asked=USR1; kill -USR1 "$step" 2>/dev/null' USR1
-trap 'asked=TERM' TERM
+trap 'asked=USR1; interrupted=yes; kill -USR1 "$step" 2>/dev/null' USR1
+trap 'asked=TERM; interrupted=yes' TERM
 before=$(latest)
 rm -f "$run_dir/stopped.json"
 say "starting on $SLURM_JOB_NODELIST, latest checkpoint: ${before:-none}"
 srun --kill-on-bad-exit=1 bash "$folder/job.sh" node &
 step=$!
-while :; do  # a trap interrupts wait
+interrupted=yes
+while [ -n "$interrupted" ]; do  # a trap interrupts wait, whose code is then not srun's
+    interrupted=
     wait "$step"
     code=$?
-    kill -0 "$step" 2>/dev/null || break
 done
 
 if [ "$code" -eq 0 ]; then
