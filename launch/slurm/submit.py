@@ -125,7 +125,7 @@ def script_words(
     if arguments.resume_from:
         passed_on += ["--resume-from", str(Path(arguments.resume_from).absolute())]
     return {
-        "NAME": config.run.name,
+        "NAME": shlex.quote(config.run.name),
         "NODES": str(arguments.nodes),
         "RANKS_PER_NODE": str(ranks_per_node),
         "MARGIN_SECONDS": str(arguments.margin_seconds),
