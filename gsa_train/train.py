@@ -36,6 +36,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
     """
     parallel = init_parallel(config.parallel, config.run.seed)
+    request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     spans = phase_spans(config.phases)
     start = choose_start(config, arguments, spans, parallel)
     watch = Watch(

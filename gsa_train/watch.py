@@ -16,10 +16,11 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -104,7 +105,10 @@ class Watch:
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._timeout_seconds = timeout.total_seconds()
         self._interval = min(LONGEST_BEAT_SECONDS, self._timeout_seconds / BEATS_PER_TIMEOUT)
-        self._store = _connect(timeout)
+        # torchrun may keep its store over restarts, with what earlier ranks wrote.
+        name: list[Any] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timeout))
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
         self._place = (step, 0)
@@ -126,7 +130,7 @@ class Watch:
 
     def _beat(self) -> None:
         beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid())
-        self._store.set(f"watch/{self._rank}", json.dumps(beat))
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
         self._count += 1
 
     def _run(self) -> None:
@@ -134,7 +138,9 @@ class Watch:
             self._watch()
         except (RuntimeError, OSError) as error:
             if not self._over.is_set():
-                self._end(f"the store of torch.distributed does not answer ({error}): its node is gone")
+                self._end(
+                    f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
+                )
 
     def _watch(self) -> None:
         reads = self._rank in (0, self._world_size - 1)
@@ -147,10 +153,10 @@ class Watch:
             self._beat()
             if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._launcher:
                 self._end("torchrun is gone, and with it who would end this rank")
-            if self._store.check(["watch/fault"]):
+            if self._store.check(["fault"]):
                 self._dump_and_end()
             if reads:
-                beats = self._store.multi_get([f"watch/{rank}" for rank in range(self._world_size)])
+                beats = self._store.multi_get([f"beat/{rank}" for rank in range(self._world_size)])
                 found = [Beat(*json.loads(beat)) for beat in beats]
                 ages = ages or [Age(beat) for beat in found]
                 for age, beat in zip(ages, found, strict=True):
@@ -166,10 +172,10 @@ class Watch:
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
         (folder / "report.txt").write_text(text)
         print(text, file=sys.stderr, end="", flush=True)
-        self._store.set("watch/fault", json.dumps([name, frozen]))
+        self._store.set("fault", json.dumps([name, frozen]))
 
     def _dump_and_end(self) -> None:
-        name, frozen = json.loads(self._store.get("watch/fault"))
+        name, frozen = json.loads(self._store.get("fault"))
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
         with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:

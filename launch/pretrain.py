@@ -40,7 +40,6 @@ def main() -> int:
             print(describe(config, arguments.world_size))
         return 0
     request = StopRequest()
-    request.listen()
     request.deadline = find_deadline(
         config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, launch_time()
     )

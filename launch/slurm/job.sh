@@ -34,6 +34,8 @@ if [ -e "$folder/complete" ]; then
 fi
 cd __WORKING_DIR__ || exit 1
 export PYTHONPATH="$folder/source:$folder/source/kernels:$folder/source/data"
+# Else torchrun's ranks find the addresses of the start before, after a restart of several nodes.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # torchrun kills ranks half a minute after it has passed a signal on; a save may take longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=__MARGIN_SECONDS__
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

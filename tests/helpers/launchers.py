@@ -25,7 +25,7 @@ def launch(run_dir: Path, *overrides: str, torchrun: tuple[str, ...], mark: str 
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, MARK: mark},
+            env={**os.environ, **ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
