@@ -113,7 +113,19 @@ def collective_timeout(config: ParallelConfig) -> timedelta:
 
 def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
     backend = "nccl" if use_cuda else "gloo"
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun (2.13) keeps its store over restarts, and in it the addresses of the ranks before.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(
+            f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+            dist.TCPStore(address, port, is_master=False, timeout=timeout),
+        )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device_id = device if use_cuda else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -14,7 +14,13 @@ import psutil
 from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, processes_of
 
 
-def launch(run_dir: Path, *overrides: str, torchrun: tuple[str, ...], mark: str = "") -> Run:
+def launch(
+    run_dir: Path,
+    *overrides: str,
+    torchrun: tuple[str, ...],
+    mark: str = "",
+    environment: dict[str, str] | None = None,
+) -> Run:
     """One agent of the run `run_dir/run`. Agents with one `mark` belong to one run, as nodes of a job do."""
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex
@@ -25,7 +31,7 @@ def launch(run_dir: Path, *overrides: str, torchrun: tuple[str, ...], mark: str 
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MARK: mark},
+            env={**os.environ, **ENVIRONMENT, **(environment or {}), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -76,9 +76,13 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
         "--rdzv-id=test",
     )
 
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
     def node(is_host: int, mark: str = "") -> Run:
         conf = f"--rdzv-conf=is_host={is_host},keep_alive_interval=1,keep_alive_max_attempt=3"
-        return launch(tmp_path, *SMALL, torchrun=(*torchrun, endpoint, conf), mark=mark)
+        return launch(
+            tmp_path, *SMALL, torchrun=(*torchrun, endpoint, conf), mark=mark, environment=own_store
+        )
 
     first = node(is_host=1)
     second = node(is_host=0, mark=first.mark)
