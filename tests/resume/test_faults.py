@@ -36,7 +36,7 @@ def assert_as_undisturbed(run: Run) -> None:
 
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
-    run = launch(tmp_path, *SMALL, "parallel.timeout_minutes=0.3", torchrun=torchrun)
+    run = launch(tmp_path, *SMALL, "parallel.timeout_minutes=0.5", torchrun=torchrun)
     run.wait_until(lambda: len(run.steps()) >= 1, SECONDS)
     victim = ranks_of(run)[1]
     slow_down(victim, until=lambda: "rank 1 works " in run.output or len(run.steps()) >= 15)
