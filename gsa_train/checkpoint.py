@@ -58,6 +58,8 @@ class RunState:
     """`Parallel.layout`"""
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step, and begins with it."""
     format_version: int = FORMAT_VERSION
 
 

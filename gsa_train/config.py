@@ -26,6 +26,10 @@ class RunConfig:
     """Folder that holds all runs."""
     seed: int = 1234
     """Seed of the initial weights and of the random number generators (the data order has its own)."""
+    time_limit_minutes: float = 0.0
+    """So long after its launch the run saves, stops and exits with code 75; 0 = no limit."""
+    slurm_margin_minutes: float = 5.0
+    """The same, so long before the end of the Slurm job, where Slurm tells it (or 10% of the job, if that is less)."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,9 @@ class ParallelConfig:
     """Reduce gradients during the backward pass (phases that train the base)."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the forward pass; needs distributed_optimizer and overlap_grad_reduce."""
+    timeout_minutes: float = 10.0
+    """A collective that takes longer has failed, and so has a rank that shows no progress for so long: the run ends
+    with an error and names it. Above the longest compilation, validation of one source, or save."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +296,8 @@ class LoggingConfig:
     """`auto`: online when an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Weights & Biases project."""
+    straggler_ratio: float = 1.5
+    """Warn when a rank works so many times as long as the median rank, without what it waits for others."""
     plots: bool = True
     """Write plots/*.png at the end of the run."""
 

@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
     """
-    run.seed data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
+    run.seed run.time_limit_minutes run.slurm_margin_minutes
+    data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
     data.read_retries checkpoint.save_retries phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
     """
     model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
-    data.read_timeout_seconds phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
+    phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})

@@ -1,7 +1,9 @@
-"""The end of a run: last validation, baselines, summary, plots."""
+"""The end of a run: last validation, baselines, summary, plots; or the stop before it."""
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -10,15 +12,31 @@ from gsa_data.best_fit import packing_shares
 from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
+from gsa_train.parallel import shutdown_parallel
 from gsa_train.plots import write_plots
 from gsa_train.resume import run_dir
+from gsa_train.run_folder import STOPPED
+from gsa_train.sinks import write_atomically
+from gsa_train.stop_signals import EXIT_STOPPED, Stopped, reason_in_words
 from gsa_train.trainer import Run, validate
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
-    """Write summary.json and plots, and print the summary. Collective."""
+    """Write summary.json and plots, and print the summary. Collective.
+
+    Raises:
+        Stopped: asked to in the validation; the next start ends the run again.
+    """
     config = run.config
-    validation = validate(run, last_phase.name)
+
+    def stop_if_asked() -> None:  # the last step is saved already
+        run.watch.note(run.step, "validating")
+        reason = run.stop_vote.ask()
+        if reason:
+            raise Stopped(reason, run.step)
+
+    validation = validate(run, last_phase.name, stop_if_asked)
+    run.watch.note(run.step, "ending")
     counters = run.batches.state()["counters"]
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
@@ -51,3 +69,18 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             for path in write_plots(run_dir(config)):
                 run.progress.message(f"wrote {path}")
     dist.barrier()
+
+
+def leave(run: Run, stop: Stopped) -> None:
+    """End this process's part of a run that was asked to stop and is saved. Collective."""
+    run.batches.close()
+    run.stop_vote.close()
+    if run.sinks is not None and run.progress is not None:
+        facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
+        write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
+        run.progress.close()
+        run.sinks.close()
+        run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
+    run.watch.close()
+    dist.barrier()  # torchrun ends all ranks when the first one ends
+    shutdown_parallel()

@@ -18,6 +18,7 @@ from gsa_train.config import Config, DataConfig, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.stats import EXTREMES, LayerStats
 from gsa_train.parallel import Parallel
+from gsa_train.work_time import slowest
 
 
 class IntervalClock:
@@ -75,6 +76,8 @@ class Reduced:
     """What `data_totals` gave, over all ranks."""
     data_checksum: int
     """Of the step's text and its order (gsa_data.stream)."""
+    work_seconds: list[float]
+    """By rank."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Largest over the ranks; None on CPUs."""
@@ -88,6 +91,7 @@ def reduce_step(
     parallel: Parallel,
     data_totals: Mapping[str, int] | None = None,
     checksum: int = 0,
+    work_seconds: float = 0.0,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -97,19 +101,18 @@ def reduce_step(
         interval: None for a validation.
         data_totals: what this process read and left out of the text; the same names on every rank.
         checksum: of this process's part of the step's text.
+        work_seconds: that this rank worked without waiting for others (work_time.py).
     """
     on_gpu = parallel.device.type == "cuda"
     data_totals = data_totals or {}
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
+    work = torch.zeros(parallel.world_size, dtype=torch.float64)
+    work[parallel.rank] = work_seconds
+    host_sums = torch.cat([torch.tensor([checksum, *data_totals.values()], dtype=torch.float64), work])
     layers, sums, maxima = stats.reduce(
         # fp64 holds the sum of two million CRC-32s exactly.
-        torch.cat(
-            [
-                loss_sum.double().reshape(1),
-                torch.tensor([*data_totals.values(), checksum], dtype=torch.float64).to(loss_sum.device),
-            ]
-        ),
+        torch.cat([loss_sum.double().reshape(1), host_sums.to(loss_sum.device)]),
         torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
@@ -117,8 +120,9 @@ def reduce_step(
         layers=layers,
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
-        data_totals={name: int(total) for name, total in zip(data_totals, sums[1:-1], strict=True)},
-        data_checksum=int(sums[-1]),
+        data_totals={name: int(total) for name, total in zip(data_totals, sums[2:], strict=False)},
+        data_checksum=int(sums[1]),
+        work_seconds=sums[2 + len(data_totals) :],
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
     )
@@ -186,6 +190,7 @@ def step_record(
     peak = None
     if parallel.device.type == "cuda":
         peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
+    slowest_rank, slowest_rank_ratio = slowest(reduced.work_seconds)
     return {
         "step": step,
         "phase": phase.name,
@@ -204,6 +209,8 @@ def step_record(
         "mfu": None if peak is None else per_device * flops.total / peak,
         "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
         "data_wait": reduced.data_wait,
+        "slowest_rank": slowest_rank,
+        "slowest_rank_ratio": slowest_rank_ratio,
         **data_metrics(reduced.data_totals),
         "data_checksum": reduced.data_checksum,
         "memory_allocated_bytes": reduced.memory_allocated_bytes,

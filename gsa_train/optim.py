@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.phases import enter_phase
+from gsa_train.work_time import WorkTime
 
 
 @dataclass
@@ -77,12 +79,18 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     )
     repair_torch_adam(optimizer)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
-    model.mcore_config.finalize_model_grads_func = megatron_finalize_model_grads
+    model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
     no_sync = [ddp.no_sync for ddp in ddps]
     model.mcore_config.no_sync_func = (
         (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
     )
     return PhaseOptimizer(ddps, optimizer, phase)
+
+
+def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
+    """megatron-core's reduction of the gradients, before which a rank has done its own work. Collective."""
+    work_time.end()
+    megatron_finalize_model_grads(*args, **kwargs)
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:

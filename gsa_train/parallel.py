@@ -80,13 +80,14 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
     if not dist.is_initialized():  # a process may change its layout
-        _join_world(use_cuda, device)
+        _join_world(use_cuda, device, collective_timeout(config))
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
         # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
+        distributed_timeout_minutes=collective_timeout(config).total_seconds() / 60,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -109,7 +110,12 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     return parallel
 
 
-def _join_world(use_cuda: bool, device: torch.device) -> None:
+def collective_timeout(config: ParallelConfig) -> timedelta:
+    """A little later than `Watch`, which says more."""
+    return timedelta(minutes=config.timeout_minutes) * 1.25
+
+
+def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
     if use_cuda:
         torch.cuda.set_device(device)
     else:
@@ -117,8 +123,19 @@ def _join_world(use_cuda: bool, device: torch.device) -> None:
 
         cpu_backend.install()
     backend = "nccl" if use_cuda else "gloo"
-    timeout = timedelta(minutes=10)
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun (2.13) keeps its store over restarts, and in it the addresses of the ranks before.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(
+            f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+            dist.TCPStore(address, port, is_master=False, timeout=timeout),
+        )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device_id = device if use_cuda else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,29 @@ def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+LAUNCH = "launch.txt"
+"""In the run folder: which launch opened it last."""
+
+
+def launch_id() -> str:
+    """The same for every start by one Slurm job or one torchrun."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _is_restart(own: Path, parallel: Parallel) -> bool:
+    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective."""
+    counts = [int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM")]
+    marker = own / LAUNCH
+    same = marker.is_file() and marker.read_text().strip() == launch_id()
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, (same, max(counts)))  # a node that has just joined counts from 0
+    return bool(found[0][0]) and any(count > 0 for _, count in found)
+
+
 def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
+
+    The two options are for a launch's first start; its restarts go on from the run folder.
 
     Raises:
         ResumeError: the checkpoint is missing or incomplete, or of another model or sequence of phases.
@@ -81,6 +103,8 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     if parallel.is_main:
         recover_folder(own / "checkpoints")
     dist.barrier()
+    if _is_restart(own, parallel):
+        arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False)
     if arguments.no_resume:
         return Start()
     checksums = config.checkpoint.verify == "full"
@@ -104,12 +128,12 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     _check_same_model(config, state, checkpoint)
     _check_same_phases(state, spans, checkpoint)
     finished = state.step == spans[state.phase_index].end
-    last = state.phase_index == len(spans) - 1
+    stays = state.phase_index == len(spans) - 1 or state.validation_due
     return Start(
         checkpoint=checkpoint,
         state=state,
-        phase_index=state.phase_index + 1 if finished and not last else state.phase_index,
-        inside_phase=last or not finished,
+        phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
+        inside_phase=stays or not finished,
         same_run=checkpoint.resolve().parent.parent == own.resolve(),
         damaged=tuple(damaged),
     )

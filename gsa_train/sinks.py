@@ -15,6 +15,7 @@ parser, and what `float()` and JavaScript's `Number()` accept. `read_records` tu
 from __future__ import annotations
 
 import json
+import logging
 import math
 import netrc
 import os
@@ -23,6 +24,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from wandb import Run
 
 Record = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 def open_sinks(
@@ -85,13 +89,13 @@ class Sinks:
                 self._tensorboard.add_scalar(name, value, record["step"])
             self._tensorboard.flush()
         if self._wandb_run:
-            self._wandb_run.log({**scalars, "step": record["step"], "phase": record["phase"]})
+            self._tell_wandb("log", {**scalars, "step": record["step"], "phase": record["phase"]})
 
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close."""
         write_atomically(self.run_dir / "summary.json", _to_json(summary, indent=2) + "\n")
         if self._wandb_run:
-            self._wandb_run.summary.update(summary)
+            self._tell_wandb("summary.update", summary)
         self.close()
 
     def close(self, exit_code: int = 0) -> None:
@@ -101,7 +105,18 @@ class Sinks:
             self._tensorboard.close()
             self._tensorboard = None
         if self._wandb_run:
-            self._wandb_run.finish(exit_code=exit_code)
+            self._tell_wandb("finish", exit_code=exit_code)
+            self._wandb_run = None
+
+    def _tell_wandb(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """W&B's service is a process of its own, and ends by the signal that asks training to save and stop: its
+        death must not cost that save. The next start opens the same W&B run again."""
+        import wandb
+
+        try:
+            attrgetter(method)(self._wandb_run)(*args, **kwargs)
+        except (wandb.Error, OSError) as error:
+            logger.error("W&B gets no more records in this start, its service failed: %s", error)
             self._wandb_run = None
 
     def __enter__(self) -> Sinks:
@@ -118,7 +133,7 @@ class Sinks:
 TRAIN_KEYS = frozenset({"loss", "grad_norm", "lr", "tokens", "max_activation"})
 SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
-    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
+    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds", "slowest_rank", "slowest_rank_ratio"}
     | {"data_skipped_documents", "data_skipped_shards", "data_read_retries", "data_checksum"}
     | {"checkpoint_stall_seconds", "checkpoint_save_seconds", "checkpoint_bytes", "checkpoint_failures"}
 )

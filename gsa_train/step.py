@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gsa_train.batches import MicroBatch
@@ -19,7 +18,7 @@ from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
-from gsa_train.optim import PhaseOptimizer, clipped_step, set_learning_rate
+from gsa_train.optim import PhaseOptimizer, clipped_step, finalize_gradients, set_learning_rate
 from gsa_train.parallel import Parallel
 
 
@@ -71,14 +70,16 @@ def train_step(
         ddp.train()
     optimizer.zero_grad()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    model.work_time.end()
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+    model.work_time.begin()
 
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with torch.no_grad() if local else nullcontext():
         losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
     if local:
-        finalize_model_grads(ddps, None)
+        finalize_gradients(model.work_time, ddps, None)
 
     set_learning_rate(optimizer, lr, config.train.weight_decay)
     grad_norm = clipped_step(optimizer, config.train.grad_clip, parallel.device)

@@ -6,6 +6,9 @@ config -> parallel groups -> model -> checkpoint -> text -> for each phase: opti
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from gsa_train.batches import load_tokenizer, read_validation_sets
 from gsa_train.checkpoint import load_checkpoint
@@ -13,21 +16,37 @@ from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
-from gsa_train.finish import finish
+from gsa_train.finish import finish, leave
 from gsa_train.model.build import build_model
 from gsa_train.optim import build_optimizer, close_optimizer
-from gsa_train.parallel import init_parallel, shutdown_parallel
+from gsa_train.parallel import collective_timeout, init_parallel, shutdown_parallel
 from gsa_train.phases import PhaseSpan, phase_spans
-from gsa_train.resume import Start, choose_start, open_batches
+from gsa_train.resume import Start, choose_start, open_batches, run_dir
 from gsa_train.run_folder import open_run_folder
+from gsa_train.stop_signals import Stopped, StopRequest
+from gsa_train.stop_vote import StopVote
 from gsa_train.trainer import Run, run_phase, save_the_end
+from gsa_train.watch import Watch
+from gsa_train.work_time import StragglerWarning
 
 
-def train(config: Config, arguments: Arguments) -> None:
-    """Train a checked config to the end, from the start or from where its run folder's checkpoint stands."""
+def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
+    """Train a checked config to the end, from the start or from where its run folder's checkpoint stands.
+
+    Raises:
+        Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
+    """
     parallel = init_parallel(config.parallel, config.run.seed)
+    request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     spans = phase_spans(config.phases)
     start = choose_start(config, arguments, spans, parallel)
+    watch = Watch(
+        parallel.rank,
+        parallel.world_size,
+        timedelta(minutes=config.parallel.timeout_minutes),
+        run_dir(config) / "faults",
+        start.step,
+    )
     tokenizer = load_tokenizer(config)
     validation_sets = read_validation_sets(config, tokenizer)
     batches = open_batches(config, arguments, start, tokenizer, parallel)
@@ -50,8 +69,12 @@ def train(config: Config, arguments: Arguments) -> None:
         sinks=folder.sinks,
         progress=folder.progress,
         wandb_run_id=folder.wandb_run_id,
+        watch=watch,
+        straggler_warning=StragglerWarning(config.logging.straggler_ratio),
+        stop_vote=StopVote(request, collective_timeout(config.parallel)),
         step=start.step,
         tokens=start.tokens,
+        validation_due=start.state is not None and start.state.validation_due,
     )
     if run.progress is not None:
         for each in validation_sets:
@@ -63,10 +86,16 @@ def train(config: Config, arguments: Arguments) -> None:
     gc.freeze()
     try:
         train_phases(run, start, spans)
+        batches.close()
+        finish(run, spans[-1].phase)
+    except Stopped as stop:
+        leave(run, stop)
+        raise
     finally:
         run.saver.close()  # whatever stops the training, the save under way is finished
-    batches.close()
-    finish(run, spans[-1].phase)
+    run.stop_vote.close()
+    run.watch.close()
+    dist.barrier()  # the first one to leave may take the store along
     shutdown_parallel()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
 from gsa_train.step import train_step
+from gsa_train.stop_signals import Stopped
+from gsa_train.stop_vote import StopVote
+from gsa_train.watch import Watch
+from gsa_train.work_time import StragglerWarning, slowest
 
 
 class NonFiniteError(RuntimeError):
@@ -48,11 +54,16 @@ class Run:
     """On the main rank."""
     wandb_run_id: str | None
     """On every rank."""
+    stop_vote: StopVote
+    watch: Watch
+    straggler_warning: StragglerWarning
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
     validated: tuple[int, dict[str, Any]] | None = None
     """Step and result of the newest validation."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step."""
 
     def log(self, record: dict[str, Any]) -> None:
         if self.sinks is not None and self.progress is not None:
@@ -65,17 +76,41 @@ class Run:
 
 
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
-    """Train from `run.step` to the end of the phase."""
+    """Train from `run.step` to the end of the phase.
+
+    Raises:
+        Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
+    """
     config, parallel, phase = run.config, run.parallel, span.phase
     tokens_per_step = config.train.global_batch_size * config.train.seq_len_tokens
     clock = IntervalClock(parallel.device)
     grad_norms: list[torch.Tensor] = []  # of the steps since the host last looked
+
+    def stop_if_asked(in_validation: bool = False) -> None:
+        if in_validation:
+            run.watch.note(run.step, "validating")
+        reason = run.stop_vote.ask()
+        if reason:
+            if grad_norms:
+                _check_norms(run, grad_norms)
+            run.validation_due = in_validation
+            if run.step > 0:
+                save_the_end(run, span, phase_optimizer)
+            raise Stopped(reason, run.step)
+
+    if run.validation_due:
+        validate(run, phase.name, partial(stop_if_asked, in_validation=True))
+        run.validation_due = False
     while run.step < span.end:
+        stop_if_asked()
+        run.watch.note(run.step, "reading text")
         lr = learning_rate(phase, run.step - span.start)
         logged = _is_logged(run.step + 1, span, config)
         run.model.runtime.measuring = logged
         waited = run.batches.wait_seconds
+        run.model.work_time.begin()
         micro_batches = run.batches.next_step()
+        run.watch.note(run.step, "training")
         result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel, run.step)
         run.step += 1
         run.tokens += tokens_per_step
@@ -95,7 +130,10 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
                 parallel,
                 data_totals(run.batches.counters, config.data),
                 run.batches.checksum(),
+                run.model.work_time.read_and_reset(),
             )
+            if parallel.is_main:
+                run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
             lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
             precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
             run.log(
@@ -116,7 +154,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Non
         every = config.evaluate.every_steps
         if every and run.step % every == 0:
             clock.pause()
-            validate(run, phase.name)
+            validate(run, phase.name, partial(stop_if_asked, in_validation=True))
             clock.resume()
         if saves:
             clock.pause()
@@ -147,11 +185,13 @@ def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
     return step % config.logging.every_steps == 0 or step in (span.start + 1, span.end)
 
 
-def validate(run: Run, phase_name: str) -> dict[str, Any]:
+def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
     """Score the validation sets and log it, unless this step has been scored. Collective."""
     if run.validated is not None and run.validated[0] == run.step:
         return run.validated[1]
-    result = evaluate(run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel)
+    result = evaluate(
+        run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel, stop_if_asked
+    )
     run.log({"event": "validation", "step": run.step, "phase": phase_name, "tokens": run.tokens, **result})
     run.validated = (run.step, result)
     return result
@@ -166,6 +206,7 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
     if run.saver.has(run.step):
         return
     parallel = run.parallel
+    run.watch.note(run.step, "saving")
     state = RunState(
         step=run.step,
         tokens=run.tokens,
@@ -177,6 +218,7 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         config_yaml=config_to_yaml(run.config),
         layout=parallel.layout,
         rng=gather_rng(parallel),
+        validation_due=run.validation_due,
     )
     report_saves(run, run.saver.begin(state, run.model, phase_optimizer))
 

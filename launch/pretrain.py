@@ -2,7 +2,8 @@
 
 Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
 Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 1: the
-run failed otherwise, also for its data.
+run failed otherwise, also for its data. 75: asked to stop, saved, and to be started again (torchrun makes every code 1;
+runs/<name>/stopped.json remains).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from gsa_train.cli import parse_arguments
 from gsa_train.config import ConfigError, load_config
 from gsa_train.dry_run import describe
+from gsa_train.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
 
 
 def main() -> int:
@@ -38,6 +40,12 @@ def main() -> int:
         if is_main:
             print(describe(config, arguments.world_size))
         return 0
+    request = StopRequest()
+    request.deadline = find_deadline(
+        config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, launch_time()
+    )
+    if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return EXIT_STOPPED  # to torchrun a stop is a failure, and it tries again
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
@@ -46,7 +54,9 @@ def main() -> int:
     from gsa_train.train import train
 
     try:
-        train(config, arguments)
+        train(config, arguments, request)
+    except Stopped:
+        return EXIT_STOPPED
     except (ResumeError, TokenizerError) as error:
         if is_main:  # all ranks find the same
             print(error, file=sys.stderr)

@@ -11,6 +11,9 @@ what workers have read ahead never enters a saved state:
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
 import zlib
 from collections import Counter
@@ -374,6 +377,7 @@ def _blocks_in_order(samples: _RankSamples, config: StreamConfig) -> Generator[_
             prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)),
             timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
             collate_fn=_as_is,
+            worker_init_fn=_obey_the_trainer_only,
             generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
         )
     )
@@ -403,6 +407,21 @@ def _next_group(groups: Any) -> list[_Block]:
             "system that does not answer, then resume from the last checkpoint"
         ) from error
     return group
+
+
+def _obey_the_trainer_only(_worker_id: int) -> None:
+    """Torchrun and Slurm send SIGTERM to readers, too, while the training process still needs text to stop well.
+
+    Only its own SIGTERM ends a reader; torch ends one whose training process is gone.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def wait() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _as_is(group: list[_Block]) -> list[_Block]:

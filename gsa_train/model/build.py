@@ -20,6 +20,7 @@ from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
 from gsa_train.parallel import Parallel
+from gsa_train.work_time import WorkTime
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class Model:
     runtime: AttentionRuntime
     num_indexers: int
     """Layers of the whole model that have an indexer."""
+    work_time: WorkTime
+    """Of this rank in training steps."""
 
     @property
     def gpt(self) -> GPTModel:
@@ -85,6 +88,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         attentions=[layer.self_attention for layer in layers],
         runtime=runtime,
         num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
+        work_time=WorkTime(parallel.device),
     )
 
 

@@ -224,6 +224,10 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["checkpoint.retry_after_steps=0"], ["checkpoint.retry_after_steps = 0", "below 1"]),
     (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
     (["run.seed=-1"], ["run.seed = -1", "negative"]),
+    (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
+    (["run.slurm_margin_minutes=-1"], ["run.slurm_margin_minutes = -1.0", "negative"]),
+    (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
+    (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
     (["run.dir=' '"], ["run.dir", "empty"]),
     *[
         ([f"run.name={name}"], ["run.name", "plain folder name"])
