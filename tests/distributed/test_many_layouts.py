@@ -1,4 +1,5 @@
-"""Layouts of four ranks train what one rank trains: a tiny model, ten steps of each phase, every statistic."""
+"""Layouts of four ranks train what one rank trains: a tiny model, a few steps of each phase, every statistic; ten steps of the
+demo's model are in test_layouts."""
 
 from __future__ import annotations
 
