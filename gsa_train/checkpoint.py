@@ -2,6 +2,7 @@
 
     <run folder>/checkpoints/step_00000200/     one checkpoint, with the run's config.yaml
     <run folder>/checkpoints/latest             the name of the newest one; replaced last, atomically
+    <run folder>/checkpoints/set_aside/         what was newer than the checkpoint that a rewind went back to
 
 A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else a run needs to go on as if it
 had never stopped. It loads into any layout.
@@ -14,7 +15,7 @@ import random
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from gsa_train.parallel import Parallel
 
 FORMAT_VERSION = 1
 LATEST = "latest"
+SET_ASIDE = "set_aside"
+"""Folder of the checkpoints that a rewind left behind."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class RunState:
     """Tensor, pipeline and data-parallel sizes."""
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
+    monitor: dict[str, Any] = field(default_factory=dict)
+    """gsa_train.monitor.MonitorState; empty in checkpoints from before there was one."""
     format_version: int = FORMAT_VERSION
 
 
@@ -95,12 +100,17 @@ def find_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step_"))
+
+
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return [
         path
-        for path in sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+        for path in sorted(found, key=step_of)
         if dist_checkpointing.check_is_distributed_checkpoint(str(path))
     ]
 
@@ -141,7 +151,7 @@ def save_checkpoint(
     metadata = _sharding_metadata(parallel)
     content = {
         **_sharded_state(model, phase_optimizer, metadata, is_loading=False),
-        "run": {field.name: getattr(state, field.name) for field in fields(state)},
+        "run": {each.name: getattr(state, each.name) for each in fields(state)},
     }
     dist_checkpointing.save(
         content,
@@ -166,12 +176,28 @@ def _publish(unfinished: Path, final: Path) -> None:
         final.rename(replaced)
     unfinished.rename(final)
     _sync(final.parent)
+    _point_to(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _point_to(final: Path) -> None:
+    """`latest` names this checkpoint from now on."""
     pointer = final.parent / f".{LATEST}.tmp"
     pointer.write_text(final.name)
     _sync(pointer)
     os.replace(pointer, final.parent / LATEST)
     _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def go_back_to(checkpoint: Path) -> None:
+    """Make an earlier checkpoint the latest one; newer ones move to `set_aside/`. Call on one rank."""
+    _point_to(checkpoint)
+    aside = checkpoint.parent / SET_ASIDE
+    for newer in complete_checkpoints(checkpoint.parent):
+        if step_of(newer) > step_of(checkpoint):
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / newer.name, ignore_errors=True)
+            newer.rename(aside / newer.name)
 
 
 def _make_durable(folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsa_train.config_load import problem_line
 from gsa_train.kernel_checks import check_kernels
+from gsa_train.monitor_checks import check_monitor
 
 if TYPE_CHECKING:
     from gsa_train.config import Config, DataConfig, PhaseConfig
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 AT_LEAST_ZERO = frozenset(
     """
     run.seed data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
-    data.read_retries phases.warmup_steps phases.min_lr phases.kl_coeff
+    data.read_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps monitor.max_rewinds
+    monitor.loss_min_rise_nats phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
     """
     model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
-    data.read_timeout_seconds phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    data.read_timeout_seconds monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
@@ -55,6 +57,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_batch(config, world_size),
         *_check_recompute(config),
         *_check_phases(config),
+        *check_monitor(config),
     ]
 
 
@@ -141,7 +144,10 @@ def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
             numbers += _numbers(value, f"{name}.")
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                numbers += _numbers(item, f"{name}.{index}.")
+                if dataclasses.is_dataclass(item):
+                    numbers += _numbers(item, f"{name}.{index}.")
+                elif isinstance(item, int | float):
+                    numbers.append((f"{name}.{index}", item))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers.append((name, value))
     return numbers

@@ -23,9 +23,12 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
+from gsa_train.parallel import Parallel
 from gsa_train.phases import enter_phase
 
 
@@ -114,35 +117,84 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 
 
 @torch.no_grad()
-def clipped_step(optimizer: MegatronOptimizer, max_norm: float, device: torch.device) -> torch.Tensor:
-    """Clip the reduced gradients, and update. Where the norm is not finite no weight changes.
+def reduce_grad_norm(
+    optimizer: MegatronOptimizer, loss_sum: torch.Tensor, parallel: Parallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the reduced gradients and the sum of the loss over all ranks, in one collective.
 
-    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU, where
-    AdamW scales and skips by tensors on the device. Collective over the ranks that share the gradients.
+    Collective over all ranks, so that each has the same bits to decide by; nothing is read back on a GPU.
 
     Args:
-        max_norm: largest global norm; 0 does not clip.
+        loss_sum: 0-d: this rank's part of the sum.
 
     Returns:
-        0-d fp32: the global norm before clipping, over all ranks.
+        0-d fp32 norm before clipping, 0-d fp64 sum of the loss.
     """
     optimizer.prepare_grads()
     grads = [g for inner in _chained(optimizer) for g in inner.get_main_grads_for_grad_norm()]
-    squares = _sum_of_squares(grads, device)
-    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-    norm = squares.sqrt().float()
+    # Without the distributed optimizer every data-parallel replica holds all of them.
+    copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
+    sums = torch.stack([_sum_of_squares(grads, parallel.device) / copies, loss_sum.double()])
+    dist.all_reduce(sums)
+    return sums[0].sqrt().float(), sums[1]
+
+
+@torch.no_grad()
+def clipped_step(
+    optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
+) -> None:
+    """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
+
+    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU, where
+    AdamW scales and skips by tensors on the device.
+
+    Args:
+        norm: 0-d: their norm, of `reduce_grad_norm`.
+        max_norm: largest global norm; 0 does not clip.
+        applied: 0-d bool, the same on all ranks.
+    """
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-    if device.type == "cuda":
+    if norm.is_cuda:
         for inner in _inner_optimizers(optimizer):
             inner.optimizer.grad_scale = divisor
-            inner.optimizer.found_inf = norm.isfinite().logical_not().float()
+            inner.optimizer.found_inf = applied.logical_not().float()
         optimizer.step_with_ready_grads()
-    elif norm.isfinite():
+    elif applied:
         for parameter in (p for inner in _chained(optimizer) for p in inner.get_parameters()):
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
         optimizer.step_with_ready_grads()
-    return norm
+
+
+@torch.no_grad()
+def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
+
+    From AdamW's moments after the step, tensor by tensor: nothing is kept from before it. Collective.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
+    for inner in _inner_optimizers(optimizer):
+        counted = {id(p) for p in inner.get_parameters() if _counts_for_norms(p)}
+        for group in inner.optimizer.param_groups:
+            lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+            for parameter in group["params"]:
+                if id(parameter) not in counted:
+                    continue
+                state = inner.optimizer.state[parameter]
+                scale = (1 - beta2 ** state["step"]).sqrt() / (1 - beta1 ** state["step"])
+                root = state["exp_avg_sq"].sqrt() + group["eps"] * (1 - beta2 ** state["step"]).sqrt()
+                # w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay).
+                change = (state["exp_avg"] / root).mul_(scale).add_(parameter, alpha=decay)
+                squares += change.square_().sum(dtype=torch.float64) * (lr / (1 - lr * decay)) ** 2
+    squares = torch.where(applied, squares / copies, 0)
+    dist.all_reduce(squares)
+    return squares.sqrt().float()
+
+
+def _counts_for_norms(parameter: torch.Tensor) -> bool:
+    """Not a copy of what another rank has, as megatron-core counts gradients."""
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
 def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, find_checkpoint, read_run_state, recover_folder, restore_rng
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
+from gsa_train.monitor import MonitorState, state_of
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 
@@ -47,6 +48,10 @@ class Start:
     @property
     def tokens(self) -> int:
         return self.state.tokens if self.state else 0
+
+    @property
+    def monitor(self) -> MonitorState:
+        return state_of(self.state.monitor) if self.state else MonitorState()
 
     @property
     def data_state(self) -> dict[str, Any] | None:
@@ -92,6 +97,15 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
                 f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
             )
         return Start()
+    return start_from(checkpoint, config, spans)
+
+
+def start_from(checkpoint: Path, config: Config, spans: list[PhaseSpan]) -> Start:
+    """The start that a checkpoint means.
+
+    Raises:
+        ResumeError: it is of another model or sequence of phases.
+    """
     try:
         state = read_run_state(checkpoint)
     except ValueError as error:
@@ -105,7 +119,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         state=state,
         phase_index=state.phase_index + 1 if finished and not last else state.phase_index,
         inside_phase=last or not finished,
-        same_run=checkpoint.resolve().parent.parent == own.resolve(),
+        same_run=checkpoint.resolve().parent.parent == run_dir(config).resolve(),
     )
 
 

@@ -1,33 +1,27 @@
-"""The loop over one phase: step, log, validate, save."""
+"""The loop over one phase: step, log, validate, save; and what the monitor says to a spike."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, gather_rng, save_checkpoint
-from gsa_train.config import Config, config_to_yaml
+from gsa_train.config import Config, PhaseConfig, config_to_yaml
 from gsa_train.evaluate import evaluate
 from gsa_train.metrics import IntervalClock, reduce_step, step_record
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, lr_multipliers
+from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFound
+from gsa_train.optim import PhaseOptimizer, lr_multipliers, update_norm
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
-from gsa_train.step import train_step
-
-
-class NonFiniteError(RuntimeError):
-    """Training met a NaN or an infinity and stopped; the checkpoints on disk are from before it."""
+from gsa_train.step import StepResult, train_step
 
 
 @dataclass
@@ -54,6 +48,10 @@ class Run:
     """Step of the newest checkpoint of this run."""
     validated: tuple[int, dict[str, Any]] | None = None
     """Step and result of the newest validation."""
+    monitor: MonitorState = field(default_factory=MonitorState)
+    """Of the newest checkpoint, or of the end of the phase before."""
+    skipped_steps: frozenset[int] = frozenset()
+    """Steps, counted from 1, whose batches are read and not trained on."""
 
     def log(self, record: dict[str, Any]) -> None:
         if self.sinks is not None and self.progress is not None:
@@ -61,78 +59,118 @@ class Run:
             self.progress.show(record)
 
 
-def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
-    """Train from `run.step` to the end of the phase."""
-    config, parallel, phase = run.config, run.parallel, span.phase
-    tokens_per_step = config.train.global_batch_size * config.train.seq_len_tokens
+def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
+    """Train from `run.step` to the end of the phase, or up to a spike that asks for a rewind.
+
+    Raises:
+        MonitorStop: a spike ends the run.
+    """
+    config, parallel = run.config, run.parallel
+    monitor = Monitor(config.monitor, span, parallel.device, run.monitor, run.log)
     clock = IntervalClock(parallel.device)
-    grad_norms: list[torch.Tensor] = []  # of the steps since the host last looked
     while run.step < span.end:
-        lr = learning_rate(phase, run.step - span.start)
-        logged = _is_logged(run.step + 1, span, config)
-        run.model.runtime.measuring = logged
-        waited = run.batches.wait_seconds
-        micro_batches = run.batches.next_step()
-        result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel, run.step)
-        run.step += 1
-        run.tokens += tokens_per_step
-        clock.count(tokens_per_step, run.batches.wait_seconds - waited)
-        grad_norms.append(result.grad_norm)
-        saves = run.step % config.checkpoint.every_steps == 0
-        if logged or saves:
-            grad_norm = _check_norms(run, grad_norms)
-            grad_norms.clear()
+        found = monitor.read(run.step - READ_DELAY_STEPS, run.step, run.saved_step)
+        if found is not None:
+            return found
+        trains = run.step + 1 not in run.skipped_steps
+        logged = trains and _is_logged(run.step + 1, span, config)
+        saves = (run.step + 1) % config.checkpoint.every_steps == 0
+        if trains:
+            lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
+            result = _train(run, phase_optimizer, monitor, clock, lr, logged)
+        else:
+            clock.pause()
+            _leave_out(run, span)
+            clock.resume()
+        if logged or saves or run.step == span.end:
+            # Nothing is logged or saved before what the monitor makes of it.
+            found = monitor.read(run.step, run.step, run.saved_step)
+            if found is not None:
+                return found
         if logged:
-            interval = clock.read_and_reset()
-            reduced = reduce_step(
-                run.model.runtime.stats,
-                result.loss_sum,
-                result.loss_tokens.item(),
-                interval,
-                parallel,
-                run.batches.counters,
-            )
-            lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
-            precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
-            run.log(
-                step_record(
-                    run.step,
-                    phase,
-                    lrs,
-                    grad_norm,
-                    run.tokens,
-                    reduced,
-                    interval,
-                    config,
-                    parallel,
-                    precision,
-                )
-            )
+            _log(run, span.phase, phase_optimizer, monitor, clock, lr, result)
         every = config.evaluate.every_steps
         if every and run.step % every == 0:
             clock.pause()
-            validate(run, phase.name)
+            validate(run, span.phase.name)
             clock.resume()
+        if saves or run.step == span.end:
+            run.monitor = monitor.state()
         if saves:
             clock.pause()
             save(run, span, phase_optimizer)
             clock.resume()
+    return None
 
 
-def _check_norms(run: Run, norms: list[torch.Tensor]) -> float:
-    """The last of the gradient norms up to this step, if all are finite. Waits for the device.
+def _train(
+    run: Run, phase_optimizer: PhaseOptimizer, monitor: Monitor, clock: IntervalClock, lr: float, logged: bool
+) -> StepResult:
+    """One step."""
+    config = run.config
+    run.model.runtime.measuring = logged
+    waited = run.batches.wait_seconds
+    micro_batches = run.batches.next_step()
+    result = train_step(
+        run.model, phase_optimizer, micro_batches, lr, config, run.parallel, run.step, monitor.detector
+    )
+    run.step += 1
+    tokens = config.train.global_batch_size * config.train.seq_len_tokens
+    run.tokens += tokens
+    clock.count(tokens, run.batches.wait_seconds - waited)
+    monitor.observe(run.step, result.verdict)
+    return result
 
-    A step whose norm is not finite changed no weight, and neither a record nor a checkpoint is made before this
-    check, so it need not follow each step.
-    """
-    values = torch.stack(norms).tolist()
-    for step, value in enumerate(values, run.step - len(values) + 1):
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                f"step {step}: the gradient norm is {value}. Nothing was saved after step "
-                f"{run.saved_step or 0}; resume from there with a lower learning rate, or look at the batch."
-            )
-    return values[-1]
+
+def _leave_out(run: Run, span: PhaseSpan) -> None:
+    """A step whose batch is read and not trained on."""
+    run.batches.next_step()
+    run.step += 1
+    if run.step - 1 not in run.skipped_steps or run.step == span.start + 1:
+        last = run.step
+        while last + 1 in run.skipped_steps and last < span.end:
+            last += 1
+        run.log({"event": "skipped_batches", "step": run.step, "phase": span.phase.name, "last_step": last})
+
+
+def _log(
+    run: Run,
+    phase: PhaseConfig,
+    phase_optimizer: PhaseOptimizer,
+    monitor: Monitor,
+    clock: IntervalClock,
+    lr: float,
+    result: StepResult,
+) -> None:
+    """The record of the step just done, whose verdict has been read. Collective."""
+    config, parallel = run.config, run.parallel
+    changed = update_norm(phase_optimizer.optimizer, result.verdict.applied, parallel)
+    interval = clock.read_and_reset()
+    reduced = reduce_step(
+        run.model.runtime.stats,
+        result.loss_sum,
+        result.loss_tokens.item(),
+        interval,
+        parallel,
+        run.batches.counters,
+    )
+    lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
+    precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
+    record = step_record(
+        run.step,
+        phase,
+        lrs,
+        monitor.last_grad_norm,
+        run.tokens,
+        reduced,
+        interval,
+        config,
+        parallel,
+        precision,
+    )
+    record |= {"update_norm": changed.item(), **monitor.metrics()}
+    run.log(record)
+    monitor.watch_layers(run.step, record)
 
 
 def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
@@ -166,6 +204,7 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         config_yaml=config_to_yaml(run.config),
         layout=(parallel.tensor_size, parallel.pipeline_size, parallel.data_size),
         rng=gather_rng(parallel),
+        monitor=asdict(run.monitor),
     )
     folder = save_checkpoint(
         run.checkpoints, state, run.model, phase_optimizer, parallel, run.config.checkpoint.keep_last

@@ -1,7 +1,8 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
 Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
-Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 1: the run failed, also for its data.
+Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 13: the monitor stopped the run at a spike
+(torchrun shows it as its ranks' exit code, and exits with 1 itself). 1: the run failed, also for its data.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> int:
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
+    from gsa_train.monitor import EXIT_CODE, MonitorStop
     from gsa_train.resume import ResumeError
     from gsa_train.train import train
 
@@ -49,6 +51,10 @@ def main() -> int:
         if is_main:  # all ranks find the same
             print(error, file=sys.stderr)
         return 2
+    except MonitorStop as stop:
+        if is_main:  # all ranks decide the same
+            print(stop, file=sys.stderr)
+        return EXIT_CODE
     except RuntimeError as error:
         # The second: torch reports a dead reader by a signal, wherever this process stands.
         if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):

@@ -13,6 +13,7 @@ from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.spikes import SpikeDetector
 from gsa_train.step import StepResult, train_step
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
@@ -56,6 +57,7 @@ class Trainer:
         self.config, self.parallel = config, single_rank()
         self.model: Model = build_model(config, self.parallel)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, config.phases[phase], config)
+        self.detector = SpikeDetector(config.monitor, self.parallel.device)
 
     def batches(self, seed: int) -> list[MicroBatch]:
         train, generator = self.config.train, torch.Generator().manual_seed(seed)
@@ -68,7 +70,9 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         batches = self.batches(step)
-        return train_step(self.model, self.optimizer, batches, 1e-3, self.config, self.parallel, step)
+        return train_step(
+            self.model, self.optimizer, batches, 1e-3, self.config, self.parallel, step, self.detector
+        )
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.gpt.named_parameters()

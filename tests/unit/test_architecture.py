@@ -16,7 +16,7 @@ PACKAGES = (TRAIN, KERNELS, DATA)
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 MAY_IMPORT_MEGATRON = ("parallel.py", "cpu_backend.py", "model/", "optim.py", "step.py", "checkpoint.py")
-CONFIG_MODULES = ("config", "config_checks", "config_load", "kernel_checks")
+CONFIG_MODULES = ("config", "config_checks", "config_load", "kernel_checks", "monitor_checks")
 LONGEST_FILE_LINES = 450
 
 
