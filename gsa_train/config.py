@@ -257,8 +257,8 @@ class MonitorConfig:
     min_history_steps: int = 64
     """Steps of a phase before the first one is judged."""
     sigmas: float = 6.0
-    """Rise of a single step that makes it a spike, in standard deviations of the noise from step to step."""
-    lasting_sigmas: float = 4.0
+    """Rise of a single step that makes it a spike, in standard deviations of the noise."""
+    lasting_sigmas: float = 3.5
     """Rise that makes a spike when it lasts `lasting_steps`; its least rises are half of those of a single step."""
     lasting_steps: int = 3
     """Steps in a row above `lasting_sigmas`, the last of which is a spike."""

@@ -143,7 +143,7 @@ class Monitor:
             step, row, event = self._unread.popleft()
             if event is not None:
                 event.synchronize()
-            found = self._judge(step, Row.of(row.tolist()), now, saved_step)
+            found = self._judge(step, self.detector.row(row.tolist()), now, saved_step)
             if found is not None:
                 return found
         return None

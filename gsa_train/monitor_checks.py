@@ -14,10 +14,10 @@ def check_monitor(config: Config) -> list[str]:
     """Lines about the fields of `monitor` and what they need of others."""
     monitor, lines = config.monitor, []
     if monitor.window_steps < 32:
-        wrong = "too few for medians of the last 16 steps and of the differences between them"
+        wrong = "too few for medians of the last 16 steps and of differences over 8"
         lines.append(problem_line("monitor.window_steps", monitor.window_steps, wrong, "give 32 or more"))
-    if not 16 <= monitor.min_history_steps <= monitor.window_steps:
-        wrong = f"outside [16, monitor.window_steps = {monitor.window_steps}]"
+    if not 24 <= monitor.min_history_steps <= monitor.window_steps:
+        wrong = f"outside [24, monitor.window_steps = {monitor.window_steps}]"
         remedy = "give a number of steps between them"
         lines.append(problem_line("monitor.min_history_steps", monitor.min_history_steps, wrong, remedy))
     if monitor.lasting_sigmas > monitor.sigmas:

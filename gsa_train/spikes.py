@@ -2,24 +2,27 @@
 
 A step is judged by its loss and its gradient norm, both over the whole global batch, against the last `window_steps`
 steps. Nothing is read back to the host: the verdict stays on the device, where it masks the update, and the host looks
-at it later (gsa_train.monitor). The rules are functions of a history, so a recorded trace can be judged as well.
+at it later (gsa_train.monitor). `robust` compares the logarithm of the gradient norm, whose noise is a factor and has a
+long tail; `sigma` the norm itself.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from gsa_train.config import MonitorConfig
 
-SIGNALS = ("loss", "grad_norm")
 RECENT_STEPS = 16
 """Steps whose median follows a falling loss; half of them have to be spikes before it follows a spike."""
-DEVIATIONS_PER_STEP = 1.4826 / math.sqrt(2)
+LAG_STEPS = 8
+"""Distance of the values whose differences are the noise: lanes that read long documents make neighbouring batches
+alike (correlation 0.7 from step to step in the demo, 0.3 after 8), and over 8 steps a trend adds little."""
+DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 
 
@@ -29,7 +32,7 @@ class Verdict(NamedTuple):
     applied: torch.Tensor
     """0-d bool: the update is made."""
     row: torch.Tensor
-    """fp32 [8], see `Row`."""
+    """fp32 [8]: what `SpikeDetector.row` makes a `Row` of."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,6 @@ class Row:
     finite: bool
     applied: bool
 
-    @staticmethod
-    def of(values: list[float]) -> Row:
-        """From `Verdict.row`."""
-        loss, grad_norm, loss_limit, grad_norm_limit, *flags = values
-        loss_spikes, grad_norm_spikes, finite, applied = (flag != 0 for flag in flags)
-        return Row(
-            loss, grad_norm, loss_limit, grad_norm_limit, loss_spikes, grad_norm_spikes, finite, applied
-        )
-
     @property
     def flagged(self) -> bool:
         return self.loss_spikes or self.grad_norm_spikes or not self.finite
@@ -68,109 +62,109 @@ class Row:
 
 
 class SpikeDetector:
-    """The history of a phase, and the verdict on its next step. No operation here makes the host wait."""
+    """The history of a phase, and the verdict on its next step. No operation here makes the host wait.
+
+    In its tensors the first of two rows or columns is the loss, the second the gradient norm or its logarithm.
+    """
 
     def __init__(self, config: MonitorConfig, device: torch.device) -> None:
         self._config = config
-        self.history = torch.full((len(SIGNALS), config.window_steps), torch.nan, device=device)
-        """fp32 [signal, step], the newest step last, NaN where there was none yet."""
-        self.streak = torch.zeros(len(SIGNALS), device=device)
+        self._steps = 0
+        self._history = torch.full((2, config.window_steps), torch.inf, device=device)
+        """fp32 [signal, step], the newest step last; a step that is not finite repeats the one before it."""
+        self._streak = torch.zeros(2, device=device)
         """fp32 [signal]: steps in a row above the limit of lasting spikes."""
+        self._no_limits = torch.full((2, 2), torch.inf, device=device)
+        least = torch.tensor([config.loss_min_rise_nats, math.log(config.grad_norm_min_ratio)])
+        factors = DEVIATIONS_PER_DIFFERENCE * torch.tensor([config.sigmas, config.lasting_sigmas])
+        self._least = torch.stack([least, 0.5 * least]).to(device)
+        self._factors = factors[:, None].to(device)
 
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
-        """The verdict on a step, which then joins the history if it is finite.
+        """The verdict on a step, which then joins the history.
 
         Spikes join, too: medians stand them until they are half of the window, and then they are the new level.
 
         Args:
             loss: 0-d, over the global batch.
-            grad_norm: 0-d, over all ranks, before clipping.
+            grad_norm: 0-d fp32, over all ranks, before clipping.
         """
-        config = self._config
-        values = torch.stack([loss.float(), grad_norm.float()])
-        finite = values.isfinite().all()
-        compared = as_compared(values, config)
-        alone, lasting = limits(self.history, config)
-        streak = torch.where(compared > lasting, self.streak + 1, 0)
-        spikes = ((compared > alone) | (streak >= config.lasting_steps)) & finite
-        self.streak = torch.where(finite, streak, self.streak)
-        moved = torch.cat([self.history[:, 1:], values[:, None]], dim=1)
-        self.history = torch.where(finite, moved, self.history)
-        applied = finite if config.action == "log" else finite & spikes.any().logical_not()
-        shown = torch.cat([values, as_recorded(alone, config), spikes, finite[None], applied[None]])
-        return Verdict(applied, shown)
+        compared_norm = grad_norm.log() if self._config.detector == "robust" else grad_norm
+        values = torch.stack([loss.float(), grad_norm, compared_norm])
+        finite = (values[:2] * 0 == 0).all()
+        compared = values[::2]
+        limits = self._limits()
+        above = compared > limits
+        streak = (self._streak + 1) * above[1]
+        spikes = (above[0] | (streak >= self._config.lasting_steps)) & finite
+        applied = finite if self._config.action == "log" else finite & ~spikes.any()
+        self._streak = torch.where(finite, streak, self._streak)
+        joins = torch.where(finite, compared, self._history[:, -1])
+        self._history = torch.cat([self._history[:, 1:], joins[:, None]], dim=1)
+        self._steps += 1
+        flags = torch.stack([spikes[0], spikes[1], finite, applied]).float()
+        return Verdict(applied, torch.cat([values[:2], limits[0], flags]))
 
-    def state(self) -> dict[str, list[list[float]] | list[float]]:
+    def row(self, values: list[float]) -> Row:
+        """From `Verdict.row`, with limits in the units of the metrics."""
+        loss, grad_norm, loss_limit, norm_limit, *flags = values
+        if self._config.detector == "robust":
+            norm_limit = math.exp(min(norm_limit, 700.0)) if norm_limit < math.inf else math.inf
+        loss_spikes, norm_spikes, finite, applied = (flag != 0 for flag in flags)
+        return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
+
+    def _limits(self) -> torch.Tensor:
+        """fp32 [2, signal]: above what the next step is a spike by itself, and above what with those before it."""
+        seen = min(self._steps, self._config.window_steps)
+        if seen < self._config.min_history_steps:
+            return self._no_limits
+        history = self._history[:, -seen:]
+        return (
+            self._robust_limits(history) if self._config.detector == "robust" else self._sigma_limits(history)
+        )
+
+    def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
+        """Median + max(sigmas * deviation, least rise).
+
+        The median is the lower of that of the window and that of the last 16 steps: a falling loss is compared with
+        where it is now, one that creeps up with where it was. The deviation comes from the differences of steps 8
+        apart, so that a trend does not widen it, and from their median, so that an earlier spike does not.
+        """
+        level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
+        differences = _median((history[:, LAG_STEPS:] - history[:, :-LAG_STEPS]).abs())
+        return level + torch.maximum(self._factors * differences, self._least)
+
+    def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
+        """OLMo-core's rule: mean + sigmas * standard deviation of a window that keeps its spikes; nothing lasts."""
+        deviation, mean = torch.std_mean(history, dim=1)
+        return torch.stack([mean + self._config.sigmas * deviation, self._no_limits[1]])
+
+    def state(self) -> dict[str, Any]:
         """For the checkpoint, bit for bit. Waits for the device."""
-        return {"history": self.history.tolist(), "streak": self.streak.tolist()}
+        return {
+            "detector": self._config.detector,
+            "steps": self._steps,
+            "history": self._history.tolist(),
+            "streak": self._streak.tolist(),
+        }
 
-    def load(self, state: dict[str, list[list[float]] | list[float]]) -> None:
-        """Go on from `state`; of a longer or shorter window the newest steps count."""
-        saved = torch.tensor(state["history"], device=self.history.device)
-        size = min(saved.shape[1], self.history.shape[1])
-        self.history[:, -size:] = saved[:, -size:]
-        self.streak = torch.tensor(state["streak"], device=self.streak.device)
-
-
-def as_compared(values: torch.Tensor, config: MonitorConfig) -> torch.Tensor:
-    """[2, ...]: `robust` compares the logarithm of the gradient norm, whose noise is a factor and has a long tail."""
-    if config.detector == "sigma":
-        return values
-    return torch.stack([values[0], values[1].clamp(min=torch.finfo(torch.float32).tiny).log()])
-
-
-def as_recorded(limit: torch.Tensor, config: MonitorConfig) -> torch.Tensor:
-    """A limit [2] in the units of the metrics."""
-    return limit if config.detector == "sigma" else torch.stack([limit[0], limit[1].exp()])
-
-
-def limits(history: torch.Tensor, config: MonitorConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Above what the next step is a spike by itself, and above what it is one together with those before it.
-
-    Args:
-        history: fp32 [signal, step], NaN where there was no step.
-
-    Returns:
-        Two fp32 [signal] in the units of `as_compared`; infinite before `min_history_steps`.
-    """
-    rule = robust_limits if config.detector == "robust" else sigma_limits
-    alone, lasting = rule(as_compared(history, config), config)
-    enough = history[0].isfinite().sum() >= config.min_history_steps
-    return torch.where(enough, alone, torch.inf), torch.where(enough, lasting, torch.inf)
-
-
-def robust_limits(history: torch.Tensor, config: MonitorConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Median + max(sigmas * deviation, least rise).
-
-    The median is the lower of that of the window and that of the last 16 steps: a falling loss is compared with where
-    it is now, one that creeps up with where it was. The deviation comes from the differences of neighbouring steps, so
-    that a trend does not widen it, and from their median, so that an earlier spike does not.
-    """
-    level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
-    deviation = DEVIATIONS_PER_STEP * _median((history[:, 1:] - history[:, :-1]).abs())
-    least = torch.stack(
-        [
-            torch.full_like(level[0], config.loss_min_rise_nats),
-            torch.full_like(level[1], math.log(config.grad_norm_min_ratio)),
-        ]
-    )
-    alone = level + torch.maximum(config.sigmas * deviation, least)
-    lasting = level + torch.maximum(config.lasting_sigmas * deviation, 0.5 * least)
-    return alone, lasting
-
-
-def sigma_limits(history: torch.Tensor, config: MonitorConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """OLMo-core's rule: mean + sigmas * standard deviation of the window, which keeps its spikes. No lasting limit."""
-    seen = history.isfinite()
-    count = seen.sum(dim=1)
-    mean = torch.where(seen, history, 0).sum(dim=1) / count
-    squares = torch.where(seen, history - mean[:, None], 0).square().sum(dim=1)
-    limit = mean + config.sigmas * (squares / (count - 1)).sqrt()
-    return limit, torch.full_like(limit, torch.inf)
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`. Of a window that was longer or shorter the newest steps count."""
+        saved = torch.tensor(state["history"], device=self._history.device)
+        if state["detector"] != self._config.detector:
+            saved[1] = saved[1].log() if self._config.detector == "robust" else saved[1].exp()
+        size = min(saved.shape[1], self._history.shape[1])
+        self._history[:, -size:] = saved[:, -size:]
+        self._streak = torch.tensor(state["streak"], device=self._streak.device)
+        self._steps = min(state["steps"], saved.shape[1])
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:
-    """Lower median of each row [n, m] without its NaN, [n]. (`nanmedian` may wait for a GPU.)"""
-    ordered = values.sort(dim=1).values  # NaN last
-    middle = (values.isfinite().sum(dim=1, keepdim=True) - 1).clamp(min=0) // 2
-    return ordered.gather(1, middle).squeeze(1)
+    """Lower median of each row [n, m], [n]."""
+    return values.sort(dim=1).values[:, (values.shape[1] - 1) // 2]
+
+
+def replay(trace: torch.Tensor, config: MonitorConfig) -> list[Row]:
+    """The verdicts on a recorded trace fp32 [steps, (loss, gradient norm)] from a phase's first step on."""
+    detector = SpikeDetector(config, trace.device)
+    return [detector.row(detector.judge(loss, norm).row.tolist()) for loss, norm in trace]
