@@ -11,6 +11,8 @@ WINDOW = 32
 """Logged steps."""
 LEAST = 16
 """Logged steps before the first judgement."""
+RECENT = 8
+"""Logged steps that a value is compared with: these statistics grow over a training, and it is jumps that warn."""
 MIN_RATIO = 4.0
 SIGMAS = 8.0
 """Higher than for the loss: many layers times several statistics are watched."""
@@ -28,8 +30,8 @@ logits, the indexer's distance from attention and saturation of its scores, clos
 
 
 class LayerWatch:
-    """Judges the logarithm of each statistic of each layer against its last values: median + max(8 deviations, log 4),
-    the deviation from the differences of neighbours as in gsa_train.spikes."""
+    """Judges the logarithm of each statistic of each layer against its last values: median of 8 + max(8 deviations,
+    log 4), the deviation from the differences of neighbours."""
 
     def __init__(self, history: dict[str, list[list[float]]]) -> None:
         self.history = history
@@ -62,4 +64,4 @@ def _limit(seen: list[float], floor: float) -> float:
         return math.inf
     steps = [abs(after - before) for before, after in itertools.pairwise(logs)]
     deviation = 1.4826 / math.sqrt(2) * statistics.median(steps)
-    return math.exp(statistics.median(logs) + max(SIGMAS * deviation, math.log(MIN_RATIO))) - floor
+    return math.exp(statistics.median(logs[-RECENT:]) + max(SIGMAS * deviation, math.log(MIN_RATIO))) - floor

@@ -43,7 +43,7 @@ class Row:
     """Nats per scored token of the global batch."""
     grad_norm: float
     loss_limit: float
-    """Above it a single step is a spike; infinite while there is too little history."""
+    """The limit that it is above, else that of a single step; infinite while there is too little history."""
     grad_norm_limit: float
     loss_spikes: bool
     grad_norm_spikes: bool
@@ -103,7 +103,8 @@ class SpikeDetector:
         self._history = torch.cat([self._history[:, 1:], joins[:, None]], dim=1)
         self._steps += 1
         flags = torch.stack([spikes[0], spikes[1], finite, applied]).float()
-        return Verdict(applied, torch.cat([values[:2], limits[0], flags]))
+        shown = torch.where(spikes & ~above[0], limits[1], limits[0])
+        return Verdict(applied, torch.cat([values[:2], shown, flags]))
 
     def row(self, values: list[float]) -> Row:
         """From `Verdict.row`, with limits in the units of the metrics."""
@@ -128,16 +129,22 @@ class SpikeDetector:
 
         The median is the lower of that of the window and that of the last 16 steps: a falling loss is compared with
         where it is now, one that creeps up with where it was. The deviation comes from the differences of steps 8
-        apart, so that a trend does not widen it, and from their median, so that an earlier spike does not.
+        apart about their median, so that neither a trend widens it nor an earlier spike.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
-        differences = _median((history[:, LAG_STEPS:] - history[:, :-LAG_STEPS]).abs())
-        return level + torch.maximum(self._factors * differences, self._least)
+        differences = history[:, LAG_STEPS:] - history[:, :-LAG_STEPS]
+        spread = _median((differences - _median(differences)[:, None]).abs())
+        return level + torch.maximum(self._factors * spread, self._least)
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
         """OLMo-core's rule: mean + sigmas * standard deviation of a window that keeps its spikes; nothing lasts."""
-        deviation, mean = torch.std_mean(history, dim=1)
-        return torch.stack([mean + self._config.sigmas * deviation, self._no_limits[1]])
+        seen = (
+            history < torch.inf
+        )  # all but the first steps of a phase that began with steps that are not finite
+        count = seen.sum(dim=1)
+        mean = torch.where(seen, history, 0).sum(dim=1) / count
+        squares = torch.where(seen, history - mean[:, None], 0).square().sum(dim=1)
+        return torch.stack([mean + self._config.sigmas * (squares / (count - 1)).sqrt(), self._no_limits[1]])
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint, bit for bit. Waits for the device."""
