@@ -156,6 +156,14 @@ def test_mistakes_in_named_values(write, override, fragments):
         assert fragment in problem
 
 
+def test_a_list_of_numbers(write):
+    config = load_config(write(PHASE + "train: {iterations_to_skip: [7, 3]}\n"))
+    assert config.train.iterations_to_skip == [7, 3]
+    assert load_config(write(config_to_yaml(config))) == config
+    assert load_config(write(PHASE), ["train.iterations_to_skip=[1,2]"]).train.iterations_to_skip == [1, 2]
+    assert load_config(write(PHASE), ["train.iterations_to_skip=[]"]).train.iterations_to_skip == []
+
+
 # ---- mistakes
 
 
@@ -187,6 +195,9 @@ def test_mistakes_in_named_values(write, override, fragments):
         ("run.name=???", ["run.name", "not plain text"]),
         ("model=3", ["model = 3", "not a section", "num_layers"]),
         ("phases=3", ["phases = 3", "not a list"]),
+        ("train.iterations_to_skip=3", ["train.iterations_to_skip = 3", "not a list", "=[...]"]),
+        ("train.iterations_to_skip=[1, x]", ["train.iterations_to_skip.1 = x", "not an integer", "[1, 2]"]),
+        ("train.iterations_to_skip=[null]", ["train.iterations_to_skip.0 = null", "no value"]),
         ("phases=[3]", ["phases.0 = 3", "not a section", "steps"]),
         ("phases.3.steps=1", ["phases.3.steps = 1", "phases has no item 3", "0"]),
         ("phases.last.steps=1", ["phases has no item last"]),
