@@ -33,6 +33,9 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             **baselines,
             "recall": validation["validation_recall"],
             "random_recall": validation["validation_random_recall"],
+            "spikes": run.monitor.spikes,
+            "skipped_updates": run.monitor.skipped_updates,
+            "rewinds": len(run.monitor.rewinds),
         }
         run.progress.close()
         run.sinks.finish(summary)

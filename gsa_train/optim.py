@@ -7,6 +7,7 @@ optimizer state, and the sparse phase starts with fresh moments.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,26 +171,46 @@ def clipped_step(
 def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
 
-    From AdamW's moments after the step, tensor by tensor: nothing is kept from before it. Collective.
+    From AdamW's moments after the step, some tensors at a time: nothing is kept from before it. Collective.
     """
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
     for inner in _inner_optimizers(optimizer):
-        counted = {id(p) for p in inner.get_parameters() if _counts_for_norms(p)}
-        for group in inner.optimizer.param_groups:
-            lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
-            for parameter in group["params"]:
-                if id(parameter) not in counted:
-                    continue
-                state = inner.optimizer.state[parameter]
-                scale = (1 - beta2 ** state["step"]).sqrt() / (1 - beta1 ** state["step"])
-                root = state["exp_avg_sq"].sqrt() + group["eps"] * (1 - beta2 ** state["step"]).sqrt()
-                # w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay).
-                change = (state["exp_avg"] / root).mul_(scale).add_(parameter, alpha=decay)
-                squares += change.square_().sum(dtype=torch.float64) * (lr / (1 - lr * decay)) ** 2
+        adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if _counts_for_norms(p)}
+        for group in adam.param_groups:
+            for part in _parts([p for p in group["params"] if id(p) in counted]):
+                squares += _squared_change(adam, group, part, parallel.device)
     squares = torch.where(applied, squares / copies, 0)
     dist.all_reduce(squares)
     return squares.sqrt().float()
+
+
+def _squared_change(
+    adam: torch.optim.AdamW, group: dict[str, Any], parameters: list[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """0-d fp64. w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
+    states = [adam.state[parameter] for parameter in parameters]
+    step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
+    correction = (1 - beta2**step).sqrt()
+    roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+    torch._foreach_add_(roots, group["eps"] * correction)
+    changes = torch._foreach_div([state["exp_avg"] for state in states], roots)
+    torch._foreach_mul_(changes, correction / (1 - beta1**step))
+    lr, decay = group["lr"], group["weight_decay"]
+    torch._foreach_add_(changes, parameters, alpha=decay)
+    return _sum_of_squares(list(changes), device) * (lr / (1 - lr * decay)) ** 2
+
+
+def _parts(tensors: list[torch.Tensor], elements: int = 1 << 26) -> Iterator[list[torch.Tensor]]:
+    """In order, about as many elements at a time: temporary copies of them stay below half a gigabyte."""
+    part: list[torch.Tensor] = []
+    for tensor in tensors:
+        if part and sum(each.numel() for each in part) + tensor.numel() > elements:
+            yield part
+            part = []
+        part.append(tensor)
+    if part:
+        yield part
 
 
 def _counts_for_norms(parameter: torch.Tensor) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 from dataclasses import asdict, replace
 
+import torch.distributed as dist
+
 from gsa_train.batches import load_tokenizer, read_validation_sets
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.cli import Arguments
@@ -67,8 +69,11 @@ def train(config: Config, arguments: Arguments) -> None:
         while (found := _train_phases(run, spans, start)) is not None:
             start = _go_back(run, found, arguments, spans)
     except MonitorStop:
+        run.batches.close()
         if run.sinks is not None:
             run.sinks.close(exit_code=EXIT_CODE)
+        dist.barrier()  # the launcher ends all ranks as soon as one has ended
+        shutdown_parallel()
         raise
     run.batches.close()
     finish(run, spans[-1].phase)

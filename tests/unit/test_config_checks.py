@@ -136,6 +136,7 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["monitor.action=rewind", "checkpoint.every_steps=50"],
         ["checkpoint.keep_last = 3", "monitor.rewind_min_steps = 100", "set it to 4"],
     ),
+    (["train.iterations_to_skip=[20,21]"], ["train.iterations_to_skip.1 = 21", "the last step, 20"]),
     (["train.iterations_to_skip=[3,0]"], ["train.iterations_to_skip.1 = 0", "below 1"]),
     # phases
     (["phases=[]"], ["phases = []", "no phase"]),
