@@ -144,10 +144,8 @@ def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
             numbers += _numbers(value, f"{name}.")
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                if dataclasses.is_dataclass(item):
+                if dataclasses.is_dataclass(item):  # a list of numbers is checked by who reads it
                     numbers += _numbers(item, f"{name}.{index}.")
-                elif isinstance(item, int | float):
-                    numbers.append((f"{name}.{index}", item))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers.append((name, value))
     return numbers

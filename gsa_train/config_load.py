@@ -215,27 +215,28 @@ def _is_section(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint)
 
 
-def _build_list(item_cls: Any, value: object, problems: Problems, field: str) -> list[Any]:
-    """Sections, or values of one type; such a value with a mistake is left out."""
+def _build_list(item_cls: type[Built], value: object, problems: Problems, field: str) -> list[Built]:
     if value is None:
         return []
+    if not _is_section(item_cls):
+        return _build_values(item_cls, value, problems, field)
     if not isinstance(value, list):
-        example = f"one `- name: ...` below `{field}:` for each item"
-        problems.add(
-            field, value, "not a list", f"write {example if _is_section(item_cls) else f'{field}=[...]'}"
-        )
+        problems.add(field, value, "not a list", f"write one `- name: ...` below `{field}:` for each item")
         return []
-    if _is_section(item_cls):
-        return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
-    items = []
-    for index, item in enumerate(value):
-        try:
-            section = DictConfig({}, key_type=str, element_type=item_cls)
-            items.append(_typed(section, "item", item_cls, item))
-        except ValidationError:
-            wrong = "no value" if item is None else f"not {_type_in_words(item_cls)}"
-            problems.add(f"{field}.{index}", item, wrong, f"write for example {field}=[1, 2]")
-    return items
+    return [build(item_cls, item, problems, f"{field}.{index}") for index, item in enumerate(value)]
+
+
+def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
+    """Values of one type."""
+    section = DictConfig({}, key_type=str, element_type=value_hint)
+    try:
+        if not isinstance(value, list):
+            raise ValidationError("not a list")
+        return [_typed(section, "item", value_hint, item) for item in value]
+    except ValidationError:
+        wrong = f"not a list of which each item is {_type_in_words(value_hint)}"
+        problems.add(field, value, wrong, f"write for example '{field}=[1, 2]'")
+        return []
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")

@@ -33,8 +33,8 @@ def check_monitor(config: Config) -> list[str]:
         lines.append(problem_line("monitor.lower_lr_factor", monitor.lower_lr_factor, wrong, remedy))
     last = sum(phase.steps for phase in config.phases)
     for index, step in enumerate(config.train.iterations_to_skip):
-        if step > last:
-            wrong, remedy = f"behind the last step, {last} (the sum of phases.*.steps)", "remove it"
+        if not 1 <= step <= last:
+            wrong, remedy = f"no step of this run, which has {last} (phases.*.steps)", "remove it"
             lines.append(problem_line(f"train.iterations_to_skip.{index}", step, wrong, remedy))
     # A save may come within the spike's first steps, and must not delete what the run has to go back to.
     needed = monitor.rewind_min_steps + monitor.lasting_steps + monitor.patience_steps

@@ -136,8 +136,11 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["monitor.action=rewind", "checkpoint.every_steps=50"],
         ["checkpoint.keep_last = 3", "monitor.rewind_min_steps = 100", "set it to 4"],
     ),
-    (["train.iterations_to_skip=[20,21]"], ["train.iterations_to_skip.1 = 21", "the last step, 20"]),
-    (["train.iterations_to_skip=[3,0]"], ["train.iterations_to_skip.1 = 0", "below 1"]),
+    (
+        ["train.iterations_to_skip=[20,21]"],
+        ["train.iterations_to_skip.1 = 21", "no step of this run, which has 20"],
+    ),
+    (["train.iterations_to_skip=[3,0]"], ["train.iterations_to_skip.1 = 0", "no step"]),
     # phases
     (["phases=[]"], ["phases = []", "no phase"]),
     (["phases.1.name=warmup"], ["phases = warmup", "2 phases"]),
