@@ -18,7 +18,7 @@ OLMO = MonitorConfig(detector="sigma")
 """SkipStepOptimizer of OLMo-core with its defaults."""
 RULES = {"robust": ROBUST, "sigma": OLMO}
 CLEAN = Path(__file__).parent / "clean_trace.npy"
-"""fp32 [2000, (loss, gradient norm)]: `demo.yaml` at 128 tokens, the first 2000 steps of its sparse phase."""
+"""fp32 [steps, (loss, gradient norm)]: `demo.yaml` at 128 tokens, from the first step of its sparse phase on."""
 
 
 def clean_trace() -> torch.Tensor:
@@ -170,9 +170,9 @@ def test_another_window_or_rule_goes_on_with_what_was_saved() -> None:
 # --- against OLMo-core's rule -------------------------------------------------------------------------------
 
 
-def test_two_thousand_clean_steps_raise_no_alarm() -> None:
+def test_a_clean_run_raises_no_alarm() -> None:
     trace = clean_trace()
-    assert len(trace) == 2000
+    assert len(trace) > 1700
     assert not flagged(trace, ROBUST)
     assert flagged(trace, OLMO)
 
@@ -195,7 +195,7 @@ def delay(detector: SpikeDetector, fault: torch.Tensor) -> float:
 
 def test_faults_in_the_clean_trace_are_found_sooner_and_more_often() -> None:
     """Seen with -s. A fault is added to the clean trace at 12 places; last, a loss that creeps up by 0.05 a step."""
-    trace, places = clean_trace(), range(170, 1920, 155)
+    trace, places = clean_trace(), range(170, 1700, 130)
     found: dict[str, dict[str, list[float]]] = {fault: {rule: [] for rule in RULES} for fault in FAULTS}
     for rule, config in RULES.items():
         for first in places:
@@ -219,7 +219,7 @@ def test_faults_in_the_clean_trace_are_found_sooner_and_more_often() -> None:
         print(f"{fault:<26}" + "".join(cells))
         assert len(seen["robust"]) >= len(seen["sigma"])
     alarms = {rule: len(flagged(trace, config)) for rule, config in RULES.items()}
-    print(f"{'false alarms in 2000':<26}" + "".join(f"{count:>24}" for count in alarms.values()))
+    print(f"{f'false alarms in {len(trace)}':<26}" + "".join(f"{count:>24}" for count in alarms.values()))
     assert alarms["robust"] < alarms["sigma"]
     late = {
         rule: sum(min(late, FAULTS[fault][2]) for fault in FAULTS for late in found[fault][rule])
