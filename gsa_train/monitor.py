@@ -62,6 +62,8 @@ class MonitorState:
     """`LayerWatch.history`."""
     in_a_row: int = 0
     """Flagged steps in a row up to the last one read."""
+    first_in_a_row: int = 0
+    """Step of the first of them."""
     last_flagged: int = -SPIKE_GAP_STEPS
     lowered_until: int = 0
     """Last step with a lowered learning rate."""
@@ -192,6 +194,8 @@ class Monitor:
             return None
         if step - state.last_flagged > SPIKE_GAP_STEPS:
             state.spikes += 1
+        if state.in_a_row == 0:
+            state.first_in_a_row = step
         state.last_flagged = step
         state.in_a_row += 1
         state.skipped_updates += not row.applied
@@ -219,14 +223,13 @@ class Monitor:
         if state.in_a_row < config.patience_steps:
             return None
         if config.action == "stop":
-            self._event("stop", step)
             raise MonitorStop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop). {saved}")
         if config.action == "lower_lr":
             if state.lowered_until <= now:
                 self._event("lower_lr", now, factor=config.lower_lr_factor, last=now + config.lower_lr_steps)
             state.lowered_until = now + config.lower_lr_steps
         if config.action == "rewind":
-            return SpikeFound(step - state.in_a_row + 1, step, signal, value, threshold)
+            return SpikeFound(state.first_in_a_row, step, signal, value, threshold)
         return None
 
     def _counts_for_score(self, row: Row) -> bool:

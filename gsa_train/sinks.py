@@ -243,7 +243,14 @@ def _numbers_back(value: Any, key: str = "") -> Any:
         return {name: _numbers_back(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_numbers_back(item) for item in value]
-    if isinstance(value, str) and key not in ("phase", "event", "validation_set", "signal", "action"):
+    if isinstance(value, str) and key not in (
+        "phase",
+        "event",
+        "validation_set",
+        "signal",
+        "action",
+        "reason",
+    ):
         return _NON_FINITE.get(value, value)
     return value
 

@@ -68,7 +68,9 @@ def train(config: Config, arguments: Arguments) -> None:
     try:
         while (found := _train_phases(run, spans, start)) is not None:
             start = _go_back(run, found, arguments, spans)
-    except MonitorStop:
+    except MonitorStop as stop:
+        phase = next(span.phase.name for span in spans if run.step <= span.end)
+        run.log({"event": "stop", "step": run.step, "phase": phase, "reason": str(stop)})
         run.batches.close()
         if run.sinks is not None:
             run.sinks.close(exit_code=EXIT_CODE)

@@ -30,6 +30,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+import gsa_train.train  # noqa: F401 - all that the runs need, before they are forked
 import gsa_train.trainer as trainer
 from gsa_data.stream import BlockStream
 

@@ -143,7 +143,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     subprocess.run(
         [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
         check=True,
-        timeout=500,
+        timeout=1500,
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
     )
@@ -236,7 +236,7 @@ def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
     assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.log
     assert stop.checkpoints == ["step_00000040"]
     assert max(stop.losses()) == 45  # the spike's third step is read at step 49
-    assert [record["step"] for record in stop.records("stop")] == [47]
+    assert [record["step"] for record in stop.records("stop")] == [49]
 
 
 def test_the_learning_rate_is_lowered_for_a_while(runs):

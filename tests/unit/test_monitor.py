@@ -103,7 +103,6 @@ def test_patience_counts_steps_in_a_row() -> None:
     steps.take("ss.ss.sn.")
     with pytest.raises(MonitorStop, match=r"step 12: .* 3 steps in a row"):
         steps.take("sss")
-    assert steps.of("stop") == [12]
 
 
 @pytest.mark.parametrize("action", ["skip", "lower_lr"])
