@@ -122,8 +122,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
     )
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
-    hot = ("phases.0.lr=0.6", "phases.0.warmup_steps=63")
-    cooled = ("monitor.patience_steps=1", "monitor.lower_lr_factor=0.01", "monitor.lower_lr_steps=64")
     saves_often = "checkpoint.every_steps=16"
     halves = "train.micro_batch_size=2"
     waves = [
@@ -132,7 +130,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
         [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, faults=TEXT)],
         [run("bit", rewind, saves_often, faults=FLIPPED), run("bit, log", faults=FLIPPED)],
-        [run("hot", lower, *hot, *cooled), run("hot, log", *hot)],
         [run("text, log", faults=TEXT)],
         [run("split", skip, "parallel.tensor=2", ranks=2, faults=TEXT)],
         [run("nan", skip, halves, ranks=2, faults={"nan_gradient": [40, 1]})],
@@ -143,7 +140,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     subprocess.run(
         [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
         check=True,
-        timeout=1500,
+        timeout=550,
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
     )
@@ -258,13 +255,6 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
     assert bit.records()[-1]["step"] == STEPS
     assert bit.validation_loss < runs["clean"].validation_loss + 0.2
     assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5
-
-
-def test_too_high_a_rate_is_lowered(runs):
-    hot, left_alone = runs["hot"], runs["hot, log"]
-    (event,) = hot.records("lower_lr")
-    assert event["step"] == hot.spikes()[0]
-    assert hot.validation_loss < left_alone.validation_loss
 
 
 def test_a_nan_on_one_rank_costs_one_update(runs):
