@@ -130,7 +130,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
         [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, faults=TEXT)],
         [run("bit", rewind, saves_often, faults=FLIPPED), run("bit, log", faults=FLIPPED)],
-        [run("text, log", faults=TEXT)],
+        [run("text, log", faults=TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=63")],
         [run("split", skip, "parallel.tensor=2", ranks=2, faults=TEXT)],
         [run("nan", skip, halves, ranks=2, faults={"nan_gradient": [40, 1]})],
         [run("nan, log", halves, ranks=2, faults={"nan_gradient": [5, 1]})],
@@ -255,6 +255,13 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
     assert bit.records()[-1]["step"] == STEPS
     assert bit.validation_loss < runs["clean"].validation_loss + 0.2
     assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5
+
+
+def test_a_rate_that_is_too_high_stops_the_run(runs):
+    """It rises to 2.5 until the first steps are judged."""
+    assert runs["hot"].codes == [EXIT_CODE]
+    assert runs["hot"].spikes() == [25, 26, 27]
+    assert not runs["hot"].checkpoints
 
 
 def test_a_nan_on_one_rank_costs_one_update(runs):
