@@ -5,12 +5,12 @@ BIN := .venv/bin
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
-# Processes for the tests that start none of their own.
+# Processes for the tests that start none of their own; of the others, which start up to four ranks, two at a time.
 CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: setup pretrain check test test-gpu bench clean
+.PHONY: setup pretrain check test test-slurm test-gpu bench clean
 
 setup: .venv/.ready
 
@@ -35,7 +35,13 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
+
+# A real Slurm of two nodes in a temporary folder; installs Debian's packages where they are missing (as root).
+test-slurm: setup
+	command -v slurmctld >/dev/null && command -v munged >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slurm --durations=5 tests/slurm
 
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:

@@ -1,24 +1,35 @@
 """Check a corpus folder: every shard unpacks, every line parses, and all is as manifest.json says.
 
     python data/verify.py data/sample
+    python data/verify.py data/sample/train --tokenizer data/sample/tokenizer.model --seq-len 4096
 
-Prints one row per shard and the problems found; the exit code is 1 when there are any.
+Prints one row per shard and the problems found; the exit code is 1 when there are any. With a tokenizer also what
+either way of packing (data.packing) does to the documents of an epoch: the share of the labels that only fill
+sequences up, the share of the documents that are cut, and the documents, or parts of documents, in a sequence.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
+from gsa_data import Tokenizer
+from gsa_data.best_fit import best_fit, packing_shares
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading
+from gsa_data.lanes import LaneReader
+from gsa_data.pack import LANE_START, AnyTokens, Cursor
+from gsa_data.reader import TextReader
 from gsa_data.shards import DataFault, build_manifest, read_lines
 
 
@@ -79,14 +90,106 @@ def verify_corpus(root: Path) -> tuple[list[ShardReport], list[str]]:
     return reports, problems + [problem for report in reports for problem in report.problems]
 
 
+class Packed(NamedTuple):
+    """What a way of packing does to the documents of one epoch."""
+
+    filler_share: float
+    """Of the labels."""
+    cut_share: float
+    """Of the documents."""
+    documents_per_block: float
+    """Parts of documents included."""
+
+
+def lane_lengths(root: str, tokenizer: Tokenizer, num_lanes: int) -> list[list[int]]:
+    """Tokens of the documents of each lane in one epoch, with their EOS, in the order of a run with seed 0."""
+    reader = LaneReader(TextReader(build_manifest(root), tokenizer, Reading()), num_lanes, 0, True)
+    epochs = (
+        itertools.takewhile(lambda piece: piece[0].epoch == 0, reader.pieces(lane))
+        for lane in range(num_lanes)
+    )
+    return [[len(tokens) for _, tokens in epoch] for epoch in epochs]
+
+
+def concatenated(lanes: list[list[int]], seq_len_tokens: int) -> Packed:
+    parts = cut = labels = 0
+    for lengths in lanes:
+        begin = 0
+        for length in lengths:
+            # Block b holds the tokens b L to (b + 1) L of the lane, both included; the first opens no block alone.
+            first, last = begin // seq_len_tokens, max(begin, begin + length - 2) // seq_len_tokens
+            parts += last - first + 1
+            cut += last > first
+            begin += length
+        labels += begin
+    return Packed(0.0, cut / sum(map(len, lanes)), parts * seq_len_tokens / labels)
+
+
+def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int) -> Packed:
+    """Of as many blocks as an epoch fills, in a run that began some epochs ago: its pool has long been full."""
+    counters: Counter[str] = Counter()
+    for lengths in lanes:
+        documents: Iterator[tuple[Cursor, AnyTokens]] = (
+            (Cursor(epoch, 0, place, 0), np.zeros(length, np.int32))
+            for epoch in itertools.count()
+            for place, length in enumerate(lengths)
+        )
+        blocks = best_fit(documents, LANE_START, [], 0, seq_len_tokens, pool_documents)
+        epoch_blocks = -(-sum(lengths) // seq_len_tokens)
+        begin = 2 * max(pool_documents, epoch_blocks)
+        for block in itertools.islice(blocks, begin, begin + epoch_blocks):
+            counters.update(block.counters)
+    shares = packing_shares(counters)
+    return Packed(*(shares[name] or 0.0 for name in Packed._fields))
+
+
+def report_packing(root: str, tokenizer: Tokenizer, seq_len_tokens: int, num_lanes: int, pool: int) -> str:
+    if min(seq_len_tokens, num_lanes, pool) < 1:
+        raise ValueError(
+            f"--seq-len={seq_len_tokens}, --num-lanes={num_lanes}, --pool={pool} must be at least 1"
+        )
+    lanes = lane_lengths(root, tokenizer, num_lanes)
+    lengths = np.concatenate(lanes)
+    rows = {
+        "concatenate": concatenated(lanes, seq_len_tokens),
+        f"best_fit, pool of {pool}": best_fitted(lanes, seq_len_tokens, pool),
+    }
+    lines = [
+        f"packing at {seq_len_tokens} tokens, {num_lanes} lanes: {len(lengths)} documents, mean {lengths.mean():.0f} "
+        f"tokens, {np.mean(lengths > seq_len_tokens + 1):.1%} longer than a sequence",
+        f"{'':24} {'filler':>8} {'documents cut':>14} {'documents per sequence':>23}",
+    ]
+    lines += [
+        f"{name:24} {row.filler_share:8.2%} {row.cut_share:14.1%} {row.documents_per_block:23.2f}"
+        for name, row in rows.items()
+    ]
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--tokenizer", help="report on packing, too; this reads and tokenizes everything again"
+    )
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--num-lanes", type=int, default=8, help="data.num_lanes of the run")
+    parser.add_argument("--pool", type=int, default=128, help="data.packing_pool_documents of the run")
+    options = parser.parse_args(arguments)
+    packing = ""
     try:
-        reports, problems = verify_corpus(parser.parse_args(arguments).folder)
-    except DataFault as fault:
+        reports, problems = verify_corpus(options.folder)
+        if options.tokenizer and not problems:
+            packing = report_packing(
+                str(options.folder),
+                Tokenizer(options.tokenizer),
+                options.seq_len,
+                options.num_lanes,
+                options.pool,
+            )
+    except (DataFault, ValueError) as fault:  # a TokenizerError is a ValueError
         print(f"error: {fault}", file=sys.stderr)
         return 1
     print(f"{'shard':50} {'packed bytes':>13} {'documents':>10} {'text bytes':>12}  sources")
@@ -99,6 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
         for field in ("size_bytes", "documents", "text_bytes")
     )
     print(f"{f'{len(reports)} shards':50} {packed:13} {documents:10} {text:12}")
+    if packing:
+        print(packing)
     for problem in problems:
         print(f"PROBLEM {problem}")
     return 1 if problems else 0

@@ -1,4 +1,4 @@
-"""Blocks of tokens for every rank: one rank per model-parallel group reads, the others receive.
+"""Blocks of tokens for every rank: one rank per data-parallel replica reads, the others receive.
 
 All pipeline stages need the tokens (documents bound attention in every layer), so one broadcast per step carries
 them, before the pipeline schedule starts; inside it stages are at different micro-batches.
@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import DataFault, Reading
-from gsa_data.pack import document_ids, loss_mask
+from gsa_data.pack import FILLER, document_ids, loss_mask
 from gsa_data.shards import Manifest, build_manifest
+from gsa_data.source_weights import never_met
 from gsa_data.stream import BlockStream, StateMismatch, StreamConfig, merge_states, replay_blocks
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet, read_validation_set
@@ -42,14 +43,18 @@ class MicroBatch:
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """int32 [B, L + 1] -> inputs, labels, documents and loss mask, derived alike on every rank."""
-    blocks = blocks.long()
+    """int32 [B, L + 1] -> inputs, labels, documents and loss mask, derived alike on every rank.
+
+    FILLER becomes EOS, each a document of its own, which nothing predicts and nothing else sees.
+    """
+    is_text = blocks[:, 1:] != FILLER
+    blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
     tokens, labels = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
     return MicroBatch(
         tokens,
         labels,
         None if attend_across_documents else document_ids(tokens, eos_id),
-        loss_mask(tokens, eos_id, attend_across_documents),
+        loss_mask(tokens, eos_id, attend_across_documents) * is_text,
     )
 
 
@@ -82,6 +87,9 @@ def stream_config(config: Config) -> StreamConfig:
         num_lanes=data.num_lanes,
         seed=data.seed,
         shuffle_documents=data.shuffle_documents,
+        source_weights=data.source_weights,
+        packing=data.packing,
+        packing_pool_documents=data.packing_pool_documents,
         reading=reading_of(config),
         num_workers=data.num_workers,
         prefetch_blocks=data.prefetch_blocks,
@@ -144,16 +152,20 @@ class TrainBatches:
             world_size=self._parallel.data_size,
         )
         try:
-            return open_stream(state=state)
+            stream = open_stream(state=state)
         except StateMismatch as error:
             if state is None or not accept_new_data or not error.other_data:
                 raise
             if self._parallel.is_main:
                 logger.warning("--accept-new-data: the text starts at its beginning, as the %s", error)
             return open_stream(carried_counters=state["counters"])
+        weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
+        if state is not None and weights != before and self._parallel.is_main:
+            logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)
+        return stream
 
     def next_step(self) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step. Collective over the model-parallel group."""
+        """The micro-batches of one optimizer step, of whole sequences. Collective over the replica."""
         train = self._config.train
         per_rank = train.global_batch_size // self._parallel.data_size
         blocks = None if self._stream is None else self._stream.next_blocks(per_rank)
@@ -168,6 +180,10 @@ class TrainBatches:
         """What this process has read and left out (gsa_data.faults); the sum over the ranks is the run's."""
         return {} if self._stream is None else self._stream.counters
 
+    def checksum(self) -> int:
+        """Of this rank's part of the last step's text; the sum over the ranks is the same in every layout."""
+        return 0 if self._stream is None else self._stream.checksum()
+
     @property
     def wait_seconds(self) -> float:
         """Time this process has spent waiting for text."""
@@ -178,7 +194,15 @@ class TrainBatches:
         local = None if self._stream is None else self._stream.local_state()
         states: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(states, local)
-        return merge_states([state for state in states if state is not None])
+        merged = merge_states([state for state in states if state is not None])
+        unknown = never_met(self._config.data.source_weights, merged["counters"])
+        if unknown and self._parallel.is_main:
+            logger.warning(
+                "data.source_weights: no document of %s among the %d read so far; is the name right?",
+                ", ".join(unknown),
+                merged["counters"].get("documents", 0),
+            )
+        return merged
 
     def close(self) -> None:
         if self._stream is not None:
@@ -186,7 +210,7 @@ class TrainBatches:
 
 
 def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Parallel) -> torch.Tensor:
-    """Broadcast int32 blocks [n, L + 1] from the reading rank over its model-parallel group."""
+    """Broadcast int32 blocks [n, L + 1] from the reading rank over its data-parallel replica."""
     if blocks is None:
         tensor = torch.empty(shape, dtype=torch.int32, device=parallel.device)
     else:
@@ -195,8 +219,11 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
             tensor = tensor.pin_memory()
         tensor = tensor.to(parallel.device, non_blocking=True)
         assert tuple(tensor.shape) == shape
-    if parallel.groups.mp.size() > 1:
-        dist.broadcast(tensor, parallel.model_source_rank, group=parallel.groups.mp)
+    groups = parallel.groups
+    if parallel.context_size > 1 and parallel.tensor_rank == parallel.pipeline_rank == 0:
+        dist.broadcast(tensor, group=groups.cp, group_src=0)
+    if groups.mp.size() > 1:
+        dist.broadcast(tensor, group=groups.mp, group_src=0)
     return tensor
 
 

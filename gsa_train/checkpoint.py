@@ -1,46 +1,41 @@
-"""Checkpoints: megatron-core's sharded format, in a folder that is either complete or not there.
-
-    <run folder>/checkpoints/step_00000200/     one checkpoint, with the run's config.yaml
-    <run folder>/checkpoints/latest             the name of the newest one; replaced last, atomically
-    <run folder>/checkpoints/set_aside/         what was newer than the checkpoint that a rewind went back to
+"""What is in a checkpoint, and loading it: megatron-core's sharded format.
 
 A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else a run needs to go on as if it
-had never stopped. It loads into any layout.
+had never stopped. It loads into any layout. Its files: `checkpoint_files.py`; writing them: `checkpoint_save.py`.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import pickle
 import random
-import re
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil  # noqa: F401 - without it megatron-core's writer process dies and the save waits forever
+import psutil  # noqa: F401 - without it megatron-core's writer fails each save; better to fail at the start
 import torch
 import torch.distributed as dist
+import yaml
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.models.gpt import GPTModel
 
+from gsa_train.checkpoint_files import MANIFEST, faults_in, is_complete, read_manifest, share_of
+from gsa_train.checkpoint_optimizer import fill as fill_optimizer
+from gsa_train.checkpoint_optimizer import is_distributed, wanted_state
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, unshare_step_counts
 from gsa_train.parallel import Parallel
 
-FORMAT_VERSION = 1
-LATEST = "latest"
-SET_ASIDE = "set_aside"
-"""Folder of the checkpoints that a rewind left behind."""
+FORMAT_VERSION = 2
+"""2: with a manifest. 1 had none, and loads unverified."""
+READABLE_VERSIONS = (1, 2)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,159 +54,66 @@ class RunState:
     """Position in the text (gsa_data.stream)."""
     wandb_run_id: str | None
     config_yaml: str
-    layout: tuple[int, int, int]
-    """Tensor, pipeline and data-parallel sizes."""
+    layout: tuple[int, int, int, int]
+    """`Parallel.layout`"""
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step, and begins with it."""
     monitor: dict[str, Any] = field(default_factory=dict)
     """gsa_train.monitor.MonitorState; empty in checkpoints from before there was one."""
     format_version: int = FORMAT_VERSION
 
 
-# --- which checkpoint ------------------------------------------------------------------------------------
+# --- is it what was written ------------------------------------------------------------------------------
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:08d}"
+def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | None:
+    """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
 
+    The ranks share the files, so that together they read the checkpoint once.
 
-def find_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `folder` means: itself, or what `latest` names in it or in its `checkpoints`.
-
-    None when there is none.
-
-    Raises:
-        FileNotFoundError: `latest` names a checkpoint that is missing or incomplete.
+    Args:
+        checksums: read the files; otherwise only look whether all are there in their sizes.
     """
-    if dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        return folder
-    for checkpoints in (folder, folder / "checkpoints"):
-        pointer = checkpoints / LATEST
-        if not pointer.is_file():
-            continue
-        named = checkpoints / pointer.read_text().strip()
-        if dist_checkpointing.check_is_distributed_checkpoint(str(named)):
-            return named
-        complete = [path.name for path in complete_checkpoints(checkpoints)]
-        raise FileNotFoundError(
-            f"{pointer} names {named.name}, which is missing or incomplete; complete checkpoints: "
-            f"{', '.join(complete) or 'none'}. Write one of these names into {pointer} to resume from it."
-        )
-    return None
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
-    return [
-        path
-        for path in sorted(found, key=step_of)
-        if dist_checkpointing.check_is_distributed_checkpoint(str(path))
-    ]
-
-
-def recover_folder(checkpoints: Path) -> None:
-    """Undo what a killed save left behind. Call on one rank before anything is read."""
-    for replaced in checkpoints.glob(".replaced_step_*"):
-        original = checkpoints / replaced.name.removeprefix(".replaced_")
-        if original.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(original)
-    for unfinished in checkpoints.glob(".tmp_step_*"):
-        shutil.rmtree(unfinished)
-
-
-# --- save ------------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(
-    checkpoints: Path,
-    state: RunState,
-    model: Model,
-    phase_optimizer: PhaseOptimizer,
-    parallel: Parallel,
-    keep_last: int,
-) -> Path:
-    """Write a checkpoint, then move `latest` to it, then delete all but the newest `keep_last`. Collective."""
-    final = step_folder(checkpoints, state.step)
-    unfinished = checkpoints / f".tmp_{final.name}"
+    shared: list[Any] = [None, {}]
     if parallel.is_main:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    if phase_optimizer.ddp.use_forward_hook:
-        phase_optimizer.ddp.disable_forward_pre_hook()  # parameters under way must arrive first
-        phase_optimizer.ddp.enable_forward_pre_hook()
-    metadata = _sharding_metadata(parallel)
-    content = {
-        **_sharded_state(model, phase_optimizer, metadata, is_loading=False),
-        "run": {each.name: getattr(state, each.name) for each in fields(state)},
-    }
-    dist_checkpointing.save(
-        content,
-        str(unfinished),
-        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), parallel.groups.dp_cp),
-        content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
-    )
-    if parallel.is_main:
-        (unfinished / "config.yaml").write_text(state.config_yaml)
-        _make_durable(unfinished)
-        _publish(unfinished, final)
-        for old in complete_checkpoints(checkpoints)[:-keep_last]:
-            if old != final:
-                shutil.rmtree(old)
-    dist.barrier()
-    return final
+        try:
+            shared[1] = read_manifest(checkpoint)
+        except FileNotFoundError:
+            shared[0] = _why_no_manifest(checkpoint)
+        except (OSError, ValueError) as error:
+            shared[0] = str(error)
+    dist.broadcast_object_list(shared, src=0)
+    fault, files = shared
+    if fault is None:
+        share = share_of(files, parallel.rank, parallel.world_size)
+        found: list[Any] = [None] * parallel.world_size
+        dist.all_gather_object(found, faults_in(checkpoint, share, checksums))
+        faults = [each for faults in found for each in faults]
+        fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+    return fault
 
 
-def _publish(unfinished: Path, final: Path) -> None:
-    replaced = final.with_name(f".replaced_{final.name}")
-    if final.exists():  # the run went back to an earlier checkpoint and came here again
-        final.rename(replaced)
-    unfinished.rename(final)
-    _sync(final.parent)
-    _point_to(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _point_to(final: Path) -> None:
-    """`latest` names this checkpoint from now on."""
-    pointer = final.parent / f".{LATEST}.tmp"
-    pointer.write_text(final.name)
-    _sync(pointer)
-    os.replace(pointer, final.parent / LATEST)
-    _sync(final.parent)
-
-
-def go_back_to(checkpoint: Path) -> None:
-    """Make an earlier checkpoint the latest one; newer ones move to `set_aside/`. Call on one rank."""
-    _point_to(checkpoint)
-    aside = checkpoint.parent / SET_ASIDE
-    for newer in complete_checkpoints(checkpoint.parent):
-        if step_of(newer) > step_of(checkpoint):
-            aside.mkdir(exist_ok=True)
-            shutil.rmtree(aside / newer.name, ignore_errors=True)
-            newer.rename(aside / newer.name)
-
-
-def _make_durable(folder: Path) -> None:
-    for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _why_no_manifest(checkpoint: Path) -> str | None:
+    if not is_complete(checkpoint):
+        return "it is missing or incomplete"
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        version = read_run_state(checkpoint).format_version
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        KeyError,
+        TypeError,
+        pickle.UnpicklingError,
+    ) as error:
+        return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
+    if version >= 2:
+        return f"it has no {MANIFEST}"
+    logger.warning("%s was written before checkpoints had a %s: it is not verified", checkpoint, MANIFEST)
+    return None
 
 
 # --- load ------------------------------------------------------------------------------------------------
@@ -224,12 +126,13 @@ def read_run_state(checkpoint: Path) -> RunState:
         ValueError: the checkpoint has another format version.
     """
     content = dist_checkpointing.load_common_state_dict(str(checkpoint))["run"]
-    if content["format_version"] != FORMAT_VERSION:
+    if content["format_version"] not in READABLE_VERSIONS:
         raise ValueError(
-            f"{checkpoint} has format version {content['format_version']}, this code reads {FORMAT_VERSION}; "
-            "use the version of gsa_train that wrote it"
+            f"{checkpoint} has format version {content['format_version']}, this code reads "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
         )
-    return RunState(**content)
+    # Checkpoints from before context parallelism have three sizes.
+    return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
 
 
 def load_checkpoint(
@@ -238,27 +141,42 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh.
+        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh. Otherwise
+            parallel.distributed_optimizer may be another than the checkpoint's.
     """
-    content = _load(checkpoint, model, phase_optimizer if with_optimizer else None, parallel)
-    if with_optimizer:
-        phase_optimizer.optimizer.load_state_dict(content["optimizer"])
-        unshare_step_counts(phase_optimizer.optimizer)
-    else:
+    metadata = _loading_metadata(checkpoint, parallel)
+    wanted = sharded_state(model, None, metadata, is_loading=True)
+    if not with_optimizer:
+        _load(checkpoint, model, wanted, parallel)
         phase_optimizer.optimizer.reload_model_params()
+        return
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    saved_config = yaml.safe_load(common["run"]["config_yaml"])
+    if saved_config["parallel"]["distributed_optimizer"] != is_distributed(phase_optimizer):
+        saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+        wanted["state"] = wanted_state(phase_optimizer, dict(wanted), saved_keys)
+        content = _load(checkpoint, model, wanted, parallel)
+        fill_optimizer(phase_optimizer, content["state"], common["optimizer"])
+        return
+    content = _load(
+        checkpoint, model, sharded_state(model, phase_optimizer, metadata, is_loading=True), parallel
+    )
+    phase_optimizer.optimizer.load_state_dict(content["optimizer"])
+    unshare_step_counts(phase_optimizer.optimizer)
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel) -> None:
     """Fill a model that will not be trained. Collective."""
-    _load(checkpoint, model, None, parallel)
+    metadata = _loading_metadata(checkpoint, parallel)
+    _load(checkpoint, model, sharded_state(model, None, metadata, is_loading=True), parallel)
 
 
-def _load(
-    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer | None, parallel: Parallel
-) -> dict[str, Any]:
-    metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
-    metadata["dp_cp_group"] = parallel.groups.dp_cp
-    wanted = _sharded_state(model, phase_optimizer, metadata, is_loading=True)
+def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
+    metadata: dict[str, Any] = dist_checkpointing.load_content_metadata(str(checkpoint))
+    return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
+
+
+def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),
@@ -267,22 +185,32 @@ def _load(
         ),
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )
-    model.gpt.load_state_dict(content["model"])
+    for name, chunk in _named_chunks(model).items():
+        chunk.load_state_dict(content[name])
     return content
 
 
-def _sharded_state(
+def sharded_state(
     model: Model, phase_optimizer: PhaseOptimizer | None, metadata: dict[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    state = {"model": model.gpt.sharded_state_dict(metadata=metadata)}
+    state = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model).items()
+    }
     if phase_optimizer is not None:
         state["optimizer"] = phase_optimizer.optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
+            dict(state), is_loading=is_loading, metadata=metadata
         )
     return state
 
 
-def _sharding_metadata(parallel: Parallel) -> dict[str, Any]:
+def _named_chunks(model: Model) -> dict[str, GPTModel]:
+    """Under megatron-core's names. On disk a tensor is named by its layer in the whole model, whatever holds it."""
+    if len(model.chunks) == 1:
+        return {"model": model.gpt}
+    return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
+
+
+def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",  # tensor and pipeline sizes may change, too
         "singleton_local_shards": False,

@@ -26,6 +26,10 @@ class RunConfig:
     """Folder that holds all runs."""
     seed: int = 1234
     """Seed of the initial weights and of the random number generators (the data order has its own)."""
+    time_limit_minutes: float = 0.0
+    """So long after its launch the run saves, stops and exits with code 75; 0 = no limit."""
+    slurm_margin_minutes: float = 5.0
+    """The same, so long before the end of the Slurm job, where Slurm tells it (or 10% of the job, if that is less)."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +118,28 @@ class ParallelConfig:
     """Tensor-parallel ranks."""
     sequence: bool = True
     """Sequence parallelism over the tensor-parallel ranks (no effect with tensor=1)."""
+    context: int = 1
+    """Context-parallel ranks: each holds two chunks of every sequence and sees the keys of all of it."""
     pipeline: int = 1
-    """Pipeline stages (1F1B). What is left of the world after tensor x pipeline is data parallel."""
+    """Pipeline stages (1F1B). What is left of the world after tensor x context x pipeline is data parallel."""
+    virtual_pipeline: int = 1
+    """Model chunks per stage (interleaved 1F1B): stages wait less and send more. Above 1 the micro-batches of a step
+    must be a multiple of `pipeline`."""
+    pipeline_layers: list[int] = field(default_factory=list)
+    """Layers of each chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
+    i % pipeline. Empty: all the same. The first chunk also has the embedding, the last one the output and the loss."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are added up in, over micro-batches and over ranks. `bf16` halves their memory and traffic and
+    rounds each sum; it needs weights in bf16."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during the backward pass (phases that train the base)."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the forward pass; needs distributed_optimizer and overlap_grad_reduce."""
+    timeout_minutes: float = 10.0
+    """A collective that takes longer has failed, and so has a rank that shows no progress for so long: the run ends
+    with an error and names it. Above the longest compilation, validation of one source, or save."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +173,7 @@ class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens per sequence."""
     micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel rank."""
+    """Sequences per forward pass and data-parallel replica."""
     global_batch_size: int = 8
     """Sequences per optimizer step over all ranks."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -201,11 +219,20 @@ class DataConfig:
     text_field: str = "text"
     """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
     seed: int = 0
-    """Seed of the order of shards and documents."""
+    """Seed of the order of shards and documents, and of which documents a weight leaves out."""
     num_lanes: int = 8
     """Interleaved streams that fix the global order; a multiple of data-parallel ranks x workers. Fixed for a run."""
     shuffle_documents: bool = True
     """Shuffle the documents of each shard."""
+    source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
+    """How often each document of a source (`meta.redpajama_set_name`; `unknown` where a line names none) comes in an
+    epoch: 0 leaves the source out, 0.5 takes it every other epoch, 2 twice; sources without a weight come once. May
+    change at a resume. Text and tokens of `prepare.py tokens` only."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """Training sequences: documents in a row, cut where a sequence ends; or whole documents chosen to fill it, so that
+    only those longer than a sequence are cut (data/gsa_data/best_fit.py). Fixed for a run."""
+    packing_pool_documents: int = 128
+    """Documents of each lane among which `best_fit` chooses; each resume reads them again. Fixed for a run."""
     attend_across_documents: bool = False
     """False: attention, selection and variance stop at the document's start, and an EOS predicts nothing."""
     num_workers: int = 0
@@ -290,6 +317,17 @@ class CheckpointConfig:
     """Steps between checkpoints; the end of the run always writes one."""
     keep_last: int = 3
     """Checkpoints kept; older ones are deleted once a newer one is durable."""
+    async_save: bool = True
+    """Training waits only for a copy in host memory (on GPUs pinned and kept: this rank's share of the checkpoint);
+    writing goes on behind it. False waits until the checkpoint is durable."""
+    save_retries: int = 3
+    """A failed save is reported and tried again with the state of a later step, so many times in a row; then the run
+    stops (exit code 3)."""
+    retry_after_steps: int = 10
+    """Steps until the first new try; twice as many before each following one. A regular save counts as a try."""
+    verify: Literal["full", "sizes"] = "full"
+    """What a resume checks of a checkpoint before it loads it: every file's size and checksum (the ranks together read
+    it once more), or sizes only."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +340,8 @@ class LoggingConfig:
     """`auto`: online when an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Weights & Biases project."""
+    straggler_ratio: float = 1.5
+    """Warn when a rank works so many times as long as the median rank, without what it waits for others."""
     plots: bool = True
     """Write plots/*.png at the end of the run."""
 

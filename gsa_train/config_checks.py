@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsa_train.config_load import problem_line
 from gsa_train.kernel_checks import check_kernels
+from gsa_train.layout_checks import check_layout, chunk_in_words, nearest, undivided_chunk
 from gsa_train.monitor_checks import check_monitor
 
 if TYPE_CHECKING:
@@ -23,20 +24,23 @@ if TYPE_CHECKING:
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
     """
-    run.seed data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
-    data.read_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps monitor.max_rewinds
-    monitor.loss_min_rise_nats phases.warmup_steps phases.min_lr phases.kl_coeff
+    run.seed run.time_limit_minutes run.slurm_margin_minutes
+    data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
+    data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
+    monitor.max_rewinds monitor.loss_min_rise_nats phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
     """
     model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
-    data.read_timeout_seconds monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
+    monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
+LARGEST_SOURCE_WEIGHT = 100.0
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
@@ -50,11 +54,11 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_ranges(config),
         *_check_run_name(config),
         *_check_validation_sets(config.data),
+        *_check_order(config.data),
         *_check_model(config),
         *_check_gsa(config),
         *check_kernels(config),
-        *_check_layout(config, world_size),
-        *_check_batch(config, world_size),
+        *check_layout(config, world_size),
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config),
@@ -97,12 +101,19 @@ def _check_validation_sets(data: DataConfig) -> list[str]:
     return [problem_line(field, "", "empty", "give a folder") for field in empty]
 
 
-def data_parallel_size(config: Config, world_size: int) -> int:
-    """Data-parallel ranks of a world that the model-parallel sizes divide; 0 if they do not."""
-    unit = config.parallel.tensor * config.parallel.pipeline
-    if min(config.parallel.tensor, config.parallel.pipeline, world_size) < 1 or world_size % unit != 0:
-        return 0
-    return world_size // unit
+def _check_order(data: DataConfig) -> list[str]:
+    """Weights of sources, and packing."""
+    lines = []
+    for name, weight in data.source_weights.items():
+        if not 0 <= weight <= LARGEST_SOURCE_WEIGHT:  # not so for NaN
+            wrong = f"outside [0, {LARGEST_SOURCE_WEIGHT:g}]"
+            remedy = "give how often a document comes in an epoch; 0 leaves the source out"
+            lines.append(problem_line(f"data.source_weights.{name}", weight, wrong, remedy))
+    if data.packing == "best_fit" and data.attend_across_documents:
+        wrong = "needs data.attend_across_documents = false: what fills a sequence up would see the documents before it"
+        remedy = "set it to false, or data.packing to concatenate"
+        lines.append(problem_line("data.packing", data.packing, wrong, remedy))
+    return lines
 
 
 def _check_ranges(config: Config) -> list[str]:
@@ -166,15 +177,9 @@ def _check_multiple(config: Config, field: str, of: str) -> list[str]:
             field,
             value,
             f"not a multiple of {of} = {unit}",
-            f"set {field} to {_nearest(value, unit)}, or change {of}",
+            f"set {field} to {nearest(value, unit)}, or change {of}",
         )
     ]
-
-
-def _nearest(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`, in words."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(below + unit)
 
 
 def _check_run_name(config: Config) -> list[str]:
@@ -199,7 +204,6 @@ def _check_model(config: Config) -> list[str]:
         *_check_multiple(config, "model.num_kv_heads", "parallel.tensor"),
         *_check_multiple(config, "model.ffn_hidden_size", "parallel.tensor"),
         *_check_multiple(config, "model.vocab_size", "parallel.tensor"),
-        *_check_multiple(config, "model.num_layers", "parallel.pipeline"),
     ]
     for field in ("model.head_dim", "gsa.indexer_dim"):
         if _get(config, field) % 2 != 0:
@@ -248,78 +252,14 @@ def _check_gsa(config: Config) -> list[str]:
         lines.append(
             problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
         )
-    stage_layers = _layers_per_stage(config)
-    if stage_layers and gsa.selection_reuse > 0 and stage_layers % gsa.selection_reuse != 0:
+    if undivided := undivided_chunk(config, gsa.selection_reuse):
         lines.append(
             problem_line(
                 "gsa.selection_reuse",
                 gsa.selection_reuse,
-                f"does not divide the {stage_layers} layers of a stage "
-                "(model.num_layers / parallel.pipeline), and a group may not cross stages",
-                f"choose a divisor of {stage_layers}",
-            )
-        )
-    return lines
-
-
-def _layers_per_stage(config: Config) -> int:
-    """Layers of one pipeline stage; 0 if the sizes do not divide (reported elsewhere)."""
-    layers, stages = config.model.num_layers, config.parallel.pipeline
-    return layers // stages if layers > 0 and stages > 0 and layers % stages == 0 else 0
-
-
-def _check_layout(config: Config, world_size: int) -> list[str]:
-    parallel, lines = config.parallel, []
-    unit = parallel.tensor * parallel.pipeline
-    if world_size < 1:
-        lines.append(problem_line("world size", world_size, "below 1", "start 1 rank or more"))
-    elif unit > 0 and world_size % unit != 0:
-        lines.append(
-            problem_line(
-                "world size",
-                world_size,
-                f"not a multiple of parallel.tensor = {parallel.tensor} x parallel.pipeline = {parallel.pipeline}",
-                f"start {_nearest(world_size, unit)} ranks, or change the sizes",
-            )
-        )
-    if parallel.overlap_param_gather and not (
-        parallel.distributed_optimizer and parallel.overlap_grad_reduce
-    ):
-        lines.append(
-            problem_line(
-                "parallel.overlap_param_gather",
-                True,
-                f"needs parallel.distributed_optimizer = {str(parallel.distributed_optimizer).lower()} and "
-                f"parallel.overlap_grad_reduce = {str(parallel.overlap_grad_reduce).lower()} to be true",
-                "set both to true, or overlap_param_gather to false",
-            )
-        )
-    return lines
-
-
-def _check_batch(config: Config, world_size: int) -> list[str]:
-    train, data, lines = config.train, config.data, []
-    replicas = data_parallel_size(config, world_size)
-    unit = train.micro_batch_size * replicas
-    if train.global_batch_size > 0 and unit > 0 and train.global_batch_size % unit != 0:
-        lines.append(
-            problem_line(
-                "train.global_batch_size",
-                train.global_batch_size,
-                f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
-                "(world size / parallel.tensor / parallel.pipeline)",
-                f"set it to {_nearest(train.global_batch_size, unit)}",
-            )
-        )
-    readers = replicas * max(1, data.num_workers)
-    if data.num_lanes > 0 and readers > 0 and data.num_lanes % readers != 0:
-        lines.append(
-            problem_line(
-                "data.num_lanes",
-                data.num_lanes,
-                f"not a multiple of {replicas} data-parallel ranks x {max(1, data.num_workers)} readers each "
-                f"(data.num_workers = {data.num_workers}; world size / parallel.tensor / parallel.pipeline)",
-                f"set it to {_nearest(data.num_lanes, readers)}",
+                f"does not divide the {undivided} layers of {chunk_in_words(config)}, and a group may not cross "
+                "from one to the next",
+                f"choose a divisor of {undivided}",
             )
         )
     return lines
@@ -329,14 +269,13 @@ def _check_recompute(config: Config) -> list[str]:
     train, lines = config.train, []
     if train.recompute != "full" or train.recompute_num_layers < 1:
         return []
-    stage_layers = _layers_per_stage(config)
-    if stage_layers and stage_layers % train.recompute_num_layers != 0:
+    if undivided := undivided_chunk(config, train.recompute_num_layers):
         lines.append(
             problem_line(
                 "train.recompute_num_layers",
                 train.recompute_num_layers,
-                f"does not divide the {stage_layers} layers of a stage (model.num_layers / parallel.pipeline)",
-                f"choose a divisor of {stage_layers}",
+                f"does not divide the {undivided} layers of {chunk_in_words(config)}",
+                f"choose a divisor of {undivided}",
             )
         )
     reuse = config.gsa.selection_reuse
@@ -346,7 +285,7 @@ def _check_recompute(config: Config) -> list[str]:
                 "train.recompute_num_layers",
                 train.recompute_num_layers,
                 f"not a multiple of gsa.selection_reuse = {reuse}, so a unit would lack its selection",
-                f"set it to {_nearest(train.recompute_num_layers, reuse)}",
+                f"set it to {nearest(train.recompute_num_layers, reuse)}",
             )
         )
     return lines

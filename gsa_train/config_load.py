@@ -188,6 +188,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         return cls()
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
+    section_fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
     section = OmegaConf.structured(cls)
     OmegaConf.set_readonly(section, False)  # as it is from a frozen dataclass
     for key, value in tree.items():
@@ -198,7 +199,8 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
         elif _is_section(hint):
             values[key] = build(hint, value, problems, field)
         elif typing.get_origin(hint) is dict:
-            values[key] = _build_dict(typing.get_args(hint)[1], value, problems, field)
+            any_names = bool(section_fields[key].metadata.get("any_names"))
+            values[key] = _build_dict(typing.get_args(hint)[1], value, problems, field, any_names)
         elif typing.get_origin(hint) is list:
             values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
         else:
@@ -243,8 +245,13 @@ PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 """What can stand in a dotted field name, and in the name of a metric."""
 
 
-def _build_dict(value_hint: Any, value: object, problems: Problems, field: str) -> dict[str, Any]:
-    """Values of one type under plain names of the user's choice; an entry with a mistake is left out."""
+def _build_dict(
+    value_hint: Any, value: object, problems: Problems, field: str, any_names: bool
+) -> dict[str, Any]:
+    """Values of one type under names of the user's choice; an entry with a mistake is left out.
+
+    Names are plain ones, unless the field's metadata allow any: then they come from the data, not from the user.
+    """
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -254,12 +261,12 @@ def _build_dict(value_hint: Any, value: object, problems: Problems, field: str) 
     section = DictConfig({}, key_type=str, element_type=value_hint)
     for name, item in value.items():
         entry = f"{field}.{name}"
-        if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
+        if not isinstance(name, str) or not (any_names or PLAIN_NAME.fullmatch(name)):
             remedy = "use letters, digits and _, and begin with a letter"
             problems.add(entry, item, f"{_as_written(name)} is not a plain name", remedy)
             continue
         try:
-            entries[name] = _typed(section, name, value_hint, item)
+            entries[name] = _typed(section, "value", value_hint, item)  # a dot in the name would be a path
         except ValidationError:
             wrong = "no value" if item is None else f"not {_type_in_words(value_hint)}"
             problems.add(entry, item, wrong, f"write {entry}=VALUE, or remove the name")

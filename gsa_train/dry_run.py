@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config_checks import check_data, data_parallel_size
+from gsa_train.config_checks import check_data
 from gsa_train.kernel_checks import MASKED_MAX_TOKENS, unsupported_by_kernels
+from gsa_train.layout_checks import data_parallel_size
 from gsa_train.model.flops import count_parameters, flops_per_token, indexer_layers
+from gsa_train.pipeline_layout import stage_chunks, stage_layers
 
 MAX_LAYOUT_LINES = 32
 KERNEL_CHUNK_BYTES = 512 * 2**20  # gsa_kernels: selection.op row_chunk_bytes; kl.op has two of half the size
@@ -45,34 +47,52 @@ def describe(config: Config, world_size: int) -> str:
 def _layout(config: Config, world_size: int) -> list[str]:
     parallel, train = config.parallel, config.train
     replicas = data_parallel_size(config, world_size)
-    layers = config.model.num_layers // parallel.pipeline
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
-    sharded = "sharded over data-parallel ranks" if parallel.distributed_optimizer else "replicated"
+    over = "data- and context-parallel" if parallel.context > 1 else "data-parallel"
+    sharded = f"sharded over {over} ranks" if parallel.distributed_optimizer else "replicated"
     lines = [
-        f"{world_size} = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {replicas}",
+        f"{world_size} = tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} "
+        f"x data {replicas}",
         f"sequence parallel {'on' if _is_sequence_parallel(config) else 'off'}, optimizer state {sharded}",
-        f"{layers} layers per stage; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
+        f"{_layers_per_stage(config)}; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
         "step and replica",
     ]
     ranks = []
     for stage in range(parallel.pipeline):
-        span = f"stage {stage} (layers {stage * layers}-{(stage + 1) * layers - 1})"
+        spans = ", ".join(_span(chunk) for chunk in stage_chunks(config, stage))
+        span = f"stage {stage} (layers {spans})"
         for replica in range(replicas):
-            first = rank_of(config, world_size, tensor=0, pipeline=stage, data=replica)
-            ranks.append(f"{span}, data {replica}: {_rank_range(first, parallel.tensor)}")
+            first = rank_of(config, world_size, tensor=0, context=0, pipeline=stage, data=replica)
+            ranks.append(f"{span}, data {replica}: {_rank_range(first, parallel.tensor, parallel.context)}")
     if len(ranks) > MAX_LAYOUT_LINES:
         ranks = [*ranks[:MAX_LAYOUT_LINES], f"... and {len(ranks) - MAX_LAYOUT_LINES} more in the same order"]
     return lines + ranks
 
 
-def rank_of(config: Config, world_size: int, tensor: int, pipeline: int, data: int) -> int:
-    """Global rank of a place in the layout: tensor fastest, then data, then pipeline (megatron-core's order)."""
-    replicas = data_parallel_size(config, world_size)
-    return tensor + config.parallel.tensor * (data + replicas * pipeline)
+def _layers_per_stage(config: Config) -> str:
+    virtual = config.parallel.virtual_pipeline
+    chunks = f" in {virtual} chunks (interleaved)" if virtual > 1 else ""
+    counts = [len(stage_layers(config, stage)) for stage in range(config.parallel.pipeline)]
+    layers = f"{counts[0]} layers per stage" if len(set(counts)) == 1 else f"{counts} layers on the stages"
+    return layers + chunks
 
 
-def _rank_range(first: int, count: int) -> str:
-    return f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1} (tensor 0-{count - 1})"
+def _span(layers: range) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def rank_of(config: Config, world_size: int, tensor: int, context: int, pipeline: int, data: int) -> int:
+    """Global rank of a place in the layout: tensor fastest, then context, data, pipeline (megatron-core's order)."""
+    replicas, parallel = data_parallel_size(config, world_size), config.parallel
+    return tensor + parallel.tensor * (context + parallel.context * (data + replicas * pipeline))
+
+
+def _rank_range(first: int, tensor: int, context: int) -> str:
+    if tensor * context == 1:
+        return f"rank {first}"
+    axes = {"tensor": tensor, "context": context}
+    places = ", ".join(f"{axis} 0-{size - 1}" for axis, size in axes.items() if size > 1)
+    return f"ranks {first}-{first + tensor * context - 1} ({places})"
 
 
 def _is_sequence_parallel(config: Config) -> bool:
@@ -135,37 +155,43 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
     """Memory of a stage's ranks in a phase, by formula; the module's docstring says what is left out."""
-    model, gsa, parallel, train = config.model, config.gsa, config.parallel, config.train
+    model, parallel, train = config.model, config.parallel, config.train
     replicas = data_parallel_size(config, world_size)
     value_bytes = 4 if train.precision == "fp32" else 2
 
-    # Weights in the working precision, gradients in fp32, and Adam's two moments in fp32 with, under bf16, the fp32
-    # weights. Only what the phase trains has gradients and optimizer state.
+    # Weights in the working precision, gradients as they are reduced, and Adam's two moments in fp32 with, under
+    # bf16, the fp32 weights. Only what the phase trains has gradients and optimizer state.
     base, indexer = _parameters_per_rank(config, stage)
     trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
     state_bytes = 8 if train.precision == "fp32" else 12
-    shards = replicas if parallel.distributed_optimizer else 1
+    shards = replicas * parallel.context if parallel.distributed_optimizer else 1
 
     # Activations. A warm-up keeps none: its base runs without a graph, and each layer's indexer learns on the spot.
     layer = _layer_bytes(config, phase, value_bytes)
-    layers = model.num_layers // parallel.pipeline
+    held = stage_layers(config, stage)
+    layers = len(held)
     sequence_shards = parallel.tensor if _is_sequence_parallel(config) else 1
-    tokens = train.micro_batch_size * train.seq_len_tokens
+    tokens = _tokens_per_rank(config)
     if phase.train == "indexer":
-        kept, working = 0.0, layer.linear + layer.scratch
+        kept, working = 0.0, layer.linear + layer.gathered + layer.scratch
     elif train.recompute == "none":
-        kept, working = layers * (layer.linear + layer.square), layer.scratch
+        kept, working = layers * (layer.linear + layer.gathered + layer.square), layer.scratch
     elif train.recompute == "selective":
         # The selections stay: choosing again in the backward pass could choose otherwise.
-        selecting = indexer_layers(model, gsa) // parallel.pipeline if phase.attention == "sparse" else 0
+        selecting = _indexers_among(held, config) if phase.attention == "sparse" else 0
         kept = layers * layer.linear + selecting * layer.selection
-        working = layer.square + layer.scratch
+        working = layer.gathered + layer.square + layer.scratch
     else:
         unit = train.recompute_num_layers
         kept = layers // unit * value_bytes * tokens * model.hidden_size / sequence_shards
-        working = unit * (layer.linear + layer.square) + layer.scratch
+        working = unit * (layer.linear + layer.gathered + layer.square) + layer.scratch
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
-    in_flight = min(parallel.pipeline - stage, micro_batches)  # 1F1B
+    virtual = parallel.virtual_pipeline
+    if virtual == 1:  # 1F1B
+        in_flight = float(min(parallel.pipeline - stage, micro_batches))
+    else:  # interleaved: chunks in flight (megatron-core's warm-up and one more), of which each has a share of `kept`
+        ahead = 2 * (parallel.pipeline - stage - 1) + (virtual - 1) * parallel.pipeline + 1
+        in_flight = min(ahead, micro_batches * virtual) / virtual
 
     # Logits in the working precision, over which the fused loss writes their gradient; otherwise their softmax in
     # fp32, and its gradient in fp32 where there is one.
@@ -174,7 +200,7 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     logit_bytes = value_bytes + (0 if train.fused_ops != "none" else softmax_bytes)
     return MemoryEstimate(
         weights=value_bytes * (base + indexer),
-        gradients=4 * trained,
+        gradients=(4 if parallel.grad_reduce_dtype == "fp32" else 2) * trained,
         optimizer=state_bytes * trained / shards,
         activations=in_flight * kept,
         working=working,
@@ -188,14 +214,25 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
     parallel, count = config.parallel, count_parameters(config.model, config.gsa)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
-    base = (count.attention + count.gates + count.mlp) / parallel.tensor / parallel.pipeline
-    base += (count.norms - final_norm) / parallel.pipeline
+    held = stage_layers(config, stage)
+    share = len(held) / config.model.num_layers
+    base = (count.attention + count.gates + count.mlp) / parallel.tensor * share
+    base += (count.norms - final_norm) * share
     if is_first:
         base += count.embedding / parallel.tensor
     if is_last:
         tied_copy = count.embedding if config.model.tie_embeddings and not is_first else 0
         base += final_norm + (count.output + tied_copy) / parallel.tensor
-    return base, count.indexer / parallel.pipeline
+    indexers = indexer_layers(config.model, config.gsa)
+    indexer = count.indexer / indexers * _indexers_among(held, config) if indexers else 0.0
+    return base, indexer
+
+
+def _indexers_among(layers: list[int], config: Config) -> int:
+    """Those of `layers` that own an indexer."""
+    if config.gsa.attention == "dense":
+        return 0
+    return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -204,6 +241,8 @@ class _LayerBytes:
 
     linear: float
     """Kept for the backward pass, growing with L."""
+    gathered: float
+    """K and V of the whole sequence, under context parallelism; recomputation gathers them again."""
     square: float
     """Kept for the backward pass, growing with L x L; the selection is a part of it."""
     selection: float
@@ -234,19 +273,30 @@ def _layer_bytes(config: Config, phase: PhaseConfig, value_bytes: int) -> _Layer
     uses_kernels = gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
     if not uses_kernels:  # its Q, K and V in fp32
         singles += (query + 2 * key_value) / tensor
-    tokens = train.micro_batch_size * train.seq_len_tokens
+    tokens = _tokens_per_rank(config)
     linear = tokens * (value_bytes * values + 4 * singles)
+    gathered, keys_per_query = 0.0, float(train.seq_len_tokens)
+    if (context := config.parallel.context) > 1:
+        gathered = value_bytes * context * tokens * 2 * key_value / tensor
+        if uses_indexer:
+            linear += value_bytes * context * tokens * gsa.indexer_dim
+        keys_per_query *= (2 * context + 1) / (4 * context)  # each chunk sees the keys up to its own end
     if uses_kernels:
         if not uses_indexer:
-            return _LayerBytes(linear, 0.0, 0.0, 0.0)
+            return _LayerBytes(linear, gathered, 0.0, 0.0, 0.0)
         selection, scratch = _kernel_selection_bytes(config, value_bytes)
-        return _LayerBytes(linear, selection, selection, scratch)
+        return _LayerBytes(linear, gathered, selection, selection, scratch)
     # Per query and key, in fp32: each head's softmax and its masked copy. One byte each: visible and selected.
     pairs = 4 * 2 * model.num_heads / tensor + 2
     if uses_indexer:  # each indexer head's activation, then I, the target and log softmax(I)
         pairs += 4 * (gsa.indexer_heads + 3) / gsa.selection_block
-    square = tokens * train.seq_len_tokens * pairs
-    return _LayerBytes(linear, square, tokens * train.seq_len_tokens, square)
+    square = tokens * keys_per_query * pairs
+    return _LayerBytes(linear, gathered, square, tokens * keys_per_query, square)
+
+
+def _tokens_per_rank(config: Config) -> int:
+    """Tokens of a micro-batch that a rank holds, without sequence parallelism."""
+    return config.train.micro_batch_size * config.train.seq_len_tokens // config.parallel.context
 
 
 def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, float]:
@@ -254,7 +304,7 @@ def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, fl
     probabilities of a chunk of rows, and over lists the partial gradients of K and V and their sums in fp32."""
     gsa, train = config.gsa, config.train
     length = train.seq_len_tokens
-    tokens = train.micro_batch_size * length
+    tokens = _tokens_per_rank(config)
     if gsa.selection_block > 1:
         near = gsa.local_window + gsa.selection_block
         entries = min(gsa.k_max + near, length)  # there is room for the largest budget
@@ -267,7 +317,8 @@ def _kernel_selection_bytes(config: Config, value_bytes: int) -> tuple[float, fl
     else:
         return tokens * length / 8, KERNEL_CHUNK_BYTES
     partials = tokens / queries * entries * 2 * config.model.head_dim * value_bytes
-    sums = 4 * tokens * 2 * config.model.num_kv_heads * config.model.head_dim / config.parallel.tensor
+    kv_values = 2 * config.model.num_kv_heads * config.model.head_dim / config.parallel.tensor
+    sums = 4 * train.micro_batch_size * length * kv_values
     return selection, KERNEL_CHUNK_BYTES + min(partials, GATHERED_SCRATCH_BYTES) + sums
 
 

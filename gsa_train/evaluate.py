@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,26 @@ from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.step import evaluation_step
 
+ROUND_MICRO_BATCHES = 32
+"""Per replica and pass through the pipeline: seconds, so that a validation of hours can be stopped."""
+
 SCORES = ("loss", "perplexity", "bits_per_byte")
 
 
 def evaluate(
-    model: Model, sets: list[ValidationSet], eos_id: int, config: Config, parallel: Parallel
+    model: Model,
+    sets: list[ValidationSet],
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Score every validation set, its sequences dealt over the replicas; every rank gets the result. Collective.
 
     Nothing of the training changes: no random number is drawn, no moving average moves.
+
+    Args:
+        before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
 
     Returns:
         Of the first set `validation_loss` (nats per scored token), `validation_perplexity` and
@@ -42,7 +54,7 @@ def evaluate(
         is_first = each is sets[0]
         prefix = "validation" if is_first else f"validation_{each.name}"
         model.runtime.measuring = is_first
-        reduced = _score(model, each.text, eos_id, config, parallel)
+        reduced = _score(model, each.text, eos_id, config, parallel, before_each)
         model.runtime.measuring = False
         scores = _scores(reduced.loss, each.text)
         record |= {f"{prefix}_{score}": scores[score] for score in SCORES}
@@ -55,7 +67,7 @@ def evaluate(
             }
         if each.by_source:
             by_source = {
-                source: _scores(_score(model, text, eos_id, config, parallel).loss, text)
+                source: _scores(_score(model, text, eos_id, config, parallel, before_each).loss, text)
                 for source, text in each.by_source.items()
             }
             for score in SCORES:
@@ -80,9 +92,21 @@ def scores_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name.endswith(endings)}
 
 
-def _score(model: Model, text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> Reduced:
+def _score(
+    model: Model,
+    text: ScoredText,
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None],
+) -> Reduced:
     """`loss` is the mean over all scored labels of the text, however they are dealt."""
-    loss_sum, _ = evaluation_step(model, _deal(text, eos_id, config, parallel), config, parallel)
+    micro_batches = _deal(text, eos_id, config, parallel)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    for first in range(0, len(micro_batches), ROUND_MICRO_BATCHES):
+        before_each()
+        part = micro_batches[first : first + ROUND_MICRO_BATCHES]
+        loss_sum += evaluation_step(model, part, config, parallel)[0]
     return reduce_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)
 
 
@@ -104,7 +128,9 @@ def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> 
     """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
     count for nothing in the loss."""
     size = config.train.micro_batch_size
-    missing = -len(text.blocks) % (size * parallel.data_size)
+    # Interleaved stages take micro-batches in groups of as many as there are stages.
+    group = parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
+    missing = -len(text.blocks) % (size * parallel.data_size * group)
     blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
     lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
     mine = slice(parallel.data_rank, None, parallel.data_size)

@@ -13,7 +13,8 @@ import torch
 
 from gsa_data.validation import validation_blocks
 from gsa_train.batches import load_tokenizer, reading_of, to_micro_batch, validation_manifest
-from gsa_train.checkpoint import find_checkpoint, load_weights
+from gsa_train.checkpoint import load_weights
+from gsa_train.checkpoint_files import find_checkpoint
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model, build_model
 from gsa_train.model.indexer import IndexerProjections

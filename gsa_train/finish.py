@@ -1,22 +1,44 @@
-"""The end of a run: last validation, baselines, summary, plots."""
+"""The end of a run: last validation, baselines, summary, plots; or a stop before it."""
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import torch.distributed as dist
 
+from gsa_data.best_fit import packing_shares
+from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
+from gsa_train.monitor import EXIT_CODE, MonitorStop
+from gsa_train.parallel import shutdown_parallel
 from gsa_train.plots import write_plots
 from gsa_train.resume import run_dir
+from gsa_train.run_folder import STOPPED
+from gsa_train.sinks import write_atomically
+from gsa_train.stop_signals import EXIT_STOPPED, Stopped, reason_in_words
 from gsa_train.trainer import Run, validate
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
-    """Write summary.json and plots, and print the summary. Collective."""
+    """Write summary.json and plots, and print the summary. Collective.
+
+    Raises:
+        Stopped: asked to in the validation; the next start ends the run again.
+    """
     config = run.config
-    validation = validate(run, last_phase.name)
+
+    def stop_if_asked() -> None:  # the last step is saved already
+        run.watch.note(run.step, "validating")
+        reason = run.stop_vote.ask()
+        if reason:
+            raise Stopped(reason, run.step)
+
+    validation = validate(run, last_phase.name, stop_if_asked)
+    run.watch.note(run.step, "ending")
+    counters = run.batches.state()["counters"]
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
         if config.evaluate.ngram_baselines:
@@ -36,7 +58,10 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             "spikes": run.monitor.spikes,
             "skipped_updates": run.monitor.skipped_updates,
             "rewinds": len(run.monitor.rewinds),
+            "data_tokens_by_source": tokens_by_source(counters),
         }
+        if config.data.packing == "best_fit":
+            summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
         run.progress.close()
         run.sinks.finish(summary)
         for name, value in summary.items():
@@ -48,3 +73,29 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             for path in write_plots(run_dir(config)):
                 run.progress.message(f"wrote {path}")
     dist.barrier()
+
+
+def leave(run: Run, stop: Stopped) -> None:
+    """End this process's part of a run that was asked to stop and is saved. Collective."""
+    if run.sinks is not None and run.progress is not None:
+        facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
+        write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
+        run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
+    _close(run)
+
+
+def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
+    """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
+    run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
+    _close(run, EXIT_CODE)
+
+
+def _close(run: Run, wandb_code: int = 0) -> None:
+    run.batches.close()
+    run.stop_vote.close()
+    if run.sinks is not None and run.progress is not None:
+        run.progress.close()
+        run.sinks.close(wandb_code)
+    run.watch.close()
+    dist.barrier()  # torchrun ends all ranks when the first one ends
+    shutdown_parallel()

@@ -70,7 +70,12 @@ def _check_dense_attention(config: Config) -> list[str]:
     if config.gsa.attention_impl == "reference":
         wrong = "goes with the fused kernels, but gsa.attention_impl = reference"
         return [problem_line(field, name, wrong, "leave it at auto, or change gsa.attention_impl")]
-    if name == "triton" or config.data.attend_across_documents:
+    if name == "triton":
+        return []
+    if config.parallel.context > 1:
+        wrong = f"takes queries from position 0 on, and parallel.context = {config.parallel.context} gives it others"
+        return [problem_line(field, name, wrong, "set it to auto")]
+    if config.data.attend_across_documents:
         return []
     wrong = "cannot stop at a document's start, and data.attend_across_documents = false"
     return [problem_line(field, name, wrong, "set it to auto, or data.attend_across_documents to true")]

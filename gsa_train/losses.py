@@ -44,6 +44,6 @@ def indexer_kl_grad_scale(
         kl_coeff: lambda of eq. 15.
         num_indexers: layers of the whole model that have an indexer.
         rows_per_step: scored queries of the whole global batch.
-        data_parallel_size: data-parallel ranks.
+        data_parallel_size: ranks over which gradients are averaged, data x context.
     """
     return kl_coeff * data_parallel_size / (num_indexers * rows_per_step)

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from gsa_data.best_fit import COUNTERS as PACKING_COUNTERS
+from gsa_data.best_fit import packing_shares
 from gsa_data.faults import skipped_totals
-from gsa_train.config import Config, PhaseConfig
+from gsa_data.source_weights import TOKENS_OF, tokens_by_source
+from gsa_train.config import Config, DataConfig, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.stats import EXTREMES, LayerStats
 from gsa_train.parallel import Parallel
+from gsa_train.work_time import slowest
 
 
 class IntervalClock:
@@ -68,8 +72,12 @@ class Reduced:
     loss: float
     data_wait: float
     """Largest share over the ranks of the interval spent waiting for text."""
-    skipped: dict[str, int]
-    """Documents and shards left out, and reads tried again, since the start of the run."""
+    data_totals: dict[str, int]
+    """What `data_totals` gave, over all ranks."""
+    data_checksum: int
+    """Of the step's text and its order (gsa_data.stream)."""
+    work_seconds: list[float]
+    """By rank."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Largest over the ranks; None on CPUs."""
@@ -81,7 +89,9 @@ def reduce_step(
     loss_tokens: float,
     interval: Interval | None,
     parallel: Parallel,
-    counters: Mapping[str, int] | None = None,
+    data_totals: Mapping[str, int] | None = None,
+    checksum: int = 0,
+    work_seconds: float = 0.0,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -89,14 +99,20 @@ def reduce_step(
         loss_sum: this rank's share of the summed loss.
         loss_tokens: scored tokens over all replicas.
         interval: None for a validation.
-        counters: what this process read and left out of the text.
+        data_totals: what this process read and left out of the text; the same names on every rank.
+        checksum: of this process's part of the step's text.
+        work_seconds: that this rank worked without waiting for others (work_time.py).
     """
     on_gpu = parallel.device.type == "cuda"
-    skipped = skipped_totals(counters or {})
+    data_totals = data_totals or {}
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
+    work = torch.zeros(parallel.world_size, dtype=torch.float64)
+    work[parallel.rank] = work_seconds
+    host_sums = torch.cat([torch.tensor([checksum, *data_totals.values()], dtype=torch.float64), work])
     layers, sums, maxima = stats.reduce(
-        torch.cat([loss_sum.double().reshape(1), torch.tensor(list(skipped.values())).to(loss_sum.device)]),
+        # fp64 holds the sum of two million CRC-32s exactly.
+        torch.cat([loss_sum.double().reshape(1), host_sums.to(loss_sum.device)]),
         torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
@@ -104,10 +120,39 @@ def reduce_step(
         layers=layers,
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
-        skipped={name: int(total) for name, total in zip(skipped, sums[1:], strict=True)},
+        data_totals={name: int(total) for name, total in zip(data_totals, sums[2:], strict=False)},
+        data_checksum=int(sums[1]),
+        work_seconds=sums[2 + len(data_totals) :],
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
     )
+
+
+OTHER_SOURCES = "(others)"
+"""Sources without a weight, in the metrics; summary.json has each by its name."""
+
+
+def data_totals(counters: Mapping[str, int], data: DataConfig) -> dict[str, int]:
+    """What one process read and left out since the start of the run, under names that follow from the config alone."""
+    totals = skipped_totals(counters)
+    if data.packing == "best_fit":
+        totals |= {name: counters.get(name, 0) for name in PACKING_COUNTERS}
+    if data.source_weights:
+        tokens = tokens_by_source(counters)
+        totals |= {f"{TOKENS_OF}{name}": tokens.pop(name, 0) for name in data.source_weights}
+        totals[f"{TOKENS_OF}{OTHER_SOURCES}"] = sum(tokens.values())
+    return totals
+
+
+def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
+    """The record's part on the text, from `data_totals` over all ranks."""
+    record: dict[str, Any] = {name: totals[name] for name in skipped_totals({})}
+    if PACKING_COUNTERS[0] in totals:
+        record |= {f"packing_{name}": share for name, share in packing_shares(totals).items()}
+    by_source = tokens_by_source(totals)
+    if by_source:
+        record["data_tokens_by_source"] = by_source
+    return record
 
 
 def attention_metrics(layers: dict[str, list[float]]) -> dict[str, Any]:
@@ -145,6 +190,7 @@ def step_record(
     peak = None
     if parallel.device.type == "cuda":
         peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
+    slowest_rank, slowest_rank_ratio = slowest(reduced.work_seconds)
     return {
         "step": step,
         "phase": phase.name,
@@ -163,7 +209,10 @@ def step_record(
         "mfu": None if peak is None else per_device * flops.total / peak,
         "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
         "data_wait": reduced.data_wait,
-        **reduced.skipped,
+        "slowest_rank": slowest_rank,
+        "slowest_rank_ratio": slowest_rank_ratio,
+        **data_metrics(reduced.data_totals),
+        "data_checksum": reduced.data_checksum,
         "memory_allocated_bytes": reduced.memory_allocated_bytes,
         "memory_peak_bytes": reduced.memory_peak_bytes,
     }

@@ -101,9 +101,15 @@ class Monitor:
         device: torch.device,
         state: MonitorState,
         log: Callable[[dict[str, Any]], None],
+        saved_step: Callable[[], int | None],
     ) -> None:
-        """`state` is that of the checkpoint or of the phase before; `log` takes events for metrics.jsonl."""
-        self._config, self._span, self._log = config, span, log
+        """
+        Args:
+            state: that of the checkpoint or of the phase before.
+            log: takes events for metrics.jsonl.
+            saved_step: newest checkpoint; asked where the run ends.
+        """
+        self._config, self._span, self._log, self._saved_step = config, span, log, saved_step
         self._state = state.entering(span.index)
         self._unread: deque[_Unread] = deque()
         self._last: Row | None = None
@@ -128,12 +134,11 @@ class Monitor:
         event.record()
         self._unread.append(_Unread(step, row, event))
 
-    def read(self, through: int, now: int, saved_step: int | None) -> SpikeFound | None:
+    def read(self, through: int, now: int) -> SpikeFound | None:
         """Count and act on the steps up to `through`.
 
         Args:
             now: steps done; what is done begins with the step after it.
-            saved_step: newest checkpoint, for the message of an end.
 
         Returns:
             The spike that asks for a rewind, if there is one: what follows it was not read.
@@ -145,7 +150,7 @@ class Monitor:
             step, row, event = self._unread.popleft()
             if event is not None:
                 event.synchronize()
-            found = self._judge(step, self.detector.row(row.tolist()), now, saved_step)
+            found = self._judge(step, self.detector.row(row.tolist()), now)
             if found is not None:
                 return found
         return None
@@ -184,7 +189,7 @@ class Monitor:
 
     # --- policy --------------------------------------------------------------------------------------------
 
-    def _judge(self, step: int, row: Row, now: int, saved_step: int | None) -> SpikeFound | None:
+    def _judge(self, step: int, row: Row, now: int) -> SpikeFound | None:
         state, config = self._state, self._config
         self._last = row
         state.judged_steps += 1
@@ -211,19 +216,17 @@ class Monitor:
         what = f"step {step}: the {signal.replace('grad_', 'gradient ')} is {value:g}"
         if math.isfinite(value):
             what += f", above {threshold:.3g}"
-        saved = f"Nothing was saved after step {saved_step or 0}; resume from there with a lower learning rate, or look"
-        saved += " at the batch."
         if config.action == "log" and not row.finite:
-            raise MonitorStop(f"{what}. {saved}")
+            raise self._stop(what)
         if config.action in ("skip", "lower_lr") and state.in_a_row >= config.max_skips_in_a_row:
-            raise MonitorStop(
+            raise self._stop(
                 f"{what}: the update was left out for the {state.in_a_row}th step in a row "
-                f"(monitor.max_skips_in_a_row). {saved}"
+                "(monitor.max_skips_in_a_row)"
             )
         if state.in_a_row < config.patience_steps:
             return None
         if config.action == "stop":
-            raise MonitorStop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop). {saved}")
+            raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)")
         if config.action == "lower_lr":
             if state.lowered_until <= now:
                 self._event("lower_lr", now, factor=config.lower_lr_factor, last=now + config.lower_lr_steps)
@@ -231,6 +234,12 @@ class Monitor:
         if config.action == "rewind":
             return SpikeFound(state.first_in_a_row, step, signal, value, threshold)
         return None
+
+    def _stop(self, why: str) -> MonitorStop:
+        return MonitorStop(
+            f"{why}. Nothing was saved after step {self._saved_step() or 0}; resume from there with a lower learning "
+            "rate, or look at the batch."
+        )
 
     def _counts_for_score(self, row: Row) -> bool:
         recent, spikes = self._state.recent, False

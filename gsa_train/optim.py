@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +32,15 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.phases import enter_phase
+from gsa_train.work_time import WorkTime
 
 
 @dataclass
 class PhaseOptimizer:
     """What trains one phase."""
 
-    ddp: DistributedDataParallel
-    """The model inside megatron-core's data-parallel wrapper."""
+    ddps: list[DistributedDataParallel]
+    """The model's chunks, each inside megatron-core's data-parallel wrapper."""
     optimizer: MegatronOptimizer
     phase: PhaseConfig
 
@@ -50,16 +52,17 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     # In the warm-up each layer runs its own backward pass; there is no single one to overlap with.
     trains_base = phase.train != "indexer"
     overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
-    ddp = DistributedDataParallel(
-        model.mcore_config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=layout.distributed_optimizer,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=layout.overlap_param_gather and trains_base,
-        ),
-        model.module,
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=layout.grad_reduce_dtype == "fp32",
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather and trains_base,
     )
+    # One bucket for each chunk but the first: the others' reductions overlap with its work anyway (Megatron-LM).
+    ddps = [
+        DistributedDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
+        for number, module in enumerate(model.modules)
+    ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -75,14 +78,23 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
             use_distributed_optimizer=layout.distributed_optimizer,
             overlap_param_gather=layout.overlap_param_gather and trains_base,
         ),
-        [ddp],
+        ddps,
         config_overrides=_group_overrides(phase),
     )
     repair_torch_adam(optimizer)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
-    model.mcore_config.finalize_model_grads_func = megatron_finalize_model_grads
-    model.mcore_config.no_sync_func = ddp.no_sync if overlap_grad_reduce else None
-    return PhaseOptimizer(ddp, optimizer, phase)
+    model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
+    no_sync = [ddp.no_sync for ddp in ddps]
+    model.mcore_config.no_sync_func = (
+        (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
+    )
+    return PhaseOptimizer(ddps, optimizer, phase)
+
+
+def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
+    """megatron-core's reduction of the gradients, before which a rank has done its own work. Collective."""
+    work_time.end()
+    megatron_finalize_model_grads(*args, **kwargs)
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
@@ -119,23 +131,23 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 
 @torch.no_grad()
 def reduce_grad_norm(
-    optimizer: MegatronOptimizer, loss_sum: torch.Tensor, parallel: Parallel
+    optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the reduced gradients and the sum of the loss over all ranks, in one collective.
+    """The norm of the reduced gradients and the loss over all ranks, in one collective.
 
     Collective over all ranks, so that each has the same bits to decide by; nothing is read back on a GPU.
 
     Args:
-        loss_sum: 0-d: this rank's part of the sum.
+        loss_share: 0-d: what this rank adds to the loss of the global batch.
 
     Returns:
-        0-d fp32 norm before clipping, 0-d fp64 sum of the loss.
+        0-d fp32 norm before clipping, 0-d fp64 loss.
     """
     optimizer.prepare_grads()
     grads = [g for inner in _chained(optimizer) for g in inner.get_main_grads_for_grad_norm()]
     # Without the distributed optimizer every data-parallel replica holds all of them.
     copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
-    sums = torch.stack([_sum_of_squares(grads, parallel.device) / copies, loss_sum.double()])
+    sums = torch.stack([_sum_of_squares(grads, parallel.device) / copies, loss_share.double()])
     dist.all_reduce(sums)
     return sums[0].sqrt().float(), sums[1]
 
@@ -156,7 +168,7 @@ def clipped_step(
     """
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     if norm.is_cuda:
-        for inner in _inner_optimizers(optimizer):
+        for inner in inner_optimizers(optimizer):
             inner.optimizer.grad_scale = divisor
             inner.optimizer.found_inf = applied.logical_not().float()
         optimizer.step_with_ready_grads()
@@ -175,7 +187,7 @@ def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: P
     """
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if _counts_for_norms(p)}
         for group in adam.param_groups:
             for part in _parts([p for p in group["params"] if id(p) in counted]):
@@ -232,13 +244,13 @@ def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.
 
 def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
     """Release gradient buffers, hooks and optimizer state before the next phase builds its own."""
-    ddp = phase_optimizer.ddp
-    if ddp.use_forward_hook:
-        ddp.disable_forward_pre_hook()  # also waits for parameters under way
-    # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
-    # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
-    ddp.grad_accs.clear()
-    for parameter in model.gpt.parameters():
+    for ddp in phase_optimizer.ddps:
+        if ddp.use_forward_hook:
+            ddp.disable_forward_pre_hook()  # also waits for parameters under way
+        # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
+        # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
+        ddp.grad_accs.clear()
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         parameter.grad = None
         for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
             if hasattr(parameter, attribute):
@@ -251,7 +263,8 @@ def _chained(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those of megatron-core's that have parameters on this rank."""
     return [o for o in _chained(optimizer) if isinstance(o.optimizer, torch.optim.AdamW)]
 
 
@@ -263,7 +276,7 @@ def repair_torch_adam(optimizer: MegatronOptimizer) -> None:
     2. DistributedOptimizer then writes to a state named "step" that it never saved: leave the counts alone.
     The third fault needs `unshare_step_counts` after loading.
     """
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         _use_one_kernel(inner.optimizer)
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
@@ -278,8 +291,10 @@ def repair_torch_adam(optimizer: MegatronOptimizer) -> None:
 
 def _use_one_kernel(adam: torch.optim.AdamW) -> None:
     """On GPUs; torch otherwise passes about ten times over the weights. Its step counts are on the device then."""
-    for group in adam.param_groups:
-        on_gpu = all(parameter.is_cuda for parameter in group["params"])
+    on_gpu = torch.cuda.is_available()
+    for (
+        group
+    ) in adam.param_groups:  # also those of which this rank has no parameter: a checkpoint compares ranks
         group["fused"], group["foreach"] = on_gpu, False if on_gpu else None
 
 
@@ -296,7 +311,7 @@ def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.T
 def unshare_step_counts(optimizer: MegatronOptimizer) -> None:
     """DistributedOptimizer.load_state_dict puts one step tensor into all states, where AdamW then adds 1 to it
     once per parameter; give each its own, on its device. The choice of the kernel came with the checkpoint, too."""
-    for inner in _inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         _use_one_kernel(inner.optimizer)
         for state in inner.optimizer.state.values():
             state["step"] = state["step"].to(state["exp_avg"].device, copy=True)

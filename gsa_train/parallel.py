@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -22,21 +23,21 @@ from gsa_train.config import ParallelConfig  # noqa: E402
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands. Ranks are ordered tensor fastest, then data, then pipeline (megatron-core)."""
+    """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core)."""
 
     rank: int
     world_size: int
     tensor_rank: int
     tensor_size: int
+    context_rank: int
+    context_size: int
     pipeline_rank: int
     pipeline_size: int
     data_rank: int
     data_size: int
     device: torch.device
     groups: ProcessGroupCollection
-    """megatron-core's groups: `tp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), ..."""
-    model_source_rank: int
-    """Global rank of the first rank of this model-parallel group: it reads the data for the others."""
+    """megatron-core's groups: `tp`, `cp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), ..."""
 
     @property
     def is_main(self) -> bool:
@@ -49,13 +50,18 @@ class Parallel:
 
     @property
     def reads_data(self) -> bool:
-        """The first rank of each model-parallel group reads the text of its data-parallel replica."""
-        return self.tensor_rank == 0 and self.pipeline_rank == 0
+        """The first rank of each data-parallel replica reads the text for the others."""
+        return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """Tensor, pipeline, data and context sizes: what a checkpoint remembers."""
+        return self.tensor_size, self.pipeline_size, self.data_size, self.context_size
 
     def describe(self) -> str:
         return (
-            f"{self.world_size} ranks on {self.device.type} = tensor {self.tensor_size} x pipeline "
-            f"{self.pipeline_size} x data {self.data_size}"
+            f"{self.world_size} ranks on {self.device.type} = tensor {self.tensor_size} x context "
+            f"{self.context_size} x pipeline {self.pipeline_size} x data {self.data_size}"
         )
 
 
@@ -65,24 +71,23 @@ def world_size_from_environment() -> int:
 
 
 def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
-    """Join the process group of this job and cut it into megatron-core's groups.
+    """Join the process group of this job, unless this process is in it, and cut it into megatron-core's groups.
 
     Args:
         config: sizes, already checked against the world size.
         seed: seeds torch and megatron-core's random-number tracker, per tensor and pipeline rank.
     """
     use_cuda = torch.cuda.is_available()
-    if use_cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        from gsa_train import cpu_backend
-
-        cpu_backend.install()
-        device = torch.device("cpu")
-    _join_world(use_cuda, device)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if not dist.is_initialized():  # a process may change its layout
+        _join_world(use_cuda, device, collective_timeout(config))
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        distributed_timeout_minutes=collective_timeout(config).total_seconds() / 60,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -92,28 +97,56 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         world_size=dist.get_world_size(),
         tensor_rank=groups.tp.rank(),
         tensor_size=groups.tp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=groups.cp.size(),
         pipeline_rank=groups.pp.rank(),
         pipeline_size=groups.pp.size(),
         data_rank=groups.dp.rank(),
         data_size=groups.dp.size(),
         device=device,
         groups=groups,
-        model_source_rank=dist.get_process_group_ranks(groups.mp)[0],
     )
-    assert parallel.tensor_size * parallel.pipeline_size * parallel.data_size == parallel.world_size
+    assert math.prod(parallel.layout) == parallel.world_size
     return parallel
 
 
-def _join_world(use_cuda: bool, device: torch.device) -> None:
+def collective_timeout(config: ParallelConfig) -> timedelta:
+    """A little later than `Watch`, which says more."""
+    return timedelta(minutes=config.timeout_minutes) * 1.25
+
+
+def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
+    if use_cuda:
+        torch.cuda.set_device(device)
+    else:
+        from gsa_train import cpu_backend
+
+        cpu_backend.install()
     backend = "nccl" if use_cuda else "gloo"
-    timeout = timedelta(minutes=10)
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun (2.13) keeps its store over restarts, and in it the addresses of the ranks before.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(
+            f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+            dist.TCPStore(address, port, is_master=False, timeout=timeout),
+        )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device_id = device if use_cuda else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def shutdown_parallel() -> None:
-    """Leave the groups, so that a finished job ends without warnings or waiting peers."""
+def leave_layout() -> None:
+    """Leave megatron-core's groups; `init_parallel` may then make others."""
     mpu.destroy_model_parallel()
+
+
+def shutdown_parallel() -> None:
+    """Leave all groups, so that a finished job ends without warnings or waiting peers."""
+    leave_layout()
     dist.destroy_process_group()

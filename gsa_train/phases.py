@@ -33,7 +33,7 @@ def enter_phase(model: Model, phase: PhaseConfig) -> None:
 
     train=indexer: the base runs without a graph, so the indexer is all that can be trained.
     """
-    for parameter in model.gpt.parameters():
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         is_indexer = getattr(parameter, "gsa_indexer", False)
         trained = {"all": True, "base": not is_indexer, "indexer": is_indexer}[phase.train]
         parameter.requires_grad_(trained)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gsa_train.sinks import validation_prefixes
+from gsa_train.sinks import tells_by_its_event, validation_prefixes
 
 SMOOTHING = 0.3
 """Weight of the latest interval in the moving average of seconds per step (tqdm's default)."""
@@ -47,7 +47,8 @@ class Progress:
                 self.message(_other_set_line(record, self._total_steps, prefix, name))
             return
         if "event" in record:
-            self.message(_event_line(record, self._total_steps))
+            if tells_by_its_event(record):  # the others are said in words where they happen
+                self.message(_event_line(record, self._total_steps))
             return
         eta = self._measure(record["step"])
         if self._bar is None:

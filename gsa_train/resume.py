@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import yaml
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import RunState, find_checkpoint, read_run_state, recover_folder, restore_rng
+from gsa_train.checkpoint import RunState, find_damage, read_run_state, restore_rng
+from gsa_train.checkpoint_files import find_checkpoint, pass_over, recover_folder, resume_candidates
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.monitor import MonitorState, state_of
@@ -40,6 +43,8 @@ class Start:
     """The checkpoint was written in that phase, so its optimizer goes on, too."""
     same_run: bool = False
     """The checkpoint belongs to this run folder: its metrics and its W&B run go on."""
+    damaged: tuple[tuple[str, str], ...] = ()
+    """Newer checkpoints that were passed over: name, and what is wrong with it."""
 
     @property
     def step(self) -> int:
@@ -60,13 +65,12 @@ class Start:
     def restore_rng(self, parallel: Parallel) -> None:
         """Random numbers go on where they were, if every rank finds its own."""
         assert self.state is not None
-        layout = (parallel.tensor_size, parallel.pipeline_size, parallel.data_size)
-        if not restore_rng(self.state, layout, parallel.rank) and parallel.is_main:
+        if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
             logger.warning(
-                "the checkpoint's layout was tensor x pipeline x data = %s, now it is %s: random-number "
+                "the checkpoint's layout was tensor x pipeline x data x context = %s, now it is %s: random-number "
                 "generators start from run.seed",
                 "x".join(map(str, self.state.layout)),
-                "x".join(map(str, layout)),
+                "x".join(map(str, parallel.layout)),
             )
 
 
@@ -74,8 +78,29 @@ def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+LAUNCH = "launch.txt"
+"""In the run folder: which launch opened it last."""
+
+
+def launch_id() -> str:
+    """The same for every start by one Slurm job or one torchrun."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _is_restart(own: Path, parallel: Parallel) -> bool:
+    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective."""
+    counts = [int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM")]
+    marker = own / LAUNCH
+    same = marker.is_file() and marker.read_text().strip() == launch_id()
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, (same, max(counts)))  # a node that has just joined counts from 0
+    return bool(found[0][0]) and any(count > 0 for _, count in found)
+
+
 def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
+
+    The two options are for a launch's first start; its restarts go on from the run folder.
 
     Raises:
         ResumeError: the checkpoint is missing or incomplete, or of another model or sequence of phases.
@@ -84,24 +109,34 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     if parallel.is_main:
         recover_folder(own / "checkpoints")
     dist.barrier()
+    if _is_restart(own, parallel):
+        arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False)
     if arguments.no_resume:
         return Start()
-    folder = Path(arguments.resume_from) if arguments.resume_from else own
-    try:
-        checkpoint = find_checkpoint(folder)
-    except FileNotFoundError as error:
-        raise ResumeError(str(error)) from error
-    if checkpoint is None:
-        if arguments.resume_from:
+    checksums = config.checkpoint.verify == "full"
+    damaged: list[tuple[str, str]] = []
+    checkpoint: Path | None
+    if arguments.resume_from:
+        checkpoint = _named_checkpoint(Path(arguments.resume_from))
+        fault = find_damage(checkpoint, parallel, checksums)
+        if fault is not None:
             raise ResumeError(
-                f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
+                f"--resume-from {arguments.resume_from}: {checkpoint} is damaged: {fault}. Give another checkpoint."
             )
+    else:
+        checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums)
+    if checkpoint is None:
         return Start()
-    return start_from(checkpoint, config, spans)
+    return start_from(checkpoint, config, spans, damaged)
 
 
-def start_from(checkpoint: Path, config: Config, spans: list[PhaseSpan]) -> Start:
+def start_from(
+    checkpoint: Path, config: Config, spans: list[PhaseSpan], damaged: Sequence[tuple[str, str]]
+) -> Start:
     """The start that a checkpoint means.
+
+    Args:
+        damaged: newer ones that were passed over.
 
     Raises:
         ResumeError: it is of another model or sequence of phases.
@@ -113,14 +148,73 @@ def start_from(checkpoint: Path, config: Config, spans: list[PhaseSpan]) -> Star
     _check_same_model(config, state, checkpoint)
     _check_same_phases(state, spans, checkpoint)
     finished = state.step == spans[state.phase_index].end
-    last = state.phase_index == len(spans) - 1
+    stays = state.phase_index == len(spans) - 1 or state.validation_due
     return Start(
         checkpoint=checkpoint,
         state=state,
-        phase_index=state.phase_index + 1 if finished and not last else state.phase_index,
-        inside_phase=last or not finished,
+        phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
+        inside_phase=stays or not finished,
         same_run=checkpoint.resolve().parent.parent == run_dir(config).resolve(),
+        damaged=tuple(damaged),
     )
+
+
+def _named_checkpoint(folder: Path) -> Path:
+    try:
+        checkpoint = find_checkpoint(folder)
+    except FileNotFoundError as error:
+        raise ResumeError(str(error)) from error
+    if checkpoint is None:
+        raise ResumeError(
+            f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
+        )
+    return checkpoint
+
+
+def _newest_intact(
+    checkpoints: Path, parallel: Parallel, checksums: bool
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
+
+    The damaged ones are renamed and `latest` names the intact one, so that the next start finds it, too.
+
+    Raises:
+        ResumeError: there are checkpoints and all are damaged; a start at step 0 needs to be asked for.
+    """
+    shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
+    dist.broadcast_object_list(shared, src=0)
+    candidate, damaged = first_intact(checkpoints, shared[0], parallel, checksums)
+    if candidate is None and damaged:
+        raise ResumeError(
+            f"{checkpoints} has no intact checkpoint to resume from:\n"
+            + "\n".join(f"  {name}: {fault}" for name, fault in damaged)
+            + f"\nRepair one of them, name another in {checkpoints / 'latest'}, or start again at step 0 with "
+            "--no-resume (which keeps all of this in previous/)."
+        )
+    return candidate, damaged
+
+
+def first_intact(
+    checkpoints: Path, candidates: Sequence[Path], parallel: Parallel, checksums: bool
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
+
+    If there is one, those are renamed and `latest` names it, so that the next start finds it, too.
+    """
+    damaged: list[tuple[str, str]] = []
+    for candidate in candidates:
+        fault = find_damage(candidate, parallel, checksums)
+        if fault is None:
+            if damaged and parallel.is_main:
+                renamed = pass_over([checkpoints / name for name, _ in damaged], candidate)
+                for name, why in damaged:
+                    logger.warning("checkpoint %s is damaged: %s", name, why)
+                kept = f"; kept as {', '.join(path.name for path in renamed)}" if renamed else ""
+                logger.warning("going back to the newest intact checkpoint, %s%s", candidate.name, kept)
+            dist.barrier()
+            return candidate, damaged
+        damaged.append((candidate.name, fault))
+    return None, damaged
 
 
 def open_batches(

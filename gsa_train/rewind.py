@@ -15,11 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gsa_train.checkpoint import complete_checkpoints, go_back_to, step_of
+from gsa_train.checkpoint_files import go_back_to, resume_candidates, step_of
 from gsa_train.config import Config
 from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.parallel import Parallel
-from gsa_train.resume import Start
+from gsa_train.resume import Start, first_intact
 from gsa_train.sinks import write_atomically
 
 FILE = "rewinds.json"
@@ -51,17 +51,20 @@ def rewind(
     config: Config,
     parallel: Parallel,
     last_step: int,
-) -> tuple[Path, Rewind]:
-    """Make the newest checkpoint that is old enough the latest one, and note what is to be left out. Collective.
+) -> tuple[Path, Rewind, list[tuple[str, str]]]:
+    """Make the newest intact checkpoint that is old enough the latest one, and note what is to be left out. Collective.
 
-    Newer checkpoints move to `checkpoints/set_aside`.
+    Newer checkpoints move to `checkpoints/set_aside`. No save may be under way.
 
     Args:
         rewinds: those before.
         last_step: of the run.
 
+    Returns:
+        The checkpoint, what is left out, and newer ones old enough that are damaged: name, and what is wrong with it.
+
     Raises:
-        MonitorStop: `max_rewinds` are done, or no checkpoint is old enough.
+        MonitorStop: `max_rewinds` are done, or no intact checkpoint is old enough.
     """
     monitor = config.monitor
     spike = f"step {found.first_step}: a spike ({found.signal.replace('_', ' ')} {found.value:g})"
@@ -70,19 +73,19 @@ def rewind(
             f"{spike} after {len(rewinds)} rewinds (monitor.max_rewinds); nothing of it was saved"
         )
     newest = found.first_step - monitor.rewind_min_steps
-    chosen: list[Path | None] = [None]
-    if parallel.is_main:
-        fitting = [path for path in complete_checkpoints(checkpoints) if step_of(path) <= newest]
-        chosen = [fitting[-1] if fitting else None]
-    dist.broadcast_object_list(chosen, src=0)
-    checkpoint = chosen[0]
+    shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
+    dist.broadcast_object_list(shared, src=0)
+    fitting = [path for path in shared[0] if (step := step_of(path.name)) is not None and step <= newest]
+    checkpoint, damaged = first_intact(checkpoints, fitting, parallel, config.checkpoint.verify == "full")
     if checkpoint is None:
+        faults = "".join(f"; {name} is damaged: {fault}" for name, fault in damaged)
         raise MonitorStop(
             f"{spike}: no checkpoint of step {newest} or before to go back to (monitor.rewind_min_steps = "
-            f"{monitor.rewind_min_steps}); save more often (checkpoint.every_steps) or keep more "
+            f"{monitor.rewind_min_steps}{faults}); save more often (checkpoint.every_steps) or keep more "
             "(checkpoint.keep_last)"
         )
-    step = step_of(checkpoint)
+    step = step_of(checkpoint.name)
+    assert step is not None
     done = Rewind(
         checkpoint_step=step,
         spike_step=found.first_step,
@@ -94,7 +97,7 @@ def rewind(
         go_back_to(checkpoint)
         write_atomically(checkpoints / FILE, json.dumps([*rewinds, asdict(done)], indent=2) + "\n")
     dist.barrier()
-    return checkpoint, done
+    return checkpoint, done, damaged
 
 
 def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[dict[str, Any]]:

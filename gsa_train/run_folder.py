@@ -11,8 +11,12 @@ import torch.distributed as dist
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.parallel import Parallel
 from gsa_train.progress import Progress
-from gsa_train.resume import Start, run_dir
+from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
 from gsa_train.sinks import Sinks, open_sinks, write_atomically
+from gsa_train.stop_signals import children_keep_running
+
+STOPPED = "stopped.json"
+"""Says that, when and why the run was stopped; gone while it runs and when it is complete. For job scripts."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,19 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
     if parallel.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         continues = start.same_run and start.state is not None
-        sinks = open_sinks(
-            config.logging,
-            folder,
-            config.run.name,
-            dataclasses.asdict(config),
-            resume_step=start.step if continues else None,
-            wandb_run_id=start.state.wandb_run_id if continues and start.state else None,
-        )
+        with children_keep_running():  # W&B's service among them
+            sinks = open_sinks(
+                config.logging,
+                folder,
+                config.run.name,
+                dataclasses.asdict(config),
+                resume_step=start.step if continues else None,
+                wandb_run_id=start.state.wandb_run_id if continues and start.state else None,
+            )
         write_atomically(folder / "config.yaml", config_to_yaml(config))
         (folder / "checkpoints").mkdir(exist_ok=True)
+        write_atomically(folder / LAUNCH, launch_id() + "\n")
+        (folder / STOPPED).unlink(missing_ok=True)
         progress = Progress(total_steps, start.step)
         progress.message(config_to_yaml(config))
         progress.message(f"run folder {folder}; {parallel.describe()}")

@@ -2,9 +2,11 @@
 
 A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
 list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
-What happens beside the steps has records of its own with an `event`: spikes and what was done about them, and
-validation results, with `"event": "validation"`; those of sets after the first have the
-set's name in their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value.
+What happens beside the steps has records of its own with an `event`: spikes and what was done about them
+(gsa_train.monitor); validation results (`validation`), where those of sets after the first have the set's name in their
+keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; saves that ended (`checkpoint`), failed
+(`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's; they are
+logged when the loop hears of them, up to `logging.every_steps` later.
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
 non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
@@ -14,6 +16,7 @@ parser, and what `float()` and JavaScript's `Number()` accept. `read_records` tu
 from __future__ import annotations
 
 import json
+import logging
 import math
 import netrc
 import os
@@ -22,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from wandb import Run
 
 Record = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 def open_sinks(
@@ -84,7 +90,7 @@ class Sinks:
                 self._tensorboard.add_scalar(name, value, record["step"])
             self._tensorboard.flush()
         if self._wandb_run:
-            self._wandb_run.log({**scalars, "step": record["step"], "phase": record["phase"]})
+            self._tell_wandb("log", {**scalars, "step": record["step"], "phase": record["phase"]})
 
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
@@ -103,7 +109,7 @@ class Sinks:
         """Write `summary.json` and close."""
         write_atomically(self.run_dir / "summary.json", _to_json(summary, indent=2) + "\n")
         if self._wandb_run:
-            self._wandb_run.summary.update(summary)
+            self._tell_wandb("summary.update", summary)
         self.close()
 
     def close(self, exit_code: int = 0) -> None:
@@ -113,7 +119,18 @@ class Sinks:
             self._tensorboard.close()
             self._tensorboard = None
         if self._wandb_run:
-            self._wandb_run.finish(exit_code=exit_code)
+            self._tell_wandb("finish", exit_code=exit_code)
+            self._wandb_run = None
+
+    def _tell_wandb(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """W&B's service is a process of its own, and ends by the signal that asks training to save and stop: its
+        death must not cost that save. The next start opens the same W&B run again."""
+        import wandb
+
+        try:
+            attrgetter(method)(self._wandb_run)(*args, **kwargs)
+        except (wandb.Error, OSError) as error:
+            logger.error("W&B gets no more records in this start, its service failed: %s", error)
             self._wandb_run = None
 
     def __enter__(self) -> Sinks:
@@ -131,15 +148,16 @@ TRAIN_KEYS = frozenset({"loss", "grad_norm", "update_norm", "lr", "tokens", "max
 MONITOR_KEYS = frozenset({"spikes", "spikes_per_100k_steps", "spike_score", "skipped_updates", "rewinds"})
 SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
-    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds"}
-    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries"}
+    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds", "slowest_rank", "slowest_rank_ratio"}
+    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries", "data_checksum"}
+    | {"checkpoint_stall_seconds", "checkpoint_save_seconds", "checkpoint_bytes", "checkpoint_failures"}
 )
 
 
 def to_scalars(record: Record) -> dict[str, float]:
     """The numbers of a record under the names shown by TensorBoard and W&B; None and text have none."""
     scalars: dict[str, float | None] = {}
-    if record.get("event", "validation") != "validation":
+    if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
         if key == "step" or isinstance(value, str):
@@ -159,6 +177,12 @@ def to_scalars(record: Record) -> dict[str, float]:
     return {name: value for name, value in scalars.items() if value is not None}
 
 
+def tells_by_its_event(record: Record) -> bool:
+    """What the monitor says; validations and saves come with numbers of their own."""
+    event = record.get("event", "")
+    return event not in ("", "validation") and not event.startswith("checkpoint")
+
+
 def validation_prefixes(record: Record) -> dict[str, str]:
     """Of a validation record: how the keys of each set begin -> the set's name, the first set first."""
     if record.get("event") != "validation":
@@ -170,6 +194,10 @@ def validation_prefixes(record: Record) -> dict[str, str]:
 
 # --- metrics.jsonl -------------------------------------------------------------------------------------
 
+TEXTS = frozenset(
+    {"phase", "event", "validation_set", "signal", "action", "reason", "checkpoint_name", "checkpoint_error"}
+)
+"""Keys of strings that are no numbers, whatever they say."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -243,14 +271,7 @@ def _numbers_back(value: Any, key: str = "") -> Any:
         return {name: _numbers_back(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_numbers_back(item) for item in value]
-    if isinstance(value, str) and key not in (
-        "phase",
-        "event",
-        "validation_set",
-        "signal",
-        "action",
-        "reason",
-    ):
+    if isinstance(value, str) and key not in TEXTS:
         return _NON_FINITE.get(value, value)
     return value
 

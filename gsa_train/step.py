@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gsa_train.batches import MicroBatch
@@ -18,7 +17,14 @@ from gsa_train.config import Config
 from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, clipped_step, reduce_grad_norm, set_learning_rate
+from gsa_train.model.context_parallel import local_part
+from gsa_train.optim import (
+    PhaseOptimizer,
+    clipped_step,
+    finalize_gradients,
+    reduce_grad_norm,
+    set_learning_rate,
+)
 from gsa_train.parallel import Parallel
 from gsa_train.spikes import SpikeDetector, Verdict
 
@@ -28,7 +34,7 @@ class StepResult:
     """Left on the device until a step is logged, or the monitor reads it."""
 
     loss_sum: torch.Tensor
-    """0-d: summed loss of this replica's scored tokens; 0 on ranks that do not hold the last stage."""
+    """0-d: summed loss of this rank's scored tokens, so that the sum over the ranks is that of the global batch."""
     loss_tokens: torch.Tensor
     """0-d: scored tokens of the whole global batch."""
     grad_norm: torch.Tensor
@@ -56,36 +62,41 @@ def train_step(
         step: optimizer steps before this one, in the whole run; draws what this step samples.
         detector: judges the step before its update.
     """
-    runtime, ddp, optimizer = model.runtime, phase_optimizer.ddp, phase_optimizer.optimizer
+    runtime, ddps, optimizer = model.runtime, phase_optimizer.ddps, phase_optimizer.optimizer
     phase = phase_optimizer.phase
     local = phase.train == "indexer"
     runtime.evaluating, runtime.local_backward = False, local
-    runtime.begin_step(f"{config.run.seed} {step} {parallel.data_rank}")
+    runtime.begin_step(
+        f"{config.run.seed} {step} {parallel.data_rank * parallel.context_size + parallel.context_rank}"
+    )
     if runtime.train_indexer:
         blocks_per_sequence = -(-config.train.seq_len_tokens // config.gsa.selection_block)
         runtime.kl_grad_scale = indexer_kl_grad_scale(
             phase.kl_coeff,
             model.num_indexers,
             config.train.global_batch_size * blocks_per_sequence,
-            parallel.data_size,
+            parallel.data_size * parallel.context_size,
         )
-    ddp.zero_grad_buffer()
+    for ddp in ddps:
+        ddp.zero_grad_buffer()
+        ddp.train()
     optimizer.zero_grad()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    model.work_time.end()
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+    model.work_time.begin()
 
-    ddp.train()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with torch.no_grad() if local else nullcontext():
-        losses = _run_schedule(ddp, micro_batches, loss_tokens, config, parallel, forward_only=local)
+        losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
     if local:
-        finalize_model_grads([ddp], None)
+        finalize_gradients(model.work_time, ddps, None)
 
     set_learning_rate(optimizer, lr, config.train.weight_decay)
     loss_sum = _sum_of(losses, parallel)
-    grad_norm, total_loss = reduce_grad_norm(optimizer, loss_sum, parallel)
-    verdict = detector.judge(total_loss / loss_tokens, grad_norm)
+    grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
+    verdict = detector.judge(loss, grad_norm)
     clipped_step(optimizer, grad_norm, config.train.grad_clip, verdict.applied)
     update_variance_emas(
         model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
@@ -98,34 +109,38 @@ def train_step(
 def evaluation_step(
     model: Model, micro_batches: Sequence[MicroBatch], config: Config, parallel: Parallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of this replica's scored tokens (0 off the last stage) and their number on this replica."""
+    """Summed loss of this rank's scored tokens (0 off the last stage) and the number of its replica's."""
     runtime = model.runtime
     runtime.evaluating, runtime.local_backward = True, False
-    model.module.eval()
+    for module in model.modules:
+        module.eval()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     losses = _run_schedule(
-        model.module, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
+        model.modules, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
     )
-    model.module.train()
+    for module in model.modules:
+        module.train()
     runtime.evaluating, runtime.shared_selection = False, None
     return _sum_of(losses, parallel), loss_tokens
 
 
 def _run_schedule(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss_tokens: torch.Tensor,
     config: Config,
     parallel: Parallel,
     forward_only: bool,
 ) -> list[dict[str, torch.Tensor]]:
-    # megatron-core divides a micro-batch's loss by their number, and averages gradients over replicas; undoing
-    # both gives the mean over the scored tokens of the global batch, however they are spread.
+    # megatron-core divides a micro-batch's loss by their number, multiplies it by the context-parallel ranks, and
+    # averages gradients over these and the replicas; undoing all this gives the mean over the scored tokens of the
+    # global batch, however they are spread.
     loss_scale = len(micro_batches) * parallel.data_size / loss_tokens
+    iterators = [iter(micro_batches) for _ in modules]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss_scale=loss_scale),
-        data_iterator=iter(micro_batches),
-        model=module,
+        forward_step_func=partial(_forward_step, loss_scale=loss_scale, parallel=parallel),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(modules) if len(modules) > 1 else modules[0],
         num_microbatches=len(micro_batches),
         seq_length=config.train.seq_len_tokens,
         micro_batch_size=config.train.micro_batch_size,
@@ -134,13 +149,21 @@ def _run_schedule(
 
 
 def _forward_step(
-    micro_batches: Iterator[MicroBatch], module: torch.nn.Module, loss_scale: torch.Tensor
+    micro_batches: Iterator[MicroBatch],
+    module: torch.nn.Module,
+    loss_scale: torch.Tensor,
+    parallel: Parallel,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(micro_batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-    # The slot of the attention mask carries document ids; our attention builds its masks from them.
-    output = module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
-    return output, partial(_masked_loss, batch.loss_mask, loss_scale)
+    tokens, positions, labels, loss_mask = (
+        local_part(each, parallel.context_rank, parallel.context_size)
+        for each in (batch.tokens, positions, batch.labels, batch.loss_mask)
+    )
+    # The slot of the attention mask carries the document ids of the whole sequence, from which our attention builds
+    # its masks.
+    output = module(tokens, positions, batch.document_ids, labels=labels)
+    return output, partial(_masked_loss, loss_mask, loss_scale)
 
 
 def _masked_loss(
@@ -152,7 +175,7 @@ def _masked_loss(
 
 
 def _sum_of(losses: list[dict[str, torch.Tensor]], parallel: Parallel) -> torch.Tensor:
-    """Each replica's loss once: on the first tensor-parallel rank of its last stage."""
+    """Each token's loss once: on the first tensor-parallel rank of the last stage."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry["loss_sum"] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import RunState, gather_rng, save_checkpoint
+from gsa_train.checkpoint import RunState, gather_rng
+from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
 from gsa_train.config import Config, PhaseConfig, config_to_yaml
 from gsa_train.evaluate import evaluate
-from gsa_train.metrics import IntervalClock, reduce_step, step_record
+from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
 from gsa_train.model.build import Model
 from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFound
 from gsa_train.optim import PhaseOptimizer, lr_multipliers, update_norm
@@ -22,6 +25,10 @@ from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
 from gsa_train.step import StepResult, train_step
+from gsa_train.stop_signals import Stopped
+from gsa_train.stop_vote import StopVote
+from gsa_train.watch import Watch
+from gsa_train.work_time import StragglerWarning, slowest
 
 
 @dataclass
@@ -34,20 +41,23 @@ class Run:
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer
-    checkpoints: Path
+    saver: CheckpointSaver
     sinks: Sinks | None
     """On the main rank."""
     progress: Progress | None
     """On the main rank."""
     wandb_run_id: str | None
     """On every rank."""
+    stop_vote: StopVote
+    watch: Watch
+    straggler_warning: StragglerWarning
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    saved_step: int | None = None
-    """Step of the newest checkpoint of this run."""
     validated: tuple[int, dict[str, Any]] | None = None
     """Step and result of the newest validation."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step."""
     monitor: MonitorState = field(default_factory=MonitorState)
     """Of the newest checkpoint, or of the end of the phase before."""
     skipped_steps: frozenset[int] = frozenset()
@@ -58,23 +68,49 @@ class Run:
             self.sinks.log(record)
             self.progress.show(record)
 
+    def message(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.message(text)
+
 
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
     """Train from `run.step` to the end of the phase, or up to a spike that asks for a rewind.
 
     Raises:
         MonitorStop: a spike ends the run.
+        Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
     """
     config, parallel = run.config, run.parallel
-    monitor = Monitor(config.monitor, span, parallel.device, run.monitor, run.log)
+    monitor = Monitor(config.monitor, span, parallel.device, run.monitor, run.log, partial(newest_save, run))
     clock = IntervalClock(parallel.device)
+
+    def stop(reason: int, in_validation: bool = False) -> NoReturn:
+        """Every step has been read."""
+        run.validation_due = in_validation
+        run.monitor = monitor.state()
+        if run.step > 0:
+            save_the_end(run, span, phase_optimizer)
+        raise Stopped(reason, run.step)
+
+    def stop_validation_if_asked() -> None:
+        run.watch.note(run.step, "validating")
+        reason = run.stop_vote.ask()
+        if reason:
+            stop(reason, in_validation=True)
+
+    if run.validation_due:
+        validate(run, span.phase.name, stop_validation_if_asked)
+        run.validation_due = False
     while run.step < span.end:
-        found = monitor.read(run.step - READ_DELAY_STEPS, run.step, run.saved_step)
+        reason = run.stop_vote.ask()
+        found = monitor.read(run.step if reason else run.step - READ_DELAY_STEPS, run.step)
         if found is not None:
             return found
+        if reason:
+            stop(reason)
+        run.watch.note(run.step, "reading text")
         trains = run.step + 1 not in run.skipped_steps
         logged = trains and _is_logged(run.step + 1, span, config)
-        saves = (run.step + 1) % config.checkpoint.every_steps == 0
         if trains:
             lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
             result = _train(run, phase_optimizer, monitor, clock, lr, logged)
@@ -82,17 +118,19 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
             clock.pause()
             _leave_out(run, span)
             clock.resume()
-        if logged or saves or run.step == span.end:
-            # Nothing is logged or saved before what the monitor makes of it.
-            found = monitor.read(run.step, run.step, run.saved_step)
+        saves = run.saver.is_due(run.step)
+        validates = config.evaluate.every_steps > 0 and run.step % config.evaluate.every_steps == 0
+        if logged or saves or validates or run.step == span.end:
+            # Nothing is logged, validated or saved before what the monitor makes of it.
+            found = monitor.read(run.step, run.step)
             if found is not None:
                 return found
         if logged:
             _log(run, span.phase, phase_optimizer, monitor, clock, lr, result)
-        every = config.evaluate.every_steps
-        if every and run.step % every == 0:
+            report_saves(run, run.saver.ended(now=run.step))
+        if validates:
             clock.pause()
-            validate(run, span.phase.name)
+            validate(run, span.phase.name, stop_validation_if_asked)
             clock.resume()
         if saves or run.step == span.end:
             run.monitor = monitor.state()
@@ -103,6 +141,13 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
     return None
 
 
+def newest_save(run: Run) -> int | None:
+    """Step of the newest checkpoint, for the end by a spike: waits for the save under way, and tells of it."""
+    for result in run.saver.ended(now=run.step, wait=True):
+        log_save(run, result)
+    return run.saver.durable_step
+
+
 def _train(
     run: Run, phase_optimizer: PhaseOptimizer, monitor: Monitor, clock: IntervalClock, lr: float, logged: bool
 ) -> StepResult:
@@ -110,7 +155,9 @@ def _train(
     config = run.config
     run.model.runtime.measuring = logged
     waited = run.batches.wait_seconds
+    run.model.work_time.begin()
     micro_batches = run.batches.next_step()
+    run.watch.note(run.step, "training")
     result = train_step(
         run.model, phase_optimizer, micro_batches, lr, config, run.parallel, run.step, monitor.detector
     )
@@ -152,8 +199,12 @@ def _log(
         result.loss_tokens.item(),
         interval,
         parallel,
-        run.batches.counters,
+        data_totals(run.batches.counters, config.data),
+        run.batches.checksum(),
+        run.model.work_time.read_and_reset(),
     )
+    if parallel.is_main:
+        run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
     lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
     precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
     record = step_record(
@@ -178,21 +229,28 @@ def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
     return step % config.logging.every_steps == 0 or step in (span.start + 1, span.end)
 
 
-def validate(run: Run, phase_name: str) -> dict[str, Any]:
+def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
     """Score the validation sets and log it, unless this step has been scored. Collective."""
     if run.validated is not None and run.validated[0] == run.step:
         return run.validated[1]
-    result = evaluate(run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel)
+    result = evaluate(
+        run.model, run.validation_sets, run.tokenizer.eos_id, run.config, run.parallel, stop_if_asked
+    )
     run.log({"event": "validation", "step": run.step, "phase": phase_name, "tokens": run.tokens, **result})
     run.validated = (run.step, result)
     return result
 
 
 def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
-    """Write a checkpoint of this moment, unless this step has one. Collective."""
-    if run.saved_step == run.step:
+    """Begin a checkpoint of this moment, unless this step has one. Collective.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    if run.saver.has(run.step):
         return
     parallel = run.parallel
+    run.watch.note(run.step, "saving")
     state = RunState(
         step=run.step,
         tokens=run.tokens,
@@ -202,13 +260,58 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         data=run.batches.state(),
         wandb_run_id=run.wandb_run_id,
         config_yaml=config_to_yaml(run.config),
-        layout=(parallel.tensor_size, parallel.pipeline_size, parallel.data_size),
+        layout=parallel.layout,
         rng=gather_rng(parallel),
+        validation_due=run.validation_due,
         monitor=asdict(run.monitor),
     )
-    folder = save_checkpoint(
-        run.checkpoints, state, run.model, phase_optimizer, parallel, run.config.checkpoint.keep_last
-    )
-    run.saved_step = run.step
-    if run.progress is not None:
-        run.progress.message(f"saved {folder}")
+    report_saves(run, run.saver.begin(state, run.model, phase_optimizer))
+
+
+def save_the_end(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
+    """Write the last checkpoint of the run and wait until it is durable. Collective.
+
+    No step is left in which to try again, so this waits, twice as long each time.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    save(run, span, phase_optimizer)
+    report_saves(run, run.saver.ended(now=run.step, wait=True))
+    while not run.saver.has(run.step):
+        time.sleep(2.0 ** (run.saver.failures - 1))
+        save(run, span, phase_optimizer)
+        report_saves(run, run.saver.ended(now=run.step, wait=True))
+
+
+def report_saves(run: Run, results: list[SaveResult]) -> None:
+    """Tell how saves ended.
+
+    Raises:
+        CheckpointError: too many in a row have failed.
+    """
+    for result in results:
+        log_save(run, result)
+    run.saver.check()
+
+
+def log_save(run: Run, result: SaveResult) -> None:
+    """To metrics and screen."""
+    record = {
+        "event": "checkpoint" if result.error is None else "checkpoint_failed",
+        "step": result.step,
+        "phase": result.phase,
+        "checkpoint_stall_seconds": result.stall_seconds,
+        "checkpoint_save_seconds": result.save_seconds,
+    }
+    if result.error is None:
+        run.log({**record, "checkpoint_bytes": result.bytes})
+        run.message(
+            f"saved {result.folder} ({result.bytes / 1e9:.3g} GB; training waited {result.stall_seconds:.2f} s "
+            f"of {result.save_seconds:.2f} s)"
+        )
+    else:
+        run.log({**record, "checkpoint_error": result.error, "checkpoint_failures": run.saver.failures})
+        run.message(f"step {result.step} could not be saved: {result.error}; {run.saver.next_try()}")
+    for warning in result.warnings:
+        run.message(f"checkpoint: {warning}")

@@ -1,8 +1,10 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
 Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
-Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 13: the monitor stopped the run at a spike
-(torchrun shows it as its ranks' exit code, and exits with 1 itself). 1: the run failed, also for its data.
+Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 13: the
+monitor stopped the run at a spike. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json
+remains). 1: the run failed otherwise, also for its data. torchrun shows its ranks' codes, and itself makes each of them
+1.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 from gsa_train.cli import parse_arguments
 from gsa_train.config import ConfigError, load_config
 from gsa_train.dry_run import describe
+from gsa_train.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
 
 
 def main() -> int:
@@ -38,15 +41,24 @@ def main() -> int:
         if is_main:
             print(describe(config, arguments.world_size))
         return 0
+    request = StopRequest()
+    request.deadline = find_deadline(
+        config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, launch_time()
+    )
+    if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return EXIT_STOPPED  # to torchrun a stop is a failure, and it tries again
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
+    from gsa_train.checkpoint_save import CheckpointError
     from gsa_train.monitor import EXIT_CODE, MonitorStop
     from gsa_train.resume import ResumeError
     from gsa_train.train import train
 
     try:
-        train(config, arguments)
+        train(config, arguments, request)
+    except Stopped:
+        return EXIT_STOPPED
     except (ResumeError, TokenizerError) as error:
         if is_main:  # all ranks find the same
             print(error, file=sys.stderr)
@@ -55,6 +67,10 @@ def main() -> int:
         if is_main:  # all ranks decide the same
             print(stop, file=sys.stderr)
         return EXIT_CODE
+    except CheckpointError as error:
+        if is_main:  # all ranks agree
+            print(error, file=sys.stderr)
+        return 3
     except RuntimeError as error:
         # The second: torch reports a dead reader by a signal, wherever this process stands.
         if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):
@@ -64,6 +80,6 @@ def main() -> int:
     return 0
 
 
-# The guard is needed: saving a checkpoint starts a process that imports this file again.
+# The guard is needed: readers of text may be started as processes that import this file again.
 if __name__ == "__main__":
     sys.exit(main())

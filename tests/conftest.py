@@ -1,8 +1,20 @@
 """Before any kernel is imported: without a CUDA device Triton's kernels run in its interpreter."""
 
 import os
+import shutil
+import tempfile
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for the runs that tests share; pytest-xdist's workers inherit its name."""
+    if SHARED_RUNS not in os.environ:
+        folder = os.environ[SHARED_RUNS] = tempfile.mkdtemp(prefix="gsa_test_")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -11,6 +12,7 @@ from gsa_data.fetch import file_system, with_retries
 from gsa_data.indexed import IndexedFolder, IndexedReader
 from gsa_data.reader import ShardReader, TextReader
 from gsa_data.shards import Manifest, build_manifest
+from gsa_data.source_weights import check_known, check_weights
 from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder, TokenReader
 from gsa_data.tokenize import Tokenizer
 
@@ -64,3 +66,21 @@ def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Shar
     if isinstance(corpus, IndexedFolder):
         return IndexedReader(corpus, tokenizer)
     return TextReader(corpus, tokenizer, reading)
+
+
+def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
+    """Whether a corpus can be read with these weights, as far as it is known before reading.
+
+    Raises ValueError for a bad weight, and DataFault for a corpus that knows no sources and for names that none of
+    its documents has. Text is only known when read: there a wrong name shows as a source without tokens.
+    """
+    check_weights(weights)
+    if not weights:
+        return
+    if isinstance(corpus, IndexedFolder):
+        raise DataFault(
+            f"{str(corpus.root)!r} holds megatron-core's datasets, which do not know the sources of their documents, "
+            "so source_weights cannot be used; read the text, or tokens made by `prepare.py tokens`"
+        )
+    if isinstance(corpus, TokenFolder):
+        check_known(weights, corpus.documents_by_source, str(corpus.root))

@@ -25,6 +25,7 @@ from gsa_data.faults import DataFault
 from gsa_data.pack import AnyTokens
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.shards import Manifest
+from gsa_data.source_weights import NO_SOURCE, LineSources
 from gsa_data.tokenize import Tokenizer
 
 MAGIC = b"MMIDIDX\0\0"
@@ -205,3 +206,8 @@ class _IndexedLines:
         if tokens[-1] != self._eos_id:  # preprocess_data without --append-eod
             tokens = np.append(tokens.astype(np.int32), np.int32(self._eos_id))
         return EncodedDocument(tokens, 0)
+
+    def sources(self) -> LineSources:
+        """This format has none."""
+        is_empty = np.asarray(self._begins) == np.asarray(self._ends)
+        return LineSources([NO_SOURCE], np.where(is_empty, -1, 0))

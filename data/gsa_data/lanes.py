@@ -3,21 +3,34 @@
 A run has `num_lanes` endless token streams. Every shard is cut into `parts`; a (shard, part) is a unit.
 Each epoch orders all units by a hash of (seed, epoch, unit) and deals them to the lanes; a lane reads its
 units one after another and permutes the documents inside each. So the order depends on nothing but the
-manifest, the seed, the number of lanes and the tokenizer: never on ranks, workers or prefetch.
+manifest, the seed, the number of lanes, the tokenizer and the weights of sources (source_weights.py): never on ranks,
+workers or prefetch.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from gsa_data.faults import warn_once
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
-from gsa_data.reader import ShardLines, ShardReader
+from gsa_data.reader import EncodedDocument, ShardLines, ShardReader
 from gsa_data.shards import DataFault
+from gsa_data.source_weights import (
+    LEFT_OUT_OF,
+    TOKENS_OF,
+    LineSources,
+    copies_in_epoch,
+    document_offsets,
+    most_copies,
+    place_of_copy,
+    weights_of_lines,
+)
 
 ORDER_VERSION = 1  # raise it with any change to the order below: saved cursors then no longer fit
 
@@ -28,10 +41,54 @@ MIN_UNITS_PER_LANE = 4
 # With shards skipped, a lane may be dealt only lost ones in some epoch. This often in a row is no accident.
 MAX_EMPTY_EPOCHS = 3
 
+# A lane may also hold only documents of small weight, which are due in few epochs. This often in a row without any
+# means that the weights leave next to nothing of the corpus, and the run would only read.
+MAX_IDLE_EPOCHS = 100
+
+NO_WEIGHTS: Mapping[str, float] = {}
+
 
 class Unit(NamedTuple):
     relpath: str
     part: int
+
+
+@dataclass(frozen=True)
+class Thinning:
+    """What the weights make of the lines of one unit in one epoch."""
+
+    sources: LineSources
+    copies: Sequence[int]
+    """[lines]"""
+    most: int
+    """Copies that any document may have."""
+    has_any: bool
+    """Whether a document has a weight above 0, due in this epoch or not."""
+
+
+class OpenUnit(NamedTuple):
+    lines: ShardLines
+    order: Sequence[int]
+    thinning: Thinning | None
+
+    def line_at(self, document: int, copy: int) -> int:
+        """The line that stands at a slot (see source_weights.py)."""
+        if copy == 0:
+            return self.order[document]
+        number = len(self.order)
+        return self.order[(document - int(place_of_copy(copy) * number)) % number]
+
+    def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
+        """(document, copy) of all slots from one on; with `first_in_any_case` also if no document has such a copy."""
+        most = self.thinning.most if self.thinning else 1
+        if first_in_any_case and document < len(self.order):
+            yield document, copy
+            copy += 1
+        for later_copy in range(copy, most if document < len(self.order) else 0):
+            yield document, later_copy
+        for later in range(document + 1, len(self.order)):
+            for each in range(most):
+                yield later, each
 
 
 class LaneReader:
@@ -43,50 +100,90 @@ class LaneReader:
         num_lanes: int,
         seed: int,
         shuffle_documents: bool,
+        source_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
         self.reader = reader
         self.num_lanes = num_lanes
         self.seed = seed
         self.shuffle_documents = shuffle_documents
+        self.source_weights = source_weights
         self.parts = -(-num_lanes * MIN_UNITS_PER_LANE // len(reader.manifest.shards))
         self.counters: Counter[str] = Counter()
         self._units_of_epoch: dict[int, list[Unit]] = {}
 
-    def pieces(self, lane: int, start: Cursor = LANE_START) -> Iterator[tuple[Cursor, AnyTokens]]:
+    def pieces(
+        self, lane: int, start: Cursor = LANE_START, begun: bool = True
+    ) -> Iterator[tuple[Cursor, AnyTokens]]:
         """The documents of one lane from `start` on, tokenized and with their EOS, for ever.
 
-        Counters never count anything twice across a resume: a cursor other than LANE_START points into a
-        document that was counted before it was saved.
+        Counters never count anything twice across a resume.
+
+        Args:
+            begun: `start` points into a document that was begun, and counted, before it was saved: what is left of it
+                comes first, whatever its weight is now. False: all before `start` was counted, and nothing of it.
+                LANE_START is neither.
         """
-        epoch, unit, document, token_offset = start
+        epoch, unit, document, token_offset, copy = start
         resumed = start != LANE_START
-        found_any, empty_epochs = resumed, 0
+        begun = begun and resumed
+        found_any, taken_any, empty_epochs, idle_epochs = resumed, resumed, 0, 0
         while True:
             units = self.units(epoch)[lane :: self.num_lanes]
             while unit < len(units):
-                lines, order = self._open(units[unit], epoch, resumed)
-                while document < len(order):
-                    line = lines[order[document]]
+                opened = self._open(units[unit], epoch, resumed)
+                thinning = opened.thinning
+                found_any = found_any or (thinning is not None and thinning.has_any)
+                for place, number in opened.slots(document, copy, begun):
+                    line_number = opened.line_at(place, number)
+                    if thinning is not None and thinning.copies[line_number] <= number and not begun:
+                        if number == 0:
+                            source = thinning.sources.names[thinning.sources.of_line[line_number]]
+                            self.counters[f"{LEFT_OUT_OF}{source}"] += 1
+                        continue
+                    line = opened.lines[line_number]
                     if isinstance(line, str):
-                        self.counters[line] += 1
+                        if number == 0:
+                            self.counters[line] += 1
                     else:
-                        found_any = True
-                        if not resumed:
-                            self.counters["documents"] += 1
-                            self.counters["text_bytes"] += line.text_bytes
-                        yield Cursor(epoch, unit, document, token_offset), line.tokens[token_offset:]
-                        resumed, token_offset = False, 0
-                    document += 1
+                        found_any = taken_any = True
+                        if not begun:
+                            self._count(line)
+                        yield Cursor(epoch, unit, place, token_offset, number), line.tokens[token_offset:]
+                    begun, token_offset = False, 0
                 # Also when the shard lost the cursor's document: the next unit then starts at its beginning.
-                resumed, token_offset = False, 0
-                unit, document = unit + 1, 0
+                resumed, begun, token_offset = False, False, 0
+                unit, document, copy = unit + 1, 0, 0
             empty_epochs = 0 if found_any else empty_epochs + 1
-            if empty_epochs == MAX_EMPTY_EPOCHS:
+            idle_epochs = 0 if taken_any else idle_epochs + 1
+            if empty_epochs == MAX_EMPTY_EPOCHS or idle_epochs == MAX_IDLE_EPOCHS:
+                weights = f" with source_weights {dict(self.source_weights)}" if self.source_weights else ""
                 raise DataFault(
-                    f"lane {lane} of {self.num_lanes} found no usable document in {empty_epochs} epochs of "
-                    f"{self.reader.manifest.root!r}; use fewer lanes or more data"
+                    f"lane {lane} of {self.num_lanes} found no usable document in {idle_epochs} epochs of "
+                    f"{self.reader.manifest.root!r}{weights}; use fewer lanes or more data"
+                    f"{' or larger weights' if weights else ''}"
                 )
-            epoch, unit, found_any = epoch + 1, 0, False
+            epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
+
+    def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
+        """Documents that were counted before, each from its cursor to its end."""
+        opened_at: tuple[int, int] | None = None
+        for cursor in cursors:
+            if opened_at != (cursor.epoch, cursor.unit):
+                unit = self.units(cursor.epoch)[lane :: self.num_lanes][cursor.unit]
+                opened = self._open(unit, cursor.epoch, counted=True)
+                opened_at = (cursor.epoch, cursor.unit)
+            line: EncodedDocument | str = "missing"
+            if cursor.document < len(opened.order):
+                line = opened.lines[opened.line_at(cursor.document, cursor.copy)]
+            if isinstance(line, str):
+                warn_once(f"lane {lane}: document {tuple(cursor)}, waiting for its block, is gone ({line})")
+            else:
+                yield cursor, line.tokens[cursor.token_offset :]
+
+    def _count(self, document: EncodedDocument) -> None:
+        self.counters["documents"] += 1
+        self.counters["text_bytes"] += document.text_bytes
+        self.counters[f"{TOKENS_OF}{document.source}"] += len(document.tokens)
 
     def take_counters(self) -> dict[str, int]:
         """What was counted since the last call."""
@@ -104,18 +201,32 @@ class LaneReader:
             self._units_of_epoch[epoch] = units
         return self._units_of_epoch[epoch]
 
-    def _open(self, unit: Unit, epoch: int, counted: bool) -> tuple[ShardLines, Sequence[int]]:
-        """The lines of one unit, and the order in which to take them."""
+    def _open(self, unit: Unit, epoch: int, counted: bool) -> OpenUnit:
+        """The lines of one unit, the order in which to take them, and how often."""
         counters: Counter[str] = Counter()
         lines = self.reader.open(unit.relpath, unit.part, self.parts, counters)
         if counted or unit.part != 0:  # a shard counts once, but its retries happened
             counters = Counter(read_retries=counters["read_retries"])
         self.counters += counters
+        thinning = self._thin(lines, unit, epoch) if self.source_weights else None
         if not self.shuffle_documents:
-            return lines, range(len(lines))
+            return OpenUnit(lines, range(len(lines)), thinning)
         # RandomState, as numpy froze its stream; Generator's may change between numpy versions.
         rng = np.random.RandomState(stable_hash(self.seed, epoch, *unit) % 2**32)
-        return lines, rng.permutation(len(lines)).data  # a memoryview: its items are plain int
+        order = rng.permutation(len(lines)).data  # a memoryview: its items are plain int
+        return OpenUnit(lines, order, thinning)
+
+    def _thin(self, lines: ShardLines, unit: Unit, epoch: int) -> Thinning:
+        sources = lines.sources()
+        weights = weights_of_lines(sources, self.source_weights)
+        places_in_shard = unit.part + self.parts * np.arange(len(lines), dtype=np.int64)
+        offsets = document_offsets(stable_hash(self.seed, unit.relpath), places_in_shard)
+        return Thinning(
+            sources,
+            copies_in_epoch(weights, offsets, epoch).data,
+            most_copies(self.source_weights),
+            bool(((sources.of_line >= 0) & (weights > 0)).any()),
+        )
 
 
 def stable_hash(*parts: object) -> int:

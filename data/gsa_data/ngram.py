@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gsa_data.pack import Tokens
+from gsa_data.pack import FILLER, Tokens
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
@@ -89,9 +89,9 @@ def scored_pairs(blocks: Tokens, eos_id: int, attend_across_documents: bool) -> 
     """Inputs and labels of [n, L + 1] blocks where the loss mask is 1 (see pack.loss_mask), flattened."""
     wide: Int64s = blocks.astype(np.int64)  # input * vocab_size + label overflows int32
     inputs, labels = wide[:, :-1].reshape(-1), wide[:, 1:].reshape(-1)
-    if attend_across_documents:
-        return inputs, labels
-    scored = inputs != eos_id
+    scored = labels != FILLER
+    if not attend_across_documents:
+        scored &= inputs != eos_id
     return inputs[scored], labels[scored]
 
 

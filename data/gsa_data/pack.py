@@ -17,15 +17,22 @@ AnyTokens = NDArray[np.integer[Any]]
 
 
 class Cursor(NamedTuple):
-    """A place in one lane: token `token_offset` of document `document` of the lane's unit `unit`."""
+    """A place in one lane: token `token_offset` of slot (document, copy) of the lane's unit `unit`.
+
+    Without weights of sources there are no copies, and slot (document, 0) is the unit's document `document`.
+    """
 
     epoch: int
     unit: int
     document: int
     token_offset: int
+    copy: int = 0  # last, as positions saved before there were copies lack it
 
 
 LANE_START = Cursor(0, 0, 0, 0)
+
+FILLER = -1
+"""In a block: a place that no text is left for. Nothing is predicted there, and the model sees an EOS."""
 
 
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:

@@ -16,12 +16,14 @@ from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading
 from gsa_data.pack import AnyTokens
 from gsa_data.shards import Manifest
+from gsa_data.source_weights import NO_SOURCE, LineSources
 from gsa_data.tokenize import Tokenizer
 
 
 class EncodedDocument(NamedTuple):
     tokens: AnyTokens  # with the EOS
     text_bytes: int  # 0 where only tokens are known
+    source: str = NO_SOURCE
 
 
 class ShardLines(Protocol):
@@ -30,6 +32,10 @@ class ShardLines(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, place: int, /) -> EncodedDocument | str: ...
+
+    def sources(self) -> LineSources:
+        """Of all lines, without encoding any."""
+        ...
 
 
 class ShardReader(Protocol):
@@ -80,4 +86,12 @@ class _TextLines:
         if isinstance(line, str):
             return line
         tokens = np.append(self._tokenizer.encode(line.text_utf8), np.int32(self._tokenizer.eos_id))
-        return EncodedDocument(tokens, len(line.text_utf8))
+        return EncodedDocument(tokens, len(line.text_utf8), line.source or NO_SOURCE)
+
+    def sources(self) -> LineSources:
+        number_of: dict[str, int] = {}
+        index = np.full(len(self._lines), -1, np.int64)
+        for place, line in enumerate(self._lines):
+            if not isinstance(line, str):
+                index[place] = number_of.setdefault(line.source or NO_SOURCE, len(number_of))
+        return LineSources(list(number_of), index)

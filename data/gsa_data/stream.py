@@ -1,30 +1,37 @@
 """Blocks of tokens for one data-parallel rank, in an order that survives any change of ranks and workers.
 
 Global sample i is block i // num_lanes of lane i % num_lanes, and rank r of D takes the samples with
-i % D == r. Each block travels with the cursor of its lane's next block. The main process keeps the cursors of
-the blocks that were handed out, so what workers have read ahead never enters a saved state:
+i % D == r. Each block travels with the position of its lane's next block: a cursor and, with best_fit packing, the
+documents that wait in the lane's pool. The main process keeps the positions after the blocks that were handed out, so
+what workers have read ahead never enters a saved state:
 
-    ShardReader -> LaneReader -> pack -> _RankSamples (in the workers) -> DataLoader -> BlockStream (the state)
+    ShardReader -> LaneReader -> pack or best_fit -> _RankSamples (in the workers) -> DataLoader -> BlockStream
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from gsa_data.corpus import Corpus, shard_reader
+from gsa_data.best_fit import EMPTY_POOL, Pool, best_fit
+from gsa_data.corpus import Corpus, check_sources, shard_reader
 from gsa_data.faults import DataFault, Reading
 from gsa_data.lanes import ORDER_VERSION, LaneReader
 from gsa_data.pack import LANE_START, Cursor, Tokens, pack
 from gsa_data.reader import ShardReader
+from gsa_data.source_weights import check_weights
 from gsa_data.tokenize import Tokenizer
 
 # What passes between a worker and the main process costs about 0.8 ms an item, so blocks go in groups.
@@ -45,7 +52,7 @@ class StateMismatch(ValueError):
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """What fixes the order of the blocks (the first four fields), and how they are read."""
+    """What fixes the order of the blocks (the first seven fields), and how they are read."""
 
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. May change between a save and a resume: no token is lost."""
@@ -55,6 +62,14 @@ class StreamConfig:
     seed: int
     shuffle_documents: bool = True
     """Permute the documents inside each shard (shards themselves are always permuted)."""
+    source_weights: Mapping[str, float] = field(default_factory=dict)
+    """How often a document of a source comes in an epoch (source_weights.py); 1 for sources without a weight. May
+    change between a save and a resume: what is before the saved position stays as it was read, what is behind it
+    follows the new weights."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """Blocks cut from documents in a row, or filled with whole documents (best_fit.py)."""
+    packing_pool_documents: int = 128
+    """Documents of a lane among which best_fit chooses; each resume reads them again."""
     reading: Reading = field(default_factory=Reading)
     """What is done about bad shards and lines."""
     num_workers: int = 0
@@ -63,18 +78,22 @@ class StreamConfig:
     """Blocks each rank reads ahead when it has workers. Let it cover the time to open a shard (about 1 s)."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len_tokens", "num_lanes", "prefetch_blocks"):
+        for name in ("seq_len_tokens", "num_lanes", "packing_pool_documents", "prefetch_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_workers < 0:
             raise ValueError(f"num_workers={self.num_workers} must be 0 (read in this process) or more")
+        if self.packing not in ("concatenate", "best_fit"):
+            raise ValueError(f"packing={self.packing!r} must be 'concatenate' or 'best_fit'")
+        check_weights(self.source_weights)
 
 
 class BlockStream:
     """The endless blocks of one data-parallel rank, from the start or from a merged state.
 
-    Raises ValueError when num_lanes does not divide among ranks and workers, and StateMismatch when `state` was
-    saved with another corpus, tokenizer or order. Data faults surface from `next_blocks` as DataFault.
+    Raises ValueError when num_lanes does not divide among ranks and workers, StateMismatch when `state` was saved with
+    another corpus, tokenizer, order or packing, and DataFault when the corpus does not know its sources or not those
+    that have weights. Data faults surface from `next_blocks` as DataFault.
 
     Args:
         carried_counters: counters of a run that starts anew on other data, to go on with. Not beside `state`.
@@ -104,6 +123,7 @@ class BlockStream:
         self.world_size = world_size
         self.wait_seconds = 0.0
         reader = shard_reader(corpus, tokenizer, config.reading)
+        check_sources(corpus, config.source_weights)
         self._identity: dict[str, Any] = {
             "order_version": ORDER_VERSION,
             "manifest_fingerprint": reader.manifest.fingerprint,
@@ -111,42 +131,65 @@ class BlockStream:
             "num_lanes": config.num_lanes,
             "seed": config.seed,
             "shuffle_documents": config.shuffle_documents,
+            "packing": config.packing,
         }
+        if config.packing == "best_fit":
+            self._identity["packing_pool_documents"] = config.packing_pool_documents
         self._start_samples = 0
         self._taken = 0  # blocks this rank has handed out
         self._counters: Counter[str] = Counter()
-        cursors = [LANE_START] * config.num_lanes
+        positions = [_START] * config.num_lanes
         if state is not None:
             _check_state(state, self._identity)
             self._start_samples = state["consumed_samples"]
-            cursors = [Cursor(*cursor) for cursor in state["cursors"]]
+            pools = state.get("pools") or [[]] * config.num_lanes
+            positions = [
+                _Position(Cursor(*cursor), np.array(pool, np.int64).reshape(-1, EMPTY_POOL.shape[1]))
+                for cursor, pool in zip(state["cursors"], pools, strict=True)
+            ]
             carried_counters = state["counters"]
         if rank == 0:  # the sum over the ranks carries them on once
             self._counters.update(carried_counters or {})
             if state is None and reader.manifest.duplicates:
                 self._counters["shards_duplicate"] += len(reader.manifest.duplicates)
-        self._cursors = {lane: cursors[lane] for lane in range(rank, config.num_lanes, world_size)}
+        self._positions = {lane: positions[lane] for lane in range(rank, config.num_lanes, world_size)}
         first_sample = self._start_samples + (rank - self._start_samples) % world_size
-        samples = _RankSamples(reader, config, first_sample, world_size, cursors)
+        self._first_sample = first_sample
+        self._last_blocks: Tokens | None = None
+        samples = _RankSamples(reader, config, first_sample, world_size, positions)
         self._blocks: Generator[_Block, None, None] | None = _blocks_in_order(samples, config)
 
     def next_blocks(self, count: int) -> Tokens:
-        """The rank's next `count` blocks: int32 [count, seq_len_tokens + 1]."""
+        """The rank's next `count` blocks: int32 [count, seq_len_tokens + 1], where best_fit leaves pack.FILLER."""
         if self._blocks is None:
             raise ValueError("this BlockStream is closed; build a new one from its state")
         began = time.perf_counter()
         blocks = [next(self._blocks) for _ in range(count)]
         self.wait_seconds += time.perf_counter() - began
         for block in blocks:
-            self._cursors[block.lane] = block.next_cursor
+            self._positions[block.lane] = block.next_position
             self._counters.update(block.counters)
         self._taken += count
-        return np.stack([block.tokens for block in blocks])
+        self._last_blocks = np.stack([block.tokens for block in blocks])
+        return self._last_blocks
 
     @property
     def counters(self) -> dict[str, int]:
         """What was read and left out up to the blocks handed out: this rank's share, rank 0's with what was saved."""
         return dict(self._counters)
+
+    def checksum(self) -> int:
+        """Of the blocks last handed out: the sum of each one's CRC-32, begun with the number of its global sample.
+
+        Summed over the ranks it names the text of a step and its order, whatever the ranks and workers.
+        """
+        if self._last_blocks is None:
+            return 0
+        first = self._first_sample + (self._taken - len(self._last_blocks)) * self.world_size
+        return sum(
+            zlib.crc32(block.tobytes(), (first + place * self.world_size) % 2**32)
+            for place, block in enumerate(self._last_blocks)
+        )
 
     @property
     def consumed_samples(self) -> int:
@@ -158,8 +201,10 @@ class BlockStream:
         return {
             **self._identity,
             "seq_len_tokens": self.config.seq_len_tokens,
+            "source_weights": dict(self.config.source_weights),
             "consumed_samples": self.consumed_samples,
-            "cursors": {lane: list(cursor) for lane, cursor in self._cursors.items()},
+            "cursors": {lane: list(position.cursor) for lane, position in self._positions.items()},
+            "pools": {lane: position.pool.tolist() for lane, position in self._positions.items()},
             "counters": dict(self._counters),
         }
 
@@ -173,12 +218,15 @@ class BlockStream:
 def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state of plain values from the `local_state()` of every data-parallel rank.
 
-    Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents,
-    seq_len_tokens, consumed_samples, cursors ([num_lanes][epoch, unit, document, token_offset]), counters.
+    Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
+    packing_pool_documents (of best_fit), seq_len_tokens, source_weights, consumed_samples, counters, cursors
+    ([num_lanes][epoch, unit, document, token_offset, copy]), pools ([num_lanes][waiting documents][the same five]).
     Raises ValueError when ranks are missing or disagree.
     """
-    merged = {key: value for key, value in local_states[0].items() if key not in ("cursors", "counters")}
+    of_one_rank = ("cursors", "pools", "counters")
+    merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}
     cursors: dict[int, list[int]] = {}
+    pools: dict[int, list[list[int]]] = {}
     counters: Counter[str] = Counter()
     for local in local_states:
         for key, value in merged.items():
@@ -188,13 +236,17 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                     "rank has taken the same number of blocks"
                 )
         cursors.update(local["cursors"])
+        pools.update(local["pools"])
         counters.update(local["counters"])
     if sorted(cursors) != list(range(merged["num_lanes"])):
         raise ValueError(
             f"data state: {len(cursors)} of {merged['num_lanes']} lanes present; pass the states of all ranks"
         )
-    cursor_list = [cursors[lane] for lane in range(merged["num_lanes"])]
-    return {**merged, "cursors": cursor_list, "counters": dict(counters)}
+    of_lanes = {
+        "cursors": [cursors[lane] for lane in range(merged["num_lanes"])],
+        "pools": [pools[lane] for lane in range(merged["num_lanes"])],
+    }
+    return {**merged, **of_lanes, "counters": dict(counters)}
 
 
 def replay_blocks(corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, count: int) -> Iterator[Tokens]:
@@ -208,6 +260,7 @@ def replay_blocks(corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, co
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    state = {"packing": "concatenate", **state}  # the only way when states did not say it
     remedies = {
         "order_version": "resume with the version of gsa_data that saved it",
         "manifest_fingerprint": "point the data folder at the files of the saved run",
@@ -217,23 +270,33 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
         f"data state was saved with {name}={state[name]}, but this run has {name}={value}; "
         f"{remedies.get(name, f'set {name}={state[name]}')}, or start a new run"
         for name, value in identity.items()
-        if state[name] != value
+        if name in state and state[name] != value
     ]
     if differences:
         same_tokenizer = state["tokenizer_fingerprint"] == identity["tokenizer_fingerprint"]
         raise StateMismatch("\n".join(differences), other_data=same_tokenizer)
     for lane, cursor in enumerate(state["cursors"]):
-        if (tuple(cursor) != LANE_START) != (lane < state["consumed_samples"]):
+        if (Cursor(*cursor) != LANE_START) != (lane < state["consumed_samples"]):
             raise StateMismatch(
                 f"data state is damaged: lane {lane} has cursor {cursor} after consumed_samples="
                 f"{state['consumed_samples']}; resume from another checkpoint"
             )
 
 
+class _Position(NamedTuple):
+    """Of one lane: where its next block begins (concatenate), or what is read next and what waits (best_fit)."""
+
+    cursor: Cursor
+    pool: Pool
+
+
+_START = _Position(LANE_START, EMPTY_POOL)
+
+
 class _Block(NamedTuple):
     lane: int
     tokens: Tokens
-    next_cursor: Cursor
+    next_position: _Position
     counters: dict[str, int]  # what was counted between this block and the one before
 
 
@@ -246,20 +309,22 @@ class _RankSamples(IterableDataset[list[_Block]]):
         config: StreamConfig,
         first_sample: int,
         world_size: int,
-        cursors: list[Cursor],
+        positions: list[_Position],
     ) -> None:
         self.reader = reader
         self.config = config
         self.first_sample = first_sample
         self.world_size = world_size
-        self.cursors = cursors
+        self.positions = positions
 
     def __iter__(self) -> Iterator[list[_Block]]:
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         config = self.config
-        reader = LaneReader(self.reader, config.num_lanes, config.seed, config.shuffle_documents)
-        lanes: dict[int, Iterator[tuple[Tokens, Cursor]]] = {}
+        reader = LaneReader(
+            self.reader, config.num_lanes, config.seed, config.shuffle_documents, config.source_weights
+        )
+        lanes: dict[int, Iterator[tuple[Tokens, _Position]]] = {}
         sample = self.first_sample + worker_id * self.world_size
         group_blocks = _group_blocks(config)
         while True:
@@ -267,11 +332,28 @@ class _RankSamples(IterableDataset[list[_Block]]):
             for _ in range(group_blocks):
                 lane = sample % config.num_lanes
                 if lane not in lanes:
-                    lanes[lane] = pack(reader.pieces(lane, self.cursors[lane]), config.seq_len_tokens)
-                tokens, cursor = next(lanes[lane])
-                group.append(_Block(lane, tokens, cursor, reader.take_counters()))
+                    number = sample // config.num_lanes
+                    lanes[lane] = _lane_blocks(reader, lane, self.positions[lane], number, config)
+                tokens, position = next(lanes[lane])
+                group.append(_Block(lane, tokens, position, reader.take_counters()))
                 sample += self.world_size * num_workers
             yield group
+
+
+def _lane_blocks(
+    reader: LaneReader, lane: int, start: _Position, number: int, config: StreamConfig
+) -> Iterator[tuple[Tokens, _Position]]:
+    """The blocks of one lane from its `number`-th on, each with the position after it."""
+    if config.packing == "concatenate":
+        for tokens, cursor in pack(reader.pieces(lane, start.cursor), config.seq_len_tokens):
+            yield tokens, _Position(cursor, EMPTY_POOL)
+        return
+    documents = reader.pieces(lane, start.cursor, begun=False)
+    waiting = reader.read_again(lane, (Cursor(*row) for row in start.pool.tolist()))
+    length, pool = config.seq_len_tokens, config.packing_pool_documents
+    for block in best_fit(documents, start.cursor, waiting, number, length, pool):
+        reader.counters.update(block.counters)
+        yield block.tokens, _Position(block.next_cursor, block.pool)
 
 
 def _group_blocks(config: StreamConfig) -> int:
@@ -295,6 +377,7 @@ def _blocks_in_order(samples: _RankSamples, config: StreamConfig) -> Generator[_
             prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)),
             timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
             collate_fn=_as_is,
+            worker_init_fn=_obey_the_trainer_only,
             generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
         )
     )
@@ -324,6 +407,21 @@ def _next_group(groups: Any) -> list[_Block]:
             "system that does not answer, then resume from the last checkpoint"
         ) from error
     return group
+
+
+def _obey_the_trainer_only(_worker_id: int) -> None:
+    """Torchrun and Slurm send SIGTERM to readers, too, while the training process still needs text to stop well.
+
+    Only its own SIGTERM ends a reader; torch ends one whose training process is gone.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def wait() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _as_is(group: list[_Block]) -> list[_Block]:

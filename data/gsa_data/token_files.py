@@ -4,11 +4,13 @@ Written by `prepare.py tokens`. For every shard of the source, at the same relat
 
     SHARD.tokens   the ids of all documents one after another, each with its EOS: little-endian uint16, or int32
                    when the vocabulary has more than 65536 entries
-    SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines]
+    SHARD.lines    little-endian int64: offsets [lines + 1] into the ids, text bytes [lines], faults [lines],
+                   sources [lines] (not in format version 1)
 
 A line with a fault k > 0 has no tokens; the name of its fault is the k-th of the shard's record. So a run counts
-the same faults, and judges shards by the same policy, as it would with the source. `tokens.json` at the root has
-the source's shards, the tokenizer and one record per shard; it is written when all shards are.
+the same faults, and judges shards by the same policy, as it would with the source. A line's source s >= 0 is the s-th
+name (from 0) of the record; -1 where there is a fault. `tokens.json` at the root has the source's shards, the
+tokenizer and one record per shard; it is written when all shards are.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from gsa_data.faults import BAD_SHARDS, DataFault, Reading
 from gsa_data.pack import AnyTokens
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.shards import Manifest
+from gsa_data.source_weights import NO_SOURCE, LineSources
 from gsa_data.tokenize import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Written. 1, without the sources of documents, is read, but allows no weights of sources."""
 MANIFEST_NAME = "tokens.json"
 JOURNAL_NAME = "tokens.journal"
 """Line 1 is the Identity, then one ShardRecord for each finished shard."""
@@ -57,6 +61,10 @@ class Identity:
     @property
     def dtype(self) -> np.dtype[Any]:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<i4")
+
+    @property
+    def has_sources(self) -> bool:
+        return self.format_version > 1
 
 
 def identity_of(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> Identity:
@@ -88,14 +96,17 @@ class ShardRecord:
     """What reading the source's shard counted: shards_read, shards_damaged and so on."""
     faults: dict[str, int] = field(default_factory=dict)
     """Lines left out, by the name of the fault; the order numbers them in SHARD.lines."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Documents by the name of their source; the order numbers them in SHARD.lines."""
 
     def was_bad(self) -> str:
         """The counters that say that the shard is not whole, "" when it is."""
         return ", ".join(name for name in BAD_SHARDS if name in self.counters)
 
-    def sizes_bytes(self, dtype: np.dtype[Any]) -> dict[str, int]:
+    def sizes_bytes(self, identity: Identity) -> dict[str, int]:
         """Of the files, by their suffix."""
-        return {".tokens": self.tokens * dtype.itemsize, ".lines": 8 * (3 * self.lines + 1)}
+        columns = 4 if identity.has_sources else 3
+        return {".tokens": self.tokens * identity.dtype.itemsize, ".lines": 8 * (columns * self.lines + 1)}
 
 
 @dataclass(frozen=True)
@@ -138,9 +149,9 @@ class TokenFolder:
         try:
             content = orjson.loads(path.read_bytes())
             version = content["identity"]["format_version"]
-            if version != FORMAT_VERSION:
+            if version not in (1, FORMAT_VERSION):
                 raise DataFault(
-                    f"{path} has format version {version}, this program reads {FORMAT_VERSION}; write it again"
+                    f"{path} has format version {version}, this program reads 1 to {FORMAT_VERSION}; write it again"
                 )
             identity = Identity(**content["identity"])
             shards = tuple((str(name), int(size)) for name, size in content["source_shards"])
@@ -158,7 +169,21 @@ class TokenFolder:
 
     def wrong_sizes(self) -> Iterator[str]:
         for record in self.records.values():
-            yield from wrong_sizes(self.root, record, self.identity.dtype)
+            yield from wrong_sizes(self.root, record, self.identity)
+
+    @property
+    def documents_by_source(self) -> dict[str, int]:
+        """Raises DataFault when the folder does not know its sources."""
+        if not self.identity.has_sources:
+            raise DataFault(
+                f"token folder {str(self.root)!r} does not know the sources of its documents (format version "
+                f"{self.identity.format_version}), which source_weights needs; prepare the tokens again into another "
+                "folder, or read the text"
+            )
+        documents: Counter[str] = Counter()
+        for record in self.records.values():
+            documents.update(record.sources)
+        return dict(documents)
 
     def check(self, tokenizer: Tokenizer, reading: Reading) -> None:
         """Raises DataFault when the folder was made by another tokenizer or with other limits for bad text."""
@@ -220,26 +245,28 @@ class TokenReader:
                 if problem:
                     raise DataFault(f"{problem}; {AGAIN}")
                 self._checked.add(relpath)
-            tokens, table = map_shard(self.folder.root, record, self.folder.identity.dtype)
+            tokens, table = map_shard(self.folder.root, record, self.folder.identity)
         except OSError as error:
             raise DataFault(
                 f"the tokens of shard {relpath} in {str(self.folder.root)!r} cannot be read ({error!r})"
             ) from error
         counters.update(record.counters)
-        return _MappedLines(tokens, table, list(record.faults), part, parts)
+        return _MappedLines(tokens, table, record, part, parts)
 
 
 class _MappedLines:
     def __init__(
-        self, tokens: AnyTokens, table: LinesTable, fault_names: list[str], part: int, parts: int
+        self, tokens: AnyTokens, table: LinesTable, record: ShardRecord, part: int, parts: int
     ) -> None:
         self._tokens = tokens
-        self._fault_names = fault_names
+        self._fault_names = list(record.faults)
+        self._source_names = list(record.sources) or [NO_SOURCE]
         # Items of a memoryview are plain int, three times as fast as those of an array.
         self._begins = table.offsets[:-1][part::parts].data
         self._ends = table.offsets[1:][part::parts].data
         self._text_bytes = table.text_bytes[part::parts].data
         self._faults = table.faults[part::parts].data
+        self._sources = table.sources[part::parts].data
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -248,7 +275,14 @@ class _MappedLines:
         fault = self._faults[place]
         if fault:
             return self._fault_names[fault - 1]
-        return EncodedDocument(self._tokens[self._begins[place] : self._ends[place]], self._text_bytes[place])
+        return EncodedDocument(
+            self._tokens[self._begins[place] : self._ends[place]],
+            self._text_bytes[place],
+            self._source_names[self._sources[place]],
+        )
+
+    def sources(self) -> LineSources:
+        return LineSources(self._source_names, np.asarray(self._sources))
 
 
 @dataclass(frozen=True)
@@ -258,25 +292,32 @@ class LinesTable:
     offsets: NDArray[np.int64]
     text_bytes: NDArray[np.int64]
     faults: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    """All 0 where the format has none."""
 
 
 def shard_file(root: Path, relpath: str, suffix: str) -> Path:
     return root / f"{relpath}{suffix}"
 
 
-def map_shard(root: Path, record: ShardRecord, dtype: np.dtype[Any]) -> tuple[AnyTokens, LinesTable]:
+def map_shard(root: Path, record: ShardRecord, identity: Identity) -> tuple[AnyTokens, LinesTable]:
     """The ids [tokens] memory-mapped, and the table of lines in memory. The sizes are right already."""
     table = np.fromfile(shard_file(root, record.path, ".lines"), "<i8")
-    lines = record.lines
-    split = LinesTable(table[: lines + 1], table[lines + 1 : 2 * lines + 1], table[2 * lines + 1 :])
+    lines, dtype = record.lines, identity.dtype
+    text_bytes, faults, sources = (
+        table[begin : begin + lines] for begin in (k * lines + 1 for k in (1, 2, 3))
+    )
+    if not identity.has_sources:
+        sources = np.zeros(lines, np.int64)
+    split = LinesTable(table[: lines + 1], text_bytes, faults, sources)
     if record.tokens == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype), split
     # A plain array over the map: slices of np.memmap cost ten times as much.
     return np.asarray(np.memmap(shard_file(root, record.path, ".tokens"), dtype, "r")), split
 
 
-def wrong_sizes(root: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Iterator[str]:
-    for suffix, expected in record.sizes_bytes(dtype).items():
+def wrong_sizes(root: Path, record: ShardRecord, identity: Identity) -> Iterator[str]:
+    for suffix, expected in record.sizes_bytes(identity).items():
         path = shard_file(root, record.path, suffix)
         try:
             size = path.stat().st_size
@@ -289,11 +330,11 @@ def wrong_sizes(root: Path, record: ShardRecord, dtype: np.dtype[Any]) -> Iterat
 
 def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[str]:
     """All that is wrong with the files of one shard: sizes, checksums, ids and offsets. Reads them whole."""
-    sizes = list(wrong_sizes(root, record, identity.dtype))
+    sizes = list(wrong_sizes(root, record, identity))
     if sizes:
         yield from sizes
         return
-    tokens, table = map_shard(root, record, identity.dtype)
+    tokens, table = map_shard(root, record, identity)
     for suffix, expected in ((".tokens", record.tokens_sha256), (".lines", record.lines_sha256)):
         path = shard_file(root, record.path, suffix)
         content = tokens if suffix == ".tokens" else np.fromfile(path, np.uint8)
@@ -310,6 +351,11 @@ def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[st
     whole = table.offsets[0] == 0 and table.offsets[-1] == record.tokens and (lengths >= 0).all()
     if not whole or table.faults.min(initial=0) < 0 or table.faults.max(initial=0) > len(record.faults):
         yield f"{shard_file(root, record.path, '.lines')} has offsets or faults out of range"
+    elif identity.has_sources and (
+        ((table.sources < 0) != (table.faults > 0)).any()
+        or table.sources.max(initial=-1) >= len(record.sources)
+    ):
+        yield f"{shard_file(root, record.path, '.lines')} has sources out of range"
 
 
 def write_shard(
@@ -320,6 +366,7 @@ def write_shard(
     `counters` is what opening the shard counted. Raises DataFault for an id that is not in the vocabulary.
     """
     lengths, text_bytes, faults = (np.zeros(len(lines), "<i8") for _ in range(3))
+    names, sources = lines.sources()
     fault_names: dict[str, int] = {}
     tokens_hash = hashlib.sha256()
 
@@ -344,7 +391,7 @@ def write_shard(
 
     write_whole(shard_file(root, relpath, ".tokens"), ids())
     offsets = np.concatenate([np.zeros(1, "<i8"), np.cumsum(lengths)])
-    table = np.concatenate([offsets, text_bytes, faults]).astype("<i8").tobytes()
+    table = np.concatenate([offsets, text_bytes, faults, sources]).astype("<i8").tobytes()
     write_whole(shard_file(root, relpath, ".lines"), [table])
     return ShardRecord(
         path=relpath,
@@ -356,6 +403,7 @@ def write_shard(
         lines_sha256=hashlib.sha256(table).hexdigest(),
         counters={name: count for name, count in sorted(counters.items()) if name != "read_retries"},
         faults=fault_names,
+        sources={name: int((sources == number).sum()) for number, name in enumerate(names)},
     )
 
 

@@ -14,12 +14,10 @@ from gsa_data.documents import Document, read_documents
 from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import LANE_START, Tokens, pack
 from gsa_data.shards import Manifest
+from gsa_data.source_weights import NO_SOURCE
 from gsa_data.tokenize import Tokenizer
 
 DEFAULT_READING = Reading()
-
-NO_SOURCE = "unknown"
-"""Source of the documents whose line names none."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """What turns gated, rotated Q, K, V and the indexer's projections into attention: the interface of its versions.
 
-Batch first throughout: q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] of this tensor-parallel rank.
+Batch first throughout: q [B, L_q, n_h, d_k], k and v [B, L_k, n_kv, d_k] of this tensor-parallel rank. The queries
+are those at positions query_start .. query_start + L_q - 1 of the sequence, the keys all up to the last of them:
+L_k = query_start + L_q. Only under context parallelism is query_start not 0.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ if TYPE_CHECKING:
 class AttentionCore(Protocol):
     """A selection is an object whose format only its core knows."""
 
-    def select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> Any:
+    def select(
+        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
+    ) -> Any:
         """S_t of every query, without gradient; None where a dense pass measures nothing.
 
         Called outside of what is recomputed: a backward pass that selected anew could differ from its forward
         pass. Records the variance of the scores.
+
+        Args:
+            projections: queries and weight logits of the L_q queries, keys of all L_k.
+            document_ids: int32 [B, L_k], or None for one document per sequence.
         """
         ...
 
@@ -40,15 +48,17 @@ class AttentionCore(Protocol):
         weight_logits: torch.Tensor | None,
         document_ids: torch.Tensor | None,
         selected: Any,
-    ) -> torch.Tensor:
-        """Gated attention [B, L, n_h, d_k] and, joined to its gradient, the indexer loss.
+        query_start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gated attention [B, L_q, n_h, d_k], and the indexer loss summed over these queries where it is to be
+        learned from, 0-d.
 
         A function of its arguments and the parameters alone, so that it can be recomputed.
 
         Args:
-            output_gate: logits of G1 [B, L, n_h, d_k], or None.
+            output_gate: logits of G1 [B, L_q, n_h, d_k], or None.
             queries, keys, weight_logits: the indexer's projections; None where it does not run.
-            document_ids: int32 [B, L], or None for one document per sequence.
+            document_ids: int32 [B, L_k], or None for one document per sequence.
             selected: what `select` returned, perhaps for an earlier layer.
         """
         ...

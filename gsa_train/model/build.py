@@ -20,22 +20,38 @@ from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
 from gsa_train.parallel import Parallel
+from gsa_train.work_time import WorkTime
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's pipeline stage."""
+    """This rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
 
-    gpt: GPTModel
-    module: torch.nn.Module
-    """What is trained and called: `gpt`, inside megatron-core's Float16Module in bf16."""
+    chunks: list[GPTModel]
+    """In the order of the model."""
+    modules: list[torch.nn.Module]
+    """What is trained and called: the chunks, inside megatron-core's Float16Module in bf16."""
     mcore_config: GSATransformerConfig
     attentions: list[GSASelfAttention]
     runtime: AttentionRuntime
     num_indexers: int
     """Layers of the whole model that have an indexer."""
+    work_time: WorkTime
+    """Of this rank in training steps."""
+
+    @property
+    def gpt(self) -> GPTModel:
+        """The only chunk."""
+        (chunk,) = self.chunks
+        return chunk
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The only module."""
+        (module,) = self.modules
+        return module
 
 
 def build_model(config: Config, parallel: Parallel) -> Model:
@@ -54,42 +70,58 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     )
     logger.info("dense attention: %s (gsa.dense_attention = %s)", dense, config.gsa.dense_attention)
     context = AttentionContext(runtime, implementation, dense, config.train.recompute == "selective")
-    first = parallel.pipeline_rank == 0
     logger.info(
         "elementwise operations and loss: %s (train.fused_ops = %s)",
         "fused" if mcore_config.fused_ops else "one by one",
         config.train.fused_ops,
     )
+    numbers = range(config.parallel.virtual_pipeline)
+    chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    for layer in layers:
+        layer.register_forward_hook(_measure_activations(runtime, layer.layer_number - 1))
+    has_indexer = config.gsa.attention == "sparse"
+    return Model(
+        chunks=chunks,
+        modules=[Float16Module(mcore_config, chunk) if mcore_config.bf16 else chunk for chunk in chunks],
+        mcore_config=mcore_config,
+        attentions=[layer.self_attention for layer in layers],
+        runtime=runtime,
+        num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
+        work_time=WorkTime(parallel.device),
+    )
+
+
+def _build_chunk(
+    number: int,
+    config: Config,
+    mcore_config: GSATransformerConfig,
+    context: AttentionContext,
+    parallel: Parallel,
+) -> GPTModel:
     model_class = GPTModel
     if mcore_config.fused_ops:
         from gsa_train.model.language_model import FusedLossGPTModel  # imports Triton
 
         model_class = FusedLossGPTModel
-    gpt = model_class(
+    count = config.parallel.virtual_pipeline
+    vp_stage = number if count > 1 else None
+    chunk = model_class(
         config=mcore_config,
-        transformer_layer_spec=decoder_spec(mcore_config, context),
+        transformer_layer_spec=decoder_spec(mcore_config, context, vp_stage),
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.train.seq_len_tokens,
-        pre_process=first,
-        post_process=parallel.is_last_stage,
+        pre_process=parallel.pipeline_rank == 0 and number == 0,
+        post_process=parallel.is_last_stage and number == count - 1,
         position_embedding_type="rope",
         rotary_base=config.model.rope_base,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         pg_collection=parallel.groups,
+        vp_stage=vp_stage,
     )
-    gpt.to(parallel.device)
-    initialize_weights(gpt, config, parallel)
-    for layer in gpt.decoder.layers:
-        layer.register_forward_hook(_measure_activations(runtime, layer.layer_number - 1))
-    has_indexer = config.gsa.attention == "sparse"
-    return Model(
-        gpt=gpt,
-        module=Float16Module(mcore_config, gpt) if mcore_config.bf16 else gpt,
-        mcore_config=mcore_config,
-        attentions=[layer.self_attention for layer in gpt.decoder.layers],
-        runtime=runtime,
-        num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
-    )
+    chunk.to(parallel.device)
+    initialize_weights(chunk, config, parallel)
+    return chunk
 
 
 def attention_implementation(config: Config, device: torch.device) -> str:

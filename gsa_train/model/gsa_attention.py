@@ -2,8 +2,9 @@
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-Shapes: L tokens of the sequence, B sequences, n heads of this tensor-parallel rank, d_k head size. megatron-core
-hands activations over as [L, B, ...]; from the indexer to G1 tensors are batch first, as gsa_kernels wants them.
+Shapes: L tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size.
+megatron-core hands activations over as [L, B, ...]; from the indexer to G1 tensors are batch first, as gsa_kernels
+wants them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import sigmoid_gate
 from gsa_train.kernel_checks import KERNEL_HEAD_SIZES
-from gsa_train.model.attention_core import build_core, indexer_graph
+from gsa_train.model.attention_core import build_core, indexer_graph, train_indexer
 from gsa_train.model.budget import VarianceTracker
+from gsa_train.model.context_parallel import QueryRun, gather_tokens, query_runs
 from gsa_train.model.gates import build_gate_projection, split_gate_logits
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore_config import GSATransformerConfig
@@ -118,7 +120,7 @@ class GSASelfAttention(MegatronModule):
 
         Args:
             hidden_states: the layer's normalised input.
-            attention_mask: document ids [B, L] of packed sequences, or None for one document each.
+            attention_mask: document ids of the whole packed sequences [B, L * cp], or None for one document each.
             rotary_pos_emb: angles of the rotary embedding on Q and K.
             unused: what megatron-core passes to every attention (inference, packing formats we do not use).
         """
@@ -127,17 +129,70 @@ class GSASelfAttention(MegatronModule):
         if self.runtime.uses_indexer:
             if self.indexer is not None:
                 projections = self._index(hidden_states)
-                self.runtime.shared_selection = self.core.select(projections, attention_mask)
+                self.runtime.shared_selection = self._select(projections, attention_mask)
             selected = self.runtime.shared_selection
 
         queries, keys, weight_logits = projections or (None, None, None)
         core_inputs = (q, k, v, output_gate, queries, keys, weight_logits, attention_mask)
-        attend = partial(self.core.attend, selected=selected)  # checkpoints take tensors only
+        attend = partial(self._attend, selected=selected)  # checkpoints take tensors only
         if self.recompute_core and torch.is_grad_enabled():
             out = tensor_parallel.checkpoint(attend, False, *core_inputs)
         else:
             out = attend(*core_inputs)
         return self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
+
+    def _select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> list[Any]:
+        """The core's selection for each run of this rank's queries."""
+        queries, keys, weight_logits = projections
+        return [
+            self.core.select(
+                IndexerProjections(queries[:, run.local], keys[:, : run.end], weight_logits[:, run.local]),
+                _up_to(document_ids, run.end),
+                run.start,
+            )
+            for run in self._runs(queries.shape[1])
+        ]
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output_gate: torch.Tensor | None,
+        queries: torch.Tensor | None,
+        keys: torch.Tensor | None,
+        weight_logits: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+        selected: list[Any] | None,
+    ) -> torch.Tensor:
+        """The core over all keys of the sequence for each run of this rank's queries: [B, L, n_h, d_k], with the
+        indexer loss joined to its gradient. What is gathered here is gathered again when it is recomputed, not kept."""
+        k, v = gather_tokens(k, self.groups.cp), gather_tokens(v, self.groups.cp)
+        outputs, losses = [], []
+        for index, run in enumerate(self._runs(q.shape[1])):
+            with indexer_graph(self.runtime):
+                projections = _part(queries, run), _up_to(keys, run.end), _part(weight_logits, run)
+            out, kl = self.core.attend(
+                q[:, run.local],
+                k[:, : run.end],
+                v[:, : run.end],
+                _part(output_gate, run),
+                *projections,
+                _up_to(document_ids, run.end),
+                None if selected is None else selected[index],
+                run.start,
+            )
+            outputs.append(out)
+            if kl is not None:
+                losses.append(kl)
+        out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        if not losses:
+            return out
+        with indexer_graph(self.runtime):
+            return train_indexer(self.runtime, out, torch.stack(losses).sum())
+
+    def _runs(self, length: int) -> list[QueryRun]:
+        return query_runs(length, self.groups.cp.rank(), self.groups.cp.size())
 
     def _project(
         self,
@@ -183,13 +238,15 @@ class GSASelfAttention(MegatronModule):
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
 
     def _index(self, hidden_states: torch.Tensor) -> IndexerProjections:
-        """The indexer's projections of all tokens, cut off from the graph of the language model."""
+        """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
+        model."""
         assert self.indexer is not None
         hidden = hidden_states.detach()
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with indexer_graph(self.runtime):
-            return self.indexer(hidden)
+            queries, keys, weight_logits = self.indexer(hidden)
+            return IndexerProjections(queries, gather_tokens(keys, self.groups.cp), weight_logits)
 
     def _measure_gates(self, value_gate: torch.Tensor | None, output_gate: torch.Tensor | None) -> None:
         if not (self.runtime.measuring and self.runtime.counts_this_pass()):
@@ -199,6 +256,14 @@ class GSASelfAttention(MegatronModule):
                 opening = logits.detach().float().sigmoid()
                 self.runtime.stats.add(f"{name}_mean", self.layer, opening)
                 self.runtime.stats.add(f"{name}_low", self.layer, opening < 0.1)
+
+
+def _part(tensor: torch.Tensor | None, run: QueryRun) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:, run.local]
+
+
+def _up_to(tensor: torch.Tensor | None, end: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:, :end]
 
 
 def _fused_heads_op() -> Callable[..., Any]:

@@ -27,7 +27,7 @@ class IndexerProjections(NamedTuple):
 
 
 class Indexer(MegatronModule):
-    """Replicated over the tensor-parallel ranks: each sees all tokens and holds equal weights.
+    """Replicated over the tensor-parallel ranks: they see the same tokens and hold equal weights.
 
     Call it as a module: with `overlap_param_gather` parameters arrive in forward-pre-hooks.
     """
@@ -74,7 +74,7 @@ class Indexer(MegatronModule):
         queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
-            angles = self.rotary(hidden.shape[0])
+            angles = self.rotary(hidden.shape[0] * self.groups.cp.size())  # cut to this rank's positions
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from gsa_train.config import Config, GSAConfig
 from gsa_train.model import weight_gradients
 from gsa_train.parallel import Parallel
+from gsa_train.pipeline_layout import chunk_layers
 
 
 @dataclass
@@ -47,10 +48,17 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
     model, train = config.model, config.train
     dtype = compute_dtype(config, parallel.device)
     fused_ops = uses_fused_ops(config, parallel.device)
-    adds_weight_gradients = fused_ops and dtype == torch.bfloat16
+    reduces_in_bf16 = config.parallel.grad_reduce_dtype == "bf16"
+    if reduces_in_bf16 and dtype != torch.bfloat16:
+        raise ValueError(
+            "parallel.grad_reduce_dtype = bf16: gradients have the weights' precision, which is fp32 here; set it to "
+            "fp32, or train.precision to bf16"
+        )
+    adds_weight_gradients = fused_ops and dtype == torch.bfloat16 and not reduces_in_bf16
     if adds_weight_gradients:
         weight_gradients.install()
     recompute_layers = train.recompute == "full"
+    interleaved = config.parallel.virtual_pipeline > 1
     return GSATransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -82,6 +90,13 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         use_cpu_initialization=parallel.device.type == "cpu",
         tensor_model_parallel_size=parallel.tensor_size,
         pipeline_model_parallel_size=parallel.pipeline_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline if interleaved else None,
+        pipeline_model_parallel_layout=_pipeline_layout(config),
+        # Interleaved stages exchange tensors one by one: sent in batches, two stages that are each other's next and
+        # previous one mix up what they receive, without an error. Megatron-LM asserts this, megatron-core does not.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        context_parallel_size=parallel.context_size,
         sequence_parallel=config.parallel.sequence and parallel.tensor_size > 1,
         recompute_granularity="full" if recompute_layers else None,
         recompute_method="uniform" if recompute_layers else None,
@@ -94,6 +109,16 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _pipeline_layout(config: Config) -> list[list[str]] | None:
+    """What each chunk holds, in megatron-core's words."""
+    if config.parallel.pipeline == 1:
+        return None
+    chunks = [["decoder"] * layers for layers in chunk_layers(config)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The attention core in plain torch: exact, differentiable, with L x L tensors; what the fused core must equal.
+"""The attention core in plain torch: exact, differentiable, with L_q x L_k tensors; what the fused core must equal.
 
 Equations 7, 8, 11, 12, 14 and 15 of the paper, and section 9 of the specification. A selection is a bool mask
-[B, L, L].
+[B, L_q, L_k].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gsa_kernels import (
     visible_mask,
 )
 from gsa_kernels.kl.sampling import row_ranges
-from gsa_train.model.attention_core import indexer_graph, train_indexer
+from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.indexer import IndexerProjections
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ReferenceCore:
         self.gsa, self.runtime, self.layer = attention.gsa, attention.runtime, attention.layer
 
     def select(
-        self, projections: IndexerProjections, document_ids: torch.Tensor | None
+        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
     ) -> torch.Tensor | None:
         runtime, gsa = self.runtime, self.gsa
         indexer, tracker = self.attention.indexer, self.attention.variance
@@ -50,10 +50,10 @@ class ReferenceCore:
         assert tracker is not None
         counted = runtime.counts_this_pass()
         with torch.no_grad():
-            length, device, block = projections.keys.shape[1], projections.keys.device, gsa.selection_block
-            rows = torch.arange(0, length, block, device=device)
-            visible = visible_mask(length, query_positions=rows, document_ids=document_ids, device=device)
-            scores = indexer.scores(projections, query_stride=block)
+            num_keys, device = projections.keys.shape[1], projections.keys.device
+            rows = torch.arange(query_start, num_keys, gsa.selection_block, device=device)
+            visible = visible_mask(num_keys, query_positions=rows, document_ids=document_ids, device=device)
+            scores = indexer.scores(projections, query_stride=gsa.selection_block)
             _, variance = score_moments(scores, visible)
             if counted and not runtime.evaluating:
                 tracker.record(variance)
@@ -68,20 +68,23 @@ class ReferenceCore:
                 k_max=gsa.k_max,
                 mode=gsa.adaptive_k,
             )
-            selected = self._complete(select_top_k(scores, visible, budget), document_ids, length)
+            positions = torch.arange(query_start, num_keys, device=device)
+            selected = self._complete(select_top_k(scores, visible, budget), document_ids, positions)
             if counted and runtime.measuring:
-                self._measure(selected, budget, variance, tracker.ema, document_ids)
+                self._measure(selected, budget, variance, tracker.ema, document_ids, positions)
             return selected
 
-    def _complete(self, chosen: torch.Tensor, document_ids: torch.Tensor | None, length: int) -> torch.Tensor:
-        """Top-k of the selecting queries [B, R, L] -> S_t of all queries [B, L, L] (section 9)."""
-        block, window = self.gsa.selection_block, self.gsa.local_window
+    def _complete(
+        self, chosen: torch.Tensor, document_ids: torch.Tensor | None, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Top-k of the selecting queries [B, R, L_k] -> S_t of the queries at `positions` (section 9)."""
+        block, window, num_keys = self.gsa.selection_block, self.gsa.local_window, chosen.shape[-1]
         if block > 1:
-            chosen = expand_block_selection(chosen, block, length)
+            chosen = expand_block_selection(chosen, block, len(positions))
         if window > 0:
-            chosen = chosen | local_window_mask(length, window, device=chosen.device)
+            chosen = chosen | local_window_mask(num_keys, window, query_positions=positions)
         if block > 1 or window > 0:
-            chosen = chosen & visible_mask(length, document_ids=document_ids, device=chosen.device)
+            chosen = chosen & visible_mask(num_keys, query_positions=positions, document_ids=document_ids)
         return chosen
 
     def attend(
@@ -95,11 +98,13 @@ class ReferenceCore:
         weight_logits: torch.Tensor | None,
         document_ids: torch.Tensor | None,
         selected: torch.Tensor | None,
-    ) -> torch.Tensor:
+        query_start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         runtime, stats, layer = self.runtime, self.runtime.stats, self.layer
         counted = runtime.counts_this_pass()
         measured = counted and runtime.measuring
-        visible = visible_mask(q.shape[1], document_ids=document_ids, device=q.device)
+        positions = torch.arange(query_start, k.shape[1], device=q.device)
+        visible = visible_mask(k.shape[1], query_positions=positions, document_ids=document_ids)
         mask = selected if runtime.sparse else visible
         assert mask is not None
         distils = queries is not None and counted and (runtime.train_indexer or measured)
@@ -127,6 +132,7 @@ class ReferenceCore:
                 stats.add("recall", layer, recall)
             assert attention.sink is not None
             stats.add("first_token_attention", layer, attention.sink)
+        kl = None
         if distils:
             assert probs is not None
             assert queries is not None
@@ -135,11 +141,10 @@ class ReferenceCore:
             with indexer_graph(runtime):
                 rows = self._indexer_loss(IndexerProjections(queries, keys, weight_logits), probs, mask)
                 kl, logged = self._sum_or_estimate(rows)
-                if runtime.train_indexer:
-                    out = train_indexer(runtime, out, kl)
             if measured:
                 stats.add("indexer_kl", layer, logged)
-        return out if output_gate is None else sigmoid_gate(out, output_gate)  # eq. 10
+        out = out if output_gate is None else sigmoid_gate(out, output_gate)  # eq. 10
+        return out, kl if runtime.train_indexer else None
 
     def _indexer_loss(
         self, projections: IndexerProjections, probs: torch.Tensor, mask: torch.Tensor
@@ -171,6 +176,7 @@ class ReferenceCore:
         variance: torch.Tensor,
         variance_ema: torch.Tensor,
         document_ids: torch.Tensor | None,
+        positions: torch.Tensor,
     ) -> None:
         stats, layer = self.runtime.stats, self.layer
         stats.add("k_mean", layer, budget)
@@ -182,6 +188,6 @@ class ReferenceCore:
         stats.add("union_ratio_32", layer, union_ratio(selected, 32))
         # The exact expectation for as many keys drawn at random: each visible key is as likely as any other,
         # so the expected share of the probability is the share of the keys.
-        visible = visible_mask(selected.shape[-1], document_ids=document_ids, device=selected.device)
+        visible = visible_mask(selected.shape[-1], query_positions=positions, document_ids=document_ids)
         stats.add("random_recall", layer, selected.sum(-1) / visible.sum(-1))
         stats.add("selected_keys", layer, selected.sum(-1))

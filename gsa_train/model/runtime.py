@@ -34,7 +34,8 @@ class AttentionRuntime:
     _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
     """Per layer: micro-batches of this step that have drawn."""
     shared_selection: Any = field(default=None, repr=False)
-    """Selection of the last leader layer, for the followers of its group (`selection_reuse`)."""
+    """Selections of the last leader layer, one per run of queries, for the followers of its group
+    (`selection_reuse`)."""
 
     _rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 

@@ -42,13 +42,16 @@ def select_for_layer(
     variance_ema: torch.Tensor,
     gsa: GSAConfig,
     document_starts: torch.Tensor | None,
+    query_start: int = 0,
 ) -> LayerSelection:
     """Select, and choose between bits and lists as `gsa.attention_kernel` says.
 
     Waits for the device where lists are made of per-query selections: their length is in the data.
 
     Args:
-        projections: of the selecting queries, every `gsa.selection_block`-th, and of all keys.
+        projections: of the selecting queries, every `gsa.selection_block`-th from `query_start` on, and of all keys
+            up to the last query.
+        document_starts: of all queries, int32 [B, L_q]
     """
     arguments: dict[str, Any] = {
         "score_bias": indexer.score_bias,
@@ -60,6 +63,7 @@ def select_for_layer(
         "mode": gsa.adaptive_k,
         "document_starts": document_starts,
         "local_window": gsa.local_window,
+        "query_start": query_start,
     }
     length = projections.keys.shape[1]
     if gsa.selection_block > 1:
@@ -77,7 +81,7 @@ def select_for_layer(
     measured = gsa.attention_kernel == "auto" and length >= MEASURED_FROM_TOKENS
     if gsa.attention_kernel != "gathered" and not measured:
         return LayerSelection(bits, chosen.budget, chosen.variance, None)
-    lists = key_lists_from_words(chosen.words, length)
+    lists = key_lists_from_words(chosen.words, length - query_start, query_start)
     density = union_density(lists)
     gathers = gsa.attention_kernel == "gathered" or density < GATHERED_BELOW_DENSITY
     return LayerSelection(
@@ -88,5 +92,5 @@ def select_for_layer(
 def union_density(lists: KeyLists) -> float:
     """Entries of lists that were made for their data, over those of dense causal attention."""
     batch, tiles = lists.counts.shape
-    ends = (torch.arange(1, tiles + 1) * lists.queries).clamp(max=lists.length)
+    ends = lists.query_start + (torch.arange(1, tiles + 1) * lists.queries).clamp(max=lists.length)
     return lists.keys.numel() / (batch * int(ends.sum()))

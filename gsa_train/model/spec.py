@@ -15,8 +15,14 @@ from gsa_train.model.mcore_config import GSATransformerConfig
 from gsa_train.model.norm import RMSNorm
 
 
-def decoder_spec(config: GSATransformerConfig, context: AttentionContext) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
+def decoder_spec(
+    config: GSATransformerConfig, context: AttentionContext, chunk: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk of this pipeline stage and the final norm.
+
+    Args:
+        chunk: from 0; None where stages have a single one.
+    """
     activation = None
     if config.fused_ops:
         from gsa_train.model.swiglu import FusedSwiGLU  # imports Triton
@@ -43,5 +49,5 @@ def decoder_spec(config: GSATransformerConfig, context: AttentionContext) -> Tra
     )
     # A block spec, unlike a layer spec, also names the final norm.
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm
     )

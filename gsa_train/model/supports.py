@@ -1,7 +1,8 @@
 """What queries attend to, in the forms that the fused kernels take: all visible keys, bits, or lists of keys.
 
 Each form is one class with the same operations: attention over it, the indexer loss on it, and its statistics.
-Shapes as in `AttentionCore`: q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] of this tensor-parallel rank.
+Shapes as in `AttentionCore`: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k] of this tensor-parallel rank; the
+queries are the last L positions of the keys.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class Support(Protocol):
         document_starts: torch.Tensor | None,
         output_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gated output [B, L, n_h, d_k], and the logarithm of the softmax's sum, fp32 [B, n_h, L]."""
+        """Gated output [B, L, n_h, d_k], and the logarithm of the softmax's sum, fp32 [B, n_h, L].
+
+        Args:
+            document_starts: of the queries, int32 [B, L]
+        """
         ...
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +90,13 @@ class AllVisible:
         output_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return masked_attention(
-            q, k, v, None, document_starts=document_starts, output_gate_logits=output_gate
+            q,
+            k,
+            v,
+            None,
+            document_starts=document_starts,
+            output_gate_logits=output_gate,
+            query_start=k.shape[1] - q.shape[1],
         )
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +113,7 @@ class SelectedBits:
     """Bit s % 32 of words[b, t, s // 32] says that t attends to s: for lengths where most tiles of keys are hit."""
 
     words: torch.Tensor
-    """int32 [B, L, ceil(L / 32)]"""
+    """int32 [B, L, ceil(L_k / 32)]"""
 
     def attention(
         self,
@@ -113,7 +124,13 @@ class SelectedBits:
         output_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return masked_attention(
-            q, k, v, self.words, document_starts=document_starts, output_gate_logits=output_gate
+            q,
+            k,
+            v,
+            self.words,
+            document_starts=document_starts,
+            output_gate_logits=output_gate,
+            query_start=k.shape[1] - q.shape[1],
         )
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,11 +209,12 @@ Selected = SelectedBits | SelectedLists
 def _loss_by_rows(
     inputs: LossInputs, words: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target is made for chunks of rows, [B, rows, L]."""
+    """The target is made for chunks of rows, [B, rows, L_k]."""
+    q, k, starts = inputs.q.detach(), inputs.k.detach(), inputs.document_starts
+    query_start = k.shape[1] - q.shape[1]
 
     def target(row_start: int, rows: int) -> torch.Tensor:
-        q, k = inputs.q.detach(), inputs.k.detach()
-        starts = inputs.document_starts
+        where: dict[str, Any] = {"document_starts": starts, "query_start": query_start}
         if block == 1:
             # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
             probs = head_sum_probs_rows(
@@ -206,13 +224,13 @@ def _loss_by_rows(
                 words,
                 row_start,
                 rows,
-                document_starts=starts,
+                **where,
                 dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
                 fill=False,
             )
         else:
             probs = block_sum_probs_rows(
-                q, k, inputs.lse, words, row_start, rows, selection_block=block, document_starts=starts
+                q, k, inputs.lse, words, row_start, rows, selection_block=block, **where
             )
         return inputs.over_all_heads(probs)
 
@@ -220,7 +238,8 @@ def _loss_by_rows(
         *inputs.projections,
         target,
         words=words,
-        document_starts=inputs.document_starts,
+        document_starts=starts,
+        query_start=query_start,
         selection_block=block,
         return_rows=True,
         **inputs.options,

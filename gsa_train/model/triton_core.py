@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gsa_kernels import sigmoid_gate
-from gsa_train.model.attention_core import indexer_graph, train_indexer
+from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def document_starts(document_ids: torch.Tensor | None) -> torch.Tensor | None:
-    """First position of each token's document, int32 [B, L]; the ids never decrease along a row."""
+def document_starts(document_ids: torch.Tensor | None, query_start: int = 0) -> torch.Tensor | None:
+    """First position of the document of each token from `query_start` on, int32 [B, L - query_start]; the ids never
+    decrease along a row."""
     if document_ids is None:
         return None
-    return torch.searchsorted(document_ids, document_ids, out_int32=True)
+    document_ids = document_ids.contiguous()
+    return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 
 
 class TritonCore:
@@ -34,21 +36,26 @@ class TritonCore:
         self.attention = attention
         self.dense = build_dense_attention(dense_attention)
         self.gsa, self.runtime, self.layer = attention.gsa, attention.runtime, attention.layer
-        self._kernel: str | None = None
+        self._kernels: dict[int, str] = {}
 
-    def select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> Selected:
+    def select(
+        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
+    ) -> Selected:
         runtime = self.runtime
         indexer, tracker = self.attention.indexer, self.attention.variance
         assert indexer is not None
         assert tracker is not None
         counted = runtime.counts_this_pass()
-        starts = document_starts(document_ids)
-        selection = select_for_layer(self._of_rows(projections), indexer, tracker.ema, self.gsa, starts)
-        self._say_kernel(selection)
+        starts = document_starts(document_ids, query_start)
+        selection = select_for_layer(
+            self._of_rows(projections), indexer, tracker.ema, self.gsa, starts, query_start
+        )
+        self._say_kernel(selection, query_start)
         if counted and not runtime.evaluating:
             tracker.record(selection.variance)
         if counted and runtime.measuring:
-            self._measure(selection, tracker.ema, starts, projections.keys.shape[1])
+            positions = torch.arange(query_start, projections.keys.shape[1], device=tracker.ema.device)
+            self._measure(selection, tracker.ema, starts, positions)
         return selection.selected
 
     def attend(
@@ -62,11 +69,12 @@ class TritonCore:
         weight_logits: torch.Tensor | None,
         document_ids: torch.Tensor | None,
         selected: Selected | None,
-    ) -> torch.Tensor:
+        query_start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         runtime = self.runtime
         counted = runtime.counts_this_pass()
         measured = counted and runtime.measuring
-        starts = document_starts(document_ids)
+        starts = document_starts(document_ids, query_start)
         dense = AllVisible(self.gsa.selection_block, q.device)
         support: Support = dense
         if runtime.sparse:
@@ -87,6 +95,7 @@ class TritonCore:
         if measured:
             assert lse is not None
             self._measure_attention(q, k, v, lse, support, dense if runtime.sparse else selected, starts)
+        kl = None
         if distils:
             assert lse is not None
             assert queries is not None
@@ -95,14 +104,12 @@ class TritonCore:
             with indexer_graph(runtime):
                 projections = self._of_rows(IndexerProjections(queries, keys, weight_logits))
                 kl, rows = self._indexer_loss(support, projections, q, k, lse, starts)
-                if runtime.train_indexer:
-                    out = train_indexer(runtime, out, kl)
             if measured:
                 runtime.stats.add("indexer_kl", self.layer, rows)
-        return out
+        return out, kl if runtime.train_indexer else None
 
     def _of_rows(self, projections: IndexerProjections) -> IndexerProjections:
-        """Queries that select, [B, ceil(L / selection_block), ...], and all keys."""
+        """Queries that select, [B, ceil(L_q / selection_block), ...], and all keys."""
         block = self.gsa.selection_block
         if block == 1:
             return projections
@@ -171,7 +178,7 @@ class TritonCore:
         selection: LayerSelection,
         variance_ema: torch.Tensor,
         starts: torch.Tensor | None,
-        length: int,
+        positions: torch.Tensor,
     ) -> None:
         stats, layer, selected = self.runtime.stats, self.layer, selection.selected
         stats.add("k_mean", layer, selection.budget)
@@ -183,19 +190,19 @@ class TritonCore:
         stats.add("union_ratio_32", layer, selected.union_ratio())
         if selection.density is not None:
             stats.add("union_density", layer, torch.tensor(selection.density))
-        positions = torch.arange(length, device=variance_ema.device)
         visible = positions + 1 if starts is None else positions - starts + 1
         per_query = selected.keys_per_query()
         stats.add("random_recall", layer, per_query / visible)
         stats.add("selected_keys", layer, per_query)
 
-    def _say_kernel(self, selection: LayerSelection) -> None:
-        """Log which attention kernel the layer's selection goes to, when that changes."""
+    def _say_kernel(self, selection: LayerSelection, query_start: int) -> None:
+        """Log which attention kernel the selection of these queries goes to, when that changes."""
         kernel = "gathered" if isinstance(selection.selected, SelectedLists) else "masked"
-        if kernel == self._kernel:
+        if kernel == self._kernels.get(query_start):
             return
-        self._kernel = kernel
+        self._kernels[query_start] = kernel
         reason = f"gsa.attention_kernel = {self.gsa.attention_kernel}"
         if selection.density is not None:
             reason += f", union density {selection.density:.2f}, break-even {GATHERED_BELOW_DENSITY:.2f}"
-        logger.info("layer %d: %s attention (%s)", self.layer, kernel, reason)
+        queries = f", queries from {query_start}" if query_start > 0 else ""
+        logger.info("layer %d%s: %s attention (%s)", self.layer, queries, kernel, reason)

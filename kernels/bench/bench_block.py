@@ -83,7 +83,7 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
     scored = score_inputs(*inputs, query_stride=block)
     chunks = list(row_chunks(1, blocks, score_tiles(scored).rows, chunk_bytes, block))
     buffer, outputs = score_buffer(scored, chunks), new_outputs(scored)
-    views = [(rows, chunk_view(buffer, 1, rows, block)) for rows in chunks]
+    views = [(rows, chunk_view(buffer, scored, rows)) for rows in chunks]
 
     def scores_pass() -> None:
         for rows, view in views:

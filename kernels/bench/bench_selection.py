@@ -119,7 +119,7 @@ def measure(length: int, dtype: torch.dtype, candidates_from: int, profiled: boo
     chunks = list(row_chunks(1, length, score_tiles(inputs).rows, ROW_CHUNK_BYTES))
     buffer = score_buffer(inputs, chunks)
     outputs = new_outputs(inputs)
-    views = [(rows, chunk_view(buffer, 1, rows)) for rows in chunks]
+    views = [(rows, chunk_view(buffer, inputs, rows)) for rows in chunks]
 
     def scores_pass() -> None:
         for rows, view in views:

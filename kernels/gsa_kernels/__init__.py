@@ -2,6 +2,8 @@
 
 Every `reference.py` is the definition of its operation. Layouts are batch first: q [B, Lq, H, D],
 k and v [B, Lk, Hkv, D], indexer queries [B, Lq, HI, DI], indexer keys [B, Lk, DI], masks [B or 1, Lq, Lk].
+Where queries are a part of the sequence (context parallelism), the references take their positions in the masks, and
+the kernels `query_start`: query i stands at position query_start + i, and Lk = query_start + Lq. Key lists carry it.
 """
 
 from gsa_kernels.attention.reference import AttentionOutput, sparse_attention

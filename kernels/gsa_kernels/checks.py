@@ -45,3 +45,18 @@ def check_row_counts(name: str, counts: torch.Tensor, batch: int, rows: int) -> 
 def check_at_least(name: str, value: int, minimum: int) -> None:
     if value < minimum:
         raise ValueError(f"{name} is {value}; pass a number of at least {minimum}")
+
+
+def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:
+    """How many queries stand at the positions query_start .. num_keys - 1, in whole blocks from the first on."""
+    if not 0 <= query_start < num_keys:
+        raise ValueError(
+            f"query_start is {query_start} with {num_keys} keys; pass 0 <= query_start < {num_keys}, and the keys up "
+            "to the last query's own"
+        )
+    if query_start % block != 0:
+        raise ValueError(
+            f"query_start is {query_start} with selection_block {block}; pass a multiple of {block}, so that no "
+            "block is cut"
+        )
+    return num_keys - query_start

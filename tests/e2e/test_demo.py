@@ -29,13 +29,14 @@ SHORT = (
     "logging.wandb=disabled",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]  # one process makes the run for all tests
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """On two ranks. Whenever one looks, `latest` names a complete checkpoint."""
-    run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2)
+    """On two ranks of torchrun's. Whenever one looks, `latest` names a complete checkpoint."""
+    run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2, real=True)
+    assert run.process is not None
     named = set()
     while run.process.poll() is None:
         if latest := run.latest:
@@ -79,6 +80,8 @@ def test_the_summary_has_every_key(demo):
     assert 1 < summary["bigram_perplexity"] < summary["unigram_perplexity"] < 4096
     assert summary["val_perplexity"] < 4096
     assert 0 < summary["random_recall"] < 1
+    assert set(summary["data_tokens_by_source"]) == {"PythonStdlib", "RustBooks"}
+    assert sum(summary["data_tokens_by_source"].values()) >= TOKENS
     assert 0 < summary["recall"] < 1
 
 

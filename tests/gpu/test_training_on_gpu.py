@@ -47,7 +47,7 @@ def needs_devices(count: int) -> pytest.MarkDecorator:
 
 @pytest.mark.slow
 def test_a_12_layer_model_of_width_768_trains_at_4096_tokens_in_bf16(tmp_path: Path) -> None:
-    run = start(tmp_path, *MEDIUM).wait(seconds=900)
+    run = start(tmp_path, *MEDIUM, real=True).wait(seconds=900)
     print(run.output[-6000:])
     losses = run.series("loss")
     assert run.steps()[-1]["step"] == 200
@@ -79,11 +79,11 @@ def test_a_gpu_run_never_loads_the_cpu_backend(tmp_path: Path) -> None:
 
 def test_a_resumed_bf16_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     options = (*SMALL, "checkpoint.every_steps=6")
-    whole = start(tmp_path, *options, name="whole").wait()
-    first = start(tmp_path, *options, name="resumed")
+    whole = start(tmp_path, *options, name="whole", real=True).wait()
+    first = start(tmp_path, *options, name="resumed", real=True)
     first.wait_until(lambda: len(first.steps()) >= 15)
     kill(first)
-    again = start(tmp_path, *options, name="resumed").wait()
+    again = start(tmp_path, *options, name="resumed", real=True).wait()
     for key in ("loss", "indexer_kl", "grad_norm"):
         assert again.series(key) == whole.series(key)
 
@@ -93,7 +93,7 @@ LAYOUT = (*SMALL, "train.precision=fp32", "gsa.k_min=128", "gsa.k_base=128")
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return start(tmp_path_factory.mktemp("one"), *LAYOUT).wait()
+    return start(tmp_path_factory.mktemp("one"), *LAYOUT, real=True).wait()
 
 
 @needs_devices(2)
@@ -109,7 +109,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_layout_over_nccl_follows_one_rank(
     tmp_path: Path, one_rank: Run, ranks: int, layout: tuple[str, ...]
 ) -> None:
-    many = start(tmp_path, *LAYOUT, *layout, ranks=ranks).wait()
+    many = start(tmp_path, *LAYOUT, *layout, ranks=ranks, real=True).wait()
     for key in ("loss", "grad_norm", "indexer_kl"):
         pairs = zip(one_rank.series(key), many.series(key), strict=True)
         worst = max(abs(a - b) / abs(a) for a, b in pairs)

@@ -1,30 +1,33 @@
-"""Start, watch and kill real training runs: torchrun launch/pretrain.py on the bundled text."""
+"""Start, watch and kill training runs: torchrun launch/pretrain.py on the bundled text, for real or as forks."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import fcntl
+import hashlib
 import os
-import shutil
+import re
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from gsa_train.sinks import read_records
+from helpers.forked import ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "configs/demo.yaml"
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, workers in sessions of their own included."""
+SHARED = "GSA_TEST_SHARED_RUNS"
+"""Environment variable with the folder of the `finished` runs, for all processes of a test session (conftest.py)."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -70,7 +73,8 @@ class Run:
     """A run under way or over."""
 
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRanks | None
+    """None for a copy, and for what another process of the test session ran."""
     log: Path
     """What this start printed."""
     mark: str
@@ -98,14 +102,19 @@ class Run:
         """The records of training steps, without validations."""
         return [record for record in self.records() if "event" not in record]
 
+    def steps_printed(self) -> list[int]:
+        """The steps that this start took."""
+        return [int(step) for step in re.findall(r"^step +(\d+)/.* gnorm ", self.output, re.MULTILINE)]
+
     def series(self, key: str) -> list[Any]:
         return [record[key] for record in self.steps()]
 
     def wait(self, expected: int = 0, seconds: float = 300) -> Run:
         """Wait for the end and check the exit code."""
+        assert self.process is not None
         try:
             code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, TimeoutError):
             kill(self)
             raise AssertionError(f"not over after {seconds} s:\n{self.output[-3000:]}") from None
         assert code == expected, f"exit code {code}, expected {expected}:\n{self.output[-5000:]}"
@@ -113,6 +122,7 @@ class Run:
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 120) -> None:
         """Poll closely until the condition holds; fail if the run ends or the time runs out before."""
+        assert self.process is not None
         deadline = time.monotonic() + seconds
         while not condition():
             over = self.process.poll() is not None or time.monotonic() > deadline
@@ -128,27 +138,33 @@ def start(
     ranks: int = 1,
     config: str = CONFIG,
     name: str = "run",
-    torchrun: bool = True,
+    launcher: Literal["torchrun", "python"] = "torchrun",
+    real: bool = False,
 ) -> Run:
-    """Start a run in `run_dir/name`; options such as --no-resume may stand among the overrides."""
+    """Start a run in `run_dir/name`; options such as --no-resume may stand among the overrides.
+
+    Args:
+        real: start the launcher itself; else its ranks are forked (see forked.py), which is much quicker.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex
-    log = run_dir / f"{name}-{mark[:8]}.log"
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
-    )
-    command = [sys.executable, *launcher, "launch/pretrain.py", "--config", config]
-    command += [f"run.dir={run_dir}", f"run.name={name}", *overrides]
+    mark = {MARK: uuid.uuid4().hex}
+    log = run_dir / f"{name}-{mark[MARK][:8]}.log"
+    command = ["launch/pretrain.py", "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
+    environment = {**os.environ, **ENVIRONMENT}
+    if not real:
+        forked = ForkedRanks(command, REPOSITORY, environment, mark, log, ranks, launcher == "torchrun")
+        return Run(run_dir / name, forked, log, mark[MARK])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, *(torchrun if launcher == "torchrun" else []), *command],
             cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, MARK: mark},
+            env=environment | mark,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    return Run(run_dir / name, process, log, mark)
+    return Run(run_dir / name, process, log, mark[MARK])
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:
@@ -157,25 +173,35 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run
 
 
 @cache
-def finished(*overrides: str, ranks: int = 1) -> Run:
+def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
     """A whole `SMALL` run, made once per test session and shared: leave its folder as it is."""
-    folder = Path(tempfile.mkdtemp(prefix="gsa_test_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return train(folder, *SMALL, *overrides, ranks=ranks)
+    digest = hashlib.sha256(repr((overrides, ranks, real)).encode()).hexdigest()[:16]
+    folder = Path(os.environ[SHARED]) / digest
+    log = folder / "finished.log"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the session may be at it
+        if not log.exists():
+            run = train(folder, *SMALL, *overrides, ranks=ranks, real=real)
+            run.log.rename(log)
+    return Run(folder / "run", None, log, "")
 
 
 def processes_of(run: Run) -> list[psutil.Process]:
     """Every living process of a run: launcher, ranks, readers, checkpoint writers."""
+    sessions = run.process.pids if isinstance(run.process, ForkedRanks) else []
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == run.mark:
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            # A fork's environment is, for other processes, that of the server.
+            belongs = os.getsid(process.pid) in sessions or process.environ().get(MARK) == run.mark
+            if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
 def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
     """SIGKILL to every process of a run, first to those named; returns their ids, all of them dead."""
+    assert run.process is not None
     killed: list[int] = []
     deadline = time.monotonic() + 20
     alive = list(at_once) or processes_of(run)

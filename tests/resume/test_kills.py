@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from helpers.runs import SMALL, STEPS, Run, finished, kill, processes_of, start
 
 COMMAND = (*SMALL, "data.num_workers=1", "logging.wandb=offline")
 RANKS = 2
-TIMING = ("tokens_per_second", "step_seconds", "data_wait")
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kills")]  # one process makes the runs for all tests
 
 
 @dataclass
@@ -30,10 +31,21 @@ class Kill:
     unfinished: list[str]
     """Files in the folder of the checkpoint being written."""
     complete: list[str]
+    survivors: list[psutil.Process]
+    """What lived on for a second after those that were to be killed."""
 
 
 def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill:
-    processes = kill(run, at_once or [])
+    """SIGKILL to all processes of the run, or to these only."""
+    survivors: list[psutil.Process] = []
+    if at_once:
+        for process in at_once:
+            process.kill()
+        run.process.wait(60)  # torchrun ends the ranks that are left
+        until = time.monotonic() + 1
+        while (survivors := processes_of(run)) and time.monotonic() < until:
+            time.sleep(0.05)
+    processes = [process.pid for process in at_once or []] + kill(run)
     return Kill(
         run,
         processes,
@@ -41,49 +53,58 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
         run.series("step")[-1],
         sorted(f"{path.parent.name}/{path.name}" for path in run.checkpoints.glob(".tmp_step_*/*")),
         sorted(path.name for path in run.checkpoints.glob("step_*")),
+        survivors,
     )
 
 
-def restart(run_dir: Path, until_step: int) -> Run:
-    """Start by the same command, and come back when the step is logged."""
-    run = start(run_dir, *COMMAND, ranks=RANKS)
-    run.wait_until(lambda: until_step in steps_printed(run))
+def restart(run_dir: Path, until_step: int, until_saved: int | None = None, real: bool = False) -> Run:
+    """Start by the same command, and come back when the step is logged, and another one's checkpoint durable."""
+    run = start(run_dir, *COMMAND, ranks=RANKS, real=real)
+    run.wait_until(lambda: until_step in run.steps_printed())
+    if until_saved is not None:
+        run.wait_until(lambda: run.latest == f"step_{until_saved:08d}")
     return run
 
 
-def steps_printed(run: Run) -> list[int]:
-    """The steps that this start of the run took."""
-    return [int(step) for step in re.findall(r"^step +(\d+)/.* gnorm ", run.output, re.MULTILINE)]
+def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
+    """Kill when data files of the next checkpoint exist, but it does not."""
+    processes = processes_of(run)
+    if only_rank is not None:
+        processes = [each for each in processes if each.environ().get("RANK") == str(only_rank)]
+        assert processes
+    run.wait_until(lambda: [*run.checkpoints.glob(".tmp_step_*/*.distcp")])
+    return kill_and_look(run, at_once=processes)
 
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
-    """A run that ends at its fifth start. Checkpoints are written at steps 5, 10 (where the warm-up ends), 15."""
+    """A run that ends at its sixth start. Checkpoints are written at steps 5, 10 (where the warm-up ends), 15.
+
+    Two starts are torchrun's own: the kill of all takes the launcher, too, and that of one rank leaves it the others.
+    """
     run_dir = tmp_path_factory.mktemp("killed")
-    in_warm_up = kill_and_look(restart(run_dir, until_step=7))
-
-    writing = restart(run_dir, until_step=9)
-    processes = processes_of(writing)
-    writing.wait_until(lambda: [*writing.checkpoints.glob(".tmp_step_*/*.distcp")])
-    during_write = kill_and_look(writing, at_once=processes)
-
-    after_boundary = kill_and_look(restart(run_dir, until_step=12))
-    in_sparse_phase = kill_and_look(restart(run_dir, until_step=17))
+    in_warm_up = kill_and_look(restart(run_dir, until_step=7, until_saved=5))
+    during_write = killed_in_a_write(restart(run_dir, until_step=9, real=True))
+    after_boundary = kill_and_look(restart(run_dir, until_step=12, until_saved=10))
+    one_rank = killed_in_a_write(restart(run_dir, until_step=14, real=True), only_rank=1)
+    in_sparse_phase = kill_and_look(restart(run_dir, until_step=17, until_saved=15))
     start(run_dir, *COMMAND, ranks=RANKS).wait()
-    return [in_warm_up, during_write, after_boundary, in_sparse_phase]
+    return [in_warm_up, during_write, after_boundary, one_rank, in_sparse_phase]
 
 
 @pytest.fixture(scope="module")
 def survivor(kills: list[Kill]) -> Run:
     """The last start."""
     logs = sorted(kills[0].run.folder.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)
-    return Run(kills[0].run.folder, kills[0].run.process, logs[-1], "")
+    return Run(kills[0].run.folder, None, logs[-1], "")
 
 
 def test_every_kill_hit_all_processes_at_the_intended_moment(kills):
-    assert [found.latest for found in kills] == ["step_00000005"] * 2 + ["step_00000010", "step_00000015"]
+    assert [found.latest for found in kills] == [f"step_{step:08d}" for step in (5, 5, 10, 10, 15)]
     for found in kills:
-        assert len(found.processes) >= 1 + 2 * RANKS  # launcher, ranks, readers
+        launchers = int(isinstance(found.run.process, subprocess.Popen))
+        everything = launchers + 2 * RANKS  # ranks, readers
+        assert len(found.processes) >= (2 if found is kills[3] else everything)
         assert not any(psutil.pid_exists(pid) and is_running(pid) for pid in found.processes)
 
 
@@ -98,21 +119,29 @@ def test_what_came_after_the_checkpoint_was_run_again(kills, survivor):
     for found, following in zip(kills, [*(found.run for found in kills[1:]), survivor], strict=True):
         saved = int(found.latest.removeprefix("step_"))
         assert found.last_logged > saved
-        assert steps_printed(following)[0] == saved + 1
-        assert found.last_logged in range(saved + 1, max(steps_printed(following)) + 1)
+        assert following.steps_printed()[0] == saved + 1
+        assert found.last_logged in range(saved + 1, max(following.steps_printed()) + 1)
 
 
 def test_a_kill_during_a_write_leaves_the_checkpoint_before(kills):
-    during_write = kills[1]
-    assert any(name.startswith(".tmp_step_00000010/") for name in during_write.unfinished)
-    assert not any(name.endswith("/config.yaml") for name in during_write.unfinished)  # the last file
-    assert during_write.complete == ["step_00000005"]
+    """Of all processes, and of one rank only."""
+    for during_write, unfinished in ((kills[1], 10), (kills[3], 15)):
+        names = [name for name in during_write.unfinished if name.startswith(f".tmp_step_{unfinished:08d}/")]
+        assert names
+        assert not any(name.endswith("/manifest.json") for name in names)  # the last file
+        assert during_write.complete == [f"step_{step:08d}" for step in range(5, unfinished, 5)]
+
+
+def test_no_process_outlives_the_ranks(kills):
+    assert kills[1].survivors == kills[3].survivors == []
 
 
 def test_the_logged_numbers_are_those_of_an_undisturbed_run_to_the_last_bit(survivor):
     def numbers(run: Run) -> list[dict[str, object]]:
         return [
-            {key: value for key, value in record.items() if key not in TIMING} for record in run.records()
+            {key: value for key, value in record.items() if key not in TIMING}
+            for record in run.records()
+            if not str(record.get("event", "")).startswith("checkpoint")
         ]
 
     undisturbed = finished(ranks=RANKS)
@@ -130,5 +159,5 @@ def test_nothing_unfinished_stays_in_the_folder(survivor):
 
 def test_all_starts_belong_to_one_wandb_run(survivor):
     runs = [path.name for path in (survivor.folder / "wandb").glob("offline-run-*")]
-    assert len(runs) == 5
+    assert len(runs) == 6
     assert len({name.split("-")[-1] for name in runs}) == 1

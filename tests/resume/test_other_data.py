@@ -20,11 +20,11 @@ def old_run(tmp_path: Path) -> Run:
     """A copy of a finished run of 20 steps, at `tmp_path/run`."""
     original = finished()
     shutil.copytree(original.folder, tmp_path / "run")
-    return Run(tmp_path / "run", original.process, original.log, "")
+    return Run(tmp_path / "run", None, original.log, "")
 
 
 def start_in(old_run: Run, *overrides: str) -> Run:
-    return start(old_run.folder.parent, *SMALL, LONGER, *overrides, torchrun=False)
+    return start(old_run.folder.parent, *SMALL, LONGER, *overrides, launcher="python")
 
 
 def message_of(run: Run, code: int) -> str:
@@ -50,7 +50,7 @@ def test_other_data_is_refused_and_then_accepted(old_run: Run) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
-    run = start(tmp_path, *SMALL, f"data.tokenizer={REPOSITORY / 'README.md'}", torchrun=False)
+    run = start(tmp_path, *SMALL, f"data.tokenizer={REPOSITORY / 'README.md'}", launcher="python", real=True)
     assert "README.md' is not a sentencepiece model" in message_of(run, 2)
 
 
@@ -60,10 +60,10 @@ def test_text_that_fails_on_the_way_ends_the_run_with_its_name(tmp_path: Path) -
         shard.write_bytes(shard.read_bytes()[:-100])
     few = [f"phases.{phase}.{steps}" for phase in (0, 1) for steps in ("steps=2", "warmup_steps=1")]
     options = (*SMALL, *few, f"data.train_dir={tmp_path / 'train'}", "data.num_workers=1")
-    message = message_of(start(tmp_path, *options, torchrun=False), 1)
+    message = message_of(start(tmp_path, *options, launcher="python"), 1)
     assert "rank 0: the text failed: shard" in message
     assert ".jsonl.zst is truncated or corrupt after" in message
 
-    run = start(tmp_path, *options, "data.on_bad_shard=skip", name="skipping", torchrun=False).wait()
+    run = start(tmp_path, *options, "data.on_bad_shard=skip", name="skipping", launcher="python").wait()
     assert run.series("data_skipped_shards")[-1] >= 1
     assert "is truncated or corrupt after" in run.output

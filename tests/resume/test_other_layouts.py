@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.runs import SMALL, Run, finished, kill, start
+from helpers.runs import ENVIRONMENT, REPOSITORY, SMALL, Run, finished, kill, start
 
 SPLIT = ("parallel.tensor=2", "parallel.pipeline=2")
+CONTEXT = ("parallel.context=2",)
 SAVED = [5, 15]  # in the warm-up, in the sparse phase
 
 pytestmark = pytest.mark.slow
@@ -45,3 +50,46 @@ def test_data_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
     (tmp_path / "copy" / "checkpoints" / "latest").write_text("step_00000015")
     record = first_step_after(tmp_path / "copy", tmp_path, *SPLIT, ranks=4)
     assert_next_step_is_that_of(data_parallel, 15, record)
+
+
+def test_context_parallel_ranks_go_on_on_one_rank(tmp_path):
+    split = finished(*CONTEXT, ranks=2)
+    record = first_step_after(split.checkpoints / "step_00000015", tmp_path, ranks=1)
+    assert_next_step_is_that_of(split, 15, record)
+
+
+CHAIN = [  # tensor, pipeline, distributed optimizer; the rest of four ranks is data parallel
+    (1, 1, True),
+    (2, 2, True),
+    (1, 2, False),
+    (2, 1, True),
+    (1, 4, True),
+    (2, 2, False),
+    (1, 1, False),
+    (1, 2, True),
+]
+
+
+def test_a_chain_of_layouts_and_of_both_optimizers_trains_as_one(tmp_path):
+    """Each layout takes a step from the checkpoint of the one before and saves; while that save is under way it takes
+    the next step, which no checkpoint may show. A step's loss is that of the weights, the next layout's shows whether
+    the optimizer's state arrived."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    result = subprocess.run(
+        [sys.executable, *command, "tests/helpers/layout_chain.py", str(tmp_path), json.dumps(CHAIN)],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"tests:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RECORD ")]
+    records = [json.loads(line.removeprefix("RECORD ")) for line in lines]
+    expected = {record["step"]: record for record in records[: len(CHAIN) + 1]}
+    chained = records[len(CHAIN) + 1 :]
+    assert [tuple(record["layout"]) for record in chained] == [layout for layout in CHAIN for _ in range(2)]
+    for record in chained:
+        for key in ("loss", "grad_norm"):
+            assert record[key] == pytest.approx(expected[record["step"]][key], rel=1e-5), record

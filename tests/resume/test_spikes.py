@@ -49,7 +49,7 @@ EVERY_FIFTH = "logging.every_steps=5"
 LEFT_OUT = list(range(43, 52))
 """2 steps before the spike's first one, 45, to 4 behind the third, after which the run goes back."""
 TIMING = ("tokens_per_second", "step_seconds", "data_wait", "tflops_per_second")
-TIMING += ("tflops_per_second_dense_equivalent",)
+TIMING += ("tflops_per_second_dense_equivalent", "slowest_rank", "slowest_rank_ratio")
 
 
 @dataclass
@@ -74,11 +74,11 @@ class Finished:
         return {record["step"]: record["loss"] for record in self.records()}
 
     def numbers(self, after: int, *without: str) -> list[dict[str, Any]]:
-        """Every record after a step, apart from times and the keys named."""
+        """Every record after a step, apart from saves, times and the keys named."""
         return [
             {key: value for key, value in record.items() if key not in TIMING + without}
             for record in read_records(self.folder / "metrics.jsonl")
-            if record["step"] > after
+            if record["step"] > after and record.get("event") != "checkpoint"
         ]
 
     @property

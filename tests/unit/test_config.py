@@ -164,6 +164,20 @@ def test_a_list_of_numbers(write):
     assert load_config(write(PHASE), ["train.iterations_to_skip=[]"]).train.iterations_to_skip == []
 
 
+def test_weights_of_sources_have_any_names(write):
+    text = PHASE + "data: {source_weights: {RedPajamaBook: 2, dolma-v1.7/cc: 0.5, 7: 1e-1}}\n"
+    config = load_config(write(text), ["data.source_weights.RedPajamaC4=0"])
+    assert config.data.source_weights == {
+        "RedPajamaBook": 2.0,
+        "dolma-v1.7/cc": 0.5,
+        "7": 0.1,
+        "RedPajamaC4": 0.0,
+    }
+    assert load_config(write(config_to_yaml(config))) == config
+    (problem,) = problems_of(write(PHASE), ["data.source_weights.a=much"])
+    assert "data.source_weights.a = much: not a number" in problem
+
+
 # ---- mistakes
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, DataConfig, PhaseConfig, load_config
-from gsa_train.config_checks import check_config, check_data, data_parallel_size
+from gsa_train.config_checks import check_config, check_data
+from gsa_train.layout_checks import data_parallel_size
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = """
@@ -46,6 +47,58 @@ CASES: list[tuple[list[str], list[str]]] = [
     (
         ["model.num_layers=9", "parallel.pipeline=2"],
         ["model.num_layers = 9", "parallel.pipeline = 2", "8 or 10"],
+    ),
+    (
+        ["parallel.grad_reduce_dtype=bf16", "train.precision=fp32"],
+        ["parallel.grad_reduce_dtype = bf16", "train.precision = fp32", "set it to fp32"],
+    ),
+    (
+        ["parallel.virtual_pipeline=2"],
+        ["parallel.virtual_pipeline = 2", "parallel.pipeline = 1", "set it to 1"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=3"],
+        ["model.num_layers = 8", "pipeline = 2 x parallel.virtual_pipeline = 3", "6 or 12"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[3,4]"],
+        ["parallel.pipeline_layers = [3, 4]", "the sum 7", "give 2 numbers", "the sum 8"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[3,5]"],
+        ["parallel.pipeline_layers = [3, 5]", "2 numbers", "give 4 numbers", "virtual_pipeline = 2"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[8,0]"],
+        ["parallel.pipeline_layers = [8, 0]", "the smallest 0", "at least 1"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.global_batch_size=20"],
+        ["train.global_batch_size = 20", "5 micro-batches", "parallel.pipeline = 2", "16 or 24"],
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[3,5]", "gsa.selection_reuse=3"],
+        ["gsa.selection_reuse = 3", "5 layers of a chunk (parallel.pipeline_layers)"],
+    ),
+    (
+        ["parallel.context=3", "train.seq_len_tokens=258"],
+        ["world size = 8", "parallel.context = 3", "start 6 or 9 ranks"],
+    ),
+    (
+        ["train.seq_len_tokens=250", "parallel.context=2"],
+        ["train.seq_len_tokens = 250", "parallel.context = 2", "two chunks", "248 or 252"],
+    ),
+    (
+        ["train.seq_len_tokens=36", "parallel.context=2", "parallel.tensor=4"],
+        ["train.seq_len_tokens = 36", "not a multiple of 8", "parallel.tensor = 4", "32 or 40"],
+    ),
+    (
+        ["train.seq_len_tokens=80", "parallel.context=2", "gsa.selection_block=16", "gsa.local_window=16"],
+        ["gsa.selection_block = 16", "20 tokens of a chunk", "64 or 128"],
+    ),
+    (
+        ["parallel.context=2", "gsa.dense_attention=cudnn", "data.attend_across_documents=true"],
+        ["gsa.dense_attention = cudnn", "parallel.context = 2", "set it to auto"],
     ),
     (["model.head_dim=63"], ["model.head_dim = 63", "odd", "even"]),
     (["gsa.indexer_dim=63"], ["gsa.indexer_dim = 63", "odd", "even"]),
@@ -171,12 +224,30 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["data.max_bad_line_fraction=1.5"], ["data.max_bad_line_fraction = 1.5", "outside [0, 1]"]),
     (["evaluate.every_steps=-1"], ["evaluate.every_steps = -1", "negative"]),
     (["evaluate.max_blocks=0"], ["evaluate.max_blocks = 0", "below 1"]),
+    *[
+        (
+            [f"data.source_weights.Web={weight}"],
+            ["data.source_weights.Web", "outside [0, 100]", "leaves the source out"],
+        )
+        for weight in ("-0.1", "nan", "inf", "101")
+    ],
+    (["data.packing_pool_documents=0"], ["data.packing_pool_documents = 0", "below 1"]),
+    (
+        ["data.packing=best_fit", "data.attend_across_documents=true"],
+        ["data.packing = best_fit", "needs data.attend_across_documents = false"],
+    ),
     (["data.validation_dir=''"], ["data.validation_dir", "empty"]),
     (["data.validation_sets.wiki=' '"], ["data.validation_sets.wiki", "empty", "give a folder"]),
     (["checkpoint.every_steps=0"], ["checkpoint.every_steps = 0", "below 1"]),
     (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0", "below 1"]),
+    (["checkpoint.save_retries=-1"], ["checkpoint.save_retries = -1", "negative"]),
+    (["checkpoint.retry_after_steps=0"], ["checkpoint.retry_after_steps = 0", "below 1"]),
     (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
     (["run.seed=-1"], ["run.seed = -1", "negative"]),
+    (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
+    (["run.slurm_margin_minutes=-1"], ["run.slurm_margin_minutes = -1.0", "negative"]),
+    (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
+    (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
     (["run.dir=' '"], ["run.dir", "empty"]),
     *[
         ([f"run.name={name}"], ["run.name", "plain folder name"])
@@ -186,7 +257,7 @@ CASES: list[tuple[list[str], list[str]]] = [
 SIZES = """
     model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.ffn_hidden_size
     model.vocab_size gsa.indexer_heads gsa.indexer_dim gsa.k_base gsa.k_min gsa.k_max gsa.selection_block
-    gsa.selection_reuse parallel.tensor parallel.pipeline train.seq_len_tokens train.micro_batch_size
+    gsa.selection_reuse parallel.tensor parallel.context parallel.pipeline train.seq_len_tokens train.micro_batch_size
     train.global_batch_size train.recompute_num_layers data.num_lanes data.prefetch_blocks
     """
 
@@ -221,6 +292,9 @@ def test_sizes_are_positive(base, field, value):
         ["phases.1.attention=dense"],
         ["gsa.selection_block=4", "gsa.local_window=4"],
         ["gsa.selection_reuse=4", "parallel.pipeline=2"],
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[1,3,3,1]"],
+        ["model.num_layers=9", "parallel.pipeline=2", "parallel.pipeline_layers=[5,4]"],
+        ["parallel.context=2", "gsa.selection_block=32", "gsa.local_window=32"],
         ["train.recompute=full", "gsa.selection_reuse=2", "train.recompute_num_layers=4"],
         ["train.recompute_num_layers=3"],
         ["train.seq_len_tokens=257", "parallel.tensor=2", "parallel.sequence=off"],

@@ -1,6 +1,7 @@
 """The report of a dry run."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_the_report_of_a_shipped_config():
         assert f"\n\n{section}" in report
     for fragment in (
         "gsa_1.7b on 8 ranks",
-        "8 = tensor 1 x pipeline 1 x data 8",
+        "8 = tensor 1 x context 1 x pipeline 1 x data 8",
         "8 micro-batches of 4",
         "stage 0 (layers 0-23), data 7: rank 7",
         "1,730,508,992",
@@ -46,32 +47,56 @@ def test_every_stage_and_rank_is_named():
         assert line in report
 
 
+def test_chunks_of_a_stage_are_named():
+    layout = [
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "parallel.pipeline_layers=[5,7,7,5]",
+    ]
+    report = describe(load_config(GSA, layout), 2)
+    assert "12 layers per stage in 2 chunks (interleaved)" in report
+    assert "stage 0 (layers 0-4, 12-18), data 0: rank 0" in report
+    assert "stage 1 (layers 5-11, 19-23), data 0: rank 1" in report
+    uneven = describe(load_config(GSA, ["parallel.pipeline=2", "parallel.pipeline_layers=[23,1]"]), 2)
+    assert "[23, 1] layers on the stages" in uneven
+    assert "stage 1 (layers 23), data 0: rank 1" in uneven
+
+
+def test_context_parallel_ranks_are_named():
+    config = load_config(GSA, ["parallel.context=2", "parallel.tensor=2"])
+    report = describe(config, 8)
+    assert "8 = tensor 2 x context 2 x pipeline 1 x data 2" in report
+    assert "data 1: ranks 4-7 (tensor 0-1, context 0-1)" in report
+
+
 def test_a_large_world_is_cut_short():
     report = describe(load_config(GSA, ["train.global_batch_size=1024"]), 1024)
     assert "... and 992 more in the same order" in report
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "world_size"), [(2, 2, 8), (1, 4, 8), (4, 1, 8), (2, 3, 12)])
-def test_ranks_are_laid_out_as_megatron_core_does(tensor, pipeline, world_size):
+@pytest.mark.parametrize(
+    ("tensor", "context", "pipeline", "world_size"), [(2, 1, 2, 8), (1, 1, 4, 8), (2, 2, 3, 24), (1, 4, 1, 8)]
+)
+def test_ranks_are_laid_out_as_megatron_core_does(tensor, context, pipeline, world_size):
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
-    data = world_size // tensor // pipeline
+    data = world_size // tensor // context // pipeline
     generator = parallel_state.RankGenerator(
-        tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp"
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp"
     )
-    config = dataclasses.replace(Config(), parallel=ParallelConfig(tensor=tensor, pipeline=pipeline))
+    config = dataclasses.replace(
+        Config(), parallel=ParallelConfig(tensor=tensor, context=context, pipeline=pipeline)
+    )
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
 
     def groups(axis: str) -> list[list[int]]:
-        sizes = {"tensor": tensor, "pipeline": pipeline, "data": data}
         lines: dict[tuple[int, ...], list[int]] = {}
-        for t in range(tensor):
-            for p in range(pipeline):
-                for r in range(data):
-                    place = {"tensor": t, "pipeline": p, "data": r}
-                    others = tuple(place[name] for name in sizes if name != axis)
-                    lines.setdefault(others, []).append(rank_of(config, world_size, **place))
+        for numbers in itertools.product(*map(range, sizes.values())):
+            place = dict(zip(sizes, numbers, strict=True))
+            others = tuple(place[name] for name in sizes if name != axis)
+            lines.setdefault(others, []).append(rank_of(config, world_size, **place))
         return sorted(lines.values())
 
-    for axis, token in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp")):
+    for axis, token in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("data", "dp")):
         assert groups(axis) == sorted(generator.get_ranks(token))
 
 
@@ -91,6 +116,7 @@ def test_parameters_and_their_state():
     assert sparse.gradients == pytest.approx(4 * count.total)
     assert sparse.optimizer == pytest.approx(12 * count.total / 8)
     assert estimate(["parallel.distributed_optimizer=off"]).optimizer == pytest.approx(12 * count.total)
+    assert estimate(["parallel.grad_reduce_dtype=bf16"]).gradients == pytest.approx(2 * count.total)
     warmup = estimate(phase=0)
     assert warmup.weights == sparse.weights
     assert warmup.gradients == pytest.approx(4 * count.indexer)
@@ -118,6 +144,32 @@ def test_one_forward_one_backward_keeps_more_on_early_stages():
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
     few = ["parallel.pipeline=4", "train.global_batch_size=16"]  # 2 micro-batches
     assert estimate(few).activations == pytest.approx(2 * last)
+
+
+def test_uneven_stages_hold_and_keep_what_their_layers_need():
+    stages = [
+        estimate(["parallel.pipeline=2", "parallel.pipeline_layers=[18,6]"], stage=stage) for stage in (0, 1)
+    ]
+    even = [estimate(["parallel.pipeline=2"], stage=stage) for stage in (0, 1)]
+    assert stages[0].activations == pytest.approx(
+        6 * stages[1].activations
+    )  # 2 in flight of three times as many
+    assert sum(s.weights for s in stages) == pytest.approx(sum(s.weights for s in even))
+    assert stages[0].weights > stages[1].weights
+
+
+def test_interleaving_keeps_more_in_flight():
+    plain, interleaved = (
+        [
+            estimate(["parallel.pipeline=4", "data.num_lanes=64", f"parallel.virtual_pipeline={v}"], stage=s)
+            for s in (0, 3)
+        ]
+        for v in (1, 2)
+    )
+    assert interleaved[0].weights == plain[0].weights
+    one = plain[1].activations  # a micro-batch
+    assert interleaved[0].activations == pytest.approx((2 * 3 + 4 + 1) / 2 * one)
+    assert interleaved[1].activations == pytest.approx((4 + 1) / 2 * one)
 
 
 REFERENCE = "gsa.attention_impl=reference"
@@ -161,6 +213,22 @@ def test_lists_grow_with_the_length_and_not_with_its_square():
 def test_beyond_the_longest_mask_selections_are_lists():
     masked, lists = (estimate([f"train.seq_len_tokens={length}"]) for length in (32768, 65536))
     assert lists.activations < 2 * masked.activations
+
+
+def test_context_parallelism_divides_what_grows_with_the_length():
+    one, two = estimate([REFERENCE]), estimate([REFERENCE, "parallel.context=2"])
+    assert two.logits == one.logits / 2
+    assert two.weights == one.weights
+    assert two.optimizer == one.optimizer  # over as many ranks
+    assert (
+        one.activations / 4 < two.activations < one.activations / 2
+    )  # each chunk sees the keys before its end
+    one, two = (
+        estimate([REFERENCE, "train.recompute=selective", f"parallel.context={size}"]) for size in (1, 2)
+    )
+    keys = 24 * 2 * 4 * 4096 * 64  # the indexer's, of 4 whole sequences in bf16; K and V are gathered again
+    selections = 24 * 4 * 4096**2
+    assert two.activations == pytest.approx((one.activations - selections) / 2 + keys + selections * 5 / 16)
 
 
 def test_every_phase_and_stage_has_a_line():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.test_checkpoint import run_state
 
-from gsa_train.checkpoint import load_weights, save_checkpoint
+from gsa_train.checkpoint import load_weights
 from gsa_train.export_indexer import capture_indexers
 from gsa_train.optim import build_optimizer, close_optimizer
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     EOS,
     SPARSE,
@@ -30,7 +30,7 @@ def test_projections_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     trained = tiny_model(config)
     optimizer = build_optimizer(trained, SPARSE, config)
     take_step(trained, optimizer, random_batches(config), config, lr=1e-2)
-    folder = save_checkpoint(tmp_path, run_state(1), trained, optimizer, single_rank(), keep_last=1)
+    folder = write_checkpoint(tmp_path, 1, trained, optimizer, config)
     close_optimizer(trained, optimizer)
     loaded = tiny_model(config)
     load_weights(folder, loaded, single_rank())

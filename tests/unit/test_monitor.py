@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
 from gsa_train.layer_watch import LayerWatch
 from gsa_train.monitor import SPIKE_GAP_STEPS, Monitor, MonitorState, MonitorStop, SpikeFound, state_of
+from gsa_train.optim import build_optimizer
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 from gsa_train.rewind import rewind, skipped_steps
 from gsa_train.spikes import Verdict
-from helpers.single_rank import single_rank
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import single_rank, tiny_config, tiny_model
 
 SPAN = PhaseSpan(1, PhaseConfig(name="sparse", steps=1000), 0, 1000)
 CPU = torch.device("cpu")
@@ -28,14 +31,16 @@ class Steps:
     def __init__(self, state: MonitorState | None = None, **fields: Any) -> None:
         self.config = MonitorConfig(**fields)
         self.events: list[dict[str, Any]] = []
-        self.monitor = Monitor(self.config, SPAN, CPU, state or MonitorState(1), self.events.append)
+        self.monitor = Monitor(
+            self.config, SPAN, CPU, state or MonitorState(1), self.events.append, lambda: None
+        )
         self.step = 0
 
     def take(self, kinds: str) -> SpikeFound | None:
         """Steps one after another, each read at once: `.` is quiet, `s` a spike, `n` not a number."""
         for kind in kinds:
             self.send(kind)
-            found = self.monitor.read(self.step, self.step, saved_step=None)
+            found = self.monitor.read(self.step, self.step)
             if found is not None:
                 return found
         return None
@@ -59,9 +64,9 @@ def test_a_verdict_is_read_at_a_fixed_step_whatever_has_arrived() -> None:
     steps = Steps()
     for kind in ".s.":
         steps.send(kind)
-    steps.monitor.read(1, now=3, saved_step=None)
+    steps.monitor.read(1, now=3)
     assert not steps.events
-    steps.monitor.read(2, now=4, saved_step=None)
+    steps.monitor.read(2, now=4)
     assert steps.of("spike") == [2]
 
 
@@ -139,7 +144,9 @@ def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_anew() -> No
     assert again.monitor.lr_factor(200) < 1
     assert again.monitor.metrics() == steps.monitor.metrics()
     assert steps.monitor.metrics()["spike_score"] > 0  # OLMo's own rule needs no flag
-    following = Monitor(again.config, dataclasses.replace(SPAN, index=2), CPU, state_of(saved), print)
+    following = Monitor(
+        again.config, dataclasses.replace(SPAN, index=2), CPU, state_of(saved), print, lambda: 7
+    )
     assert following.metrics() == steps.monitor.metrics()
     assert following.lr_factor(200) == 1
     state = following.state()
@@ -173,6 +180,33 @@ def test_rewinds_are_bounded_and_need_an_old_checkpoint(tmp_path: Any) -> None:
         rewind(SPIKE, tmp_path, [{}] * 3, Config(), parallel, 1000)
     with pytest.raises(MonitorStop, match=r"no checkpoint of step -50 or before .*checkpoint\.every_steps"):
         rewind(SPIKE, tmp_path, [], Config(), parallel, 1000)
+
+
+def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp_path: Path) -> None:
+    config = tiny_config(monitor={"rewind_min_steps": 10, "rewind_skip_after_steps": 4})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, config.phases[0], config)
+    folders = {step: write_checkpoint(tmp_path, step, model, optimizer, config) for step in (30, 40, 45)}
+    (folders[40] / "config.yaml").write_text("another")
+    checkpoint, done, damaged = rewind(SPIKE, tmp_path, [], config, single_rank(), last_step=53)
+    assert checkpoint == folders[30]
+    assert (done.checkpoint_step, done.spike_step, done.last_skipped) == (30, 50, 53)
+    ((name, fault),) = damaged
+    assert name == "step_00000040"
+    assert "config.yaml has 7 bytes" in fault
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "latest",
+        "rewinds.json",
+        "set_aside",
+        "step_00000030",
+        "step_00000040.damaged",
+    }
+    assert (tmp_path / "latest").read_text() == "step_00000030"
+    assert [path.name for path in (tmp_path / "set_aside").iterdir()] == ["step_00000045"]
+    (folders[30] / "config.yaml").unlink()
+    with pytest.raises(MonitorStop, match=r"step_00000030 is damaged: config\.yaml is missing"):
+        rewind(SPIKE, tmp_path, [], config, single_rank(), last_step=53)
 
 
 # --- layers -------------------------------------------------------------------------------------------------

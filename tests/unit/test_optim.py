@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from gsa_train.checkpoint import load_checkpoint
 from gsa_train.config import PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.optim import (
@@ -24,6 +24,7 @@ from gsa_train.optim import (
     update_norm,
 )
 from gsa_train.spikes import SpikeDetector, Verdict
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -238,11 +239,11 @@ def test_warm_up_holds_gradients_of_the_indexer_only(sharded: bool) -> None:
 
 def buffered(model: Model, optimizer: PhaseOptimizer) -> set[str]:
     """Names of the parameters with room in the gradient buffers, which hold no more than that and padding."""
-    held = {id(parameter) for buffer in optimizer.ddp.buffers for parameter in buffer.params}
+    held = {id(parameter) for buffer in optimizer.ddps[0].buffers for parameter in buffer.params}
     parameters = {name: p for name, p in model.gpt.named_parameters() if id(p) in held}
     padded = sum(-(-p.numel() // 64) * 64 for p in parameters.values())  # each starts at a multiple of 64
     needed = sum(p.numel() for p in parameters.values())
-    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddp.buffers) <= padded + 128
+    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddps[0].buffers) <= padded + 128
     return set(parameters)
 
 
@@ -264,9 +265,9 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
         optimizer = build_optimizer(model, phase, config)
         take_step(model, optimizer, random_batches(config), config, LR)
         old = [
-            weakref.ref(optimizer.ddp),
+            weakref.ref(optimizer.ddps[0]),
             weakref.ref(optimizer.optimizer),
-            weakref.ref(optimizer.ddp.buffers[0].grad_data),
+            weakref.ref(optimizer.ddps[0].buffers[0].grad_data),
         ]
         close_optimizer(model, optimizer)
         del optimizer
@@ -310,7 +311,7 @@ def test_a_loaded_optimizer_goes_on_as_if_it_had_not_stopped(sharded: bool, tmp_
     optimizer = build_optimizer(model, SPARSE, config)
     for seed in range(2):
         take_step(model, optimizer, random_batches(config, seed), config, LR)
-    folder = save_checkpoint(tmp_path, run_state(2), model, optimizer, single_rank(), keep_last=1)
+    folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
 
     other_seed = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99))
     loaded = tiny_model(other_seed)
@@ -332,7 +333,7 @@ def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str
     model = tiny_model(config)
     warm_up = build_optimizer(model, WARM_UP, config)
     take_step(model, warm_up, random_batches(config), config, LR)
-    folder = save_checkpoint(tmp_path, run_state(1), model, warm_up, single_rank(), keep_last=1)
+    folder = write_checkpoint(tmp_path, 1, model, warm_up, config)
     loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))
     loaded_optimizer = build_optimizer(loaded, SPARSE, config)
     load_checkpoint(folder, loaded, loaded_optimizer, single_rank(), with_optimizer=False)
@@ -343,21 +344,6 @@ def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str
         take_step(either, optimizer, random_batches(config, seed=5), config, LR)
     assert step_counts(loaded_optimizer) == {1.0}
     assert_same_weights(model, loaded)
-
-
-def run_state(step: int) -> RunState:
-    return RunState(
-        step=step,
-        tokens=0,
-        phase_index=0,
-        phase_name="sparse",
-        phase_start=0,
-        data={},
-        wandb_run_id=None,
-        config_yaml="",
-        layout=(1, 1, 1),
-        rng=[],
-    )
 
 
 def step_counts(optimizer: PhaseOptimizer) -> set[float]:
@@ -375,3 +361,36 @@ def assert_same_weights(one: Model, other: Model) -> None:
     for name, value in states[0].items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, states[1][name]), name
+
+
+# --- gradients in bf16 ------------------------------------------------------------------------------------
+
+
+@SHARDED
+def test_gradients_in_bf16_are_those_in_fp32_rounded(sharded: bool) -> None:
+    def step(dtype: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        config = tiny_config(
+            parallel={"distributed_optimizer": sharded, "grad_reduce_dtype": dtype},
+            train={"precision": "bf16"},
+        )
+        model = tiny_model(config, variance_ema=0.02)
+        optimizer = build_optimizer(model, SPARSE, config)
+        result = take_step(model, optimizer, random_batches(config), config, lr=1e-3)
+        gradients = {name: p.main_grad.clone() for name, p in model.gpt.named_parameters()}
+        close_optimizer(model, optimizer)
+        return result.grad_norm, gradients, named_weights(model)
+
+    norm, gradients, weights = step("bf16")
+    expected_norm, expected_gradients, expected_weights = step("fp32")
+    assert norm == pytest.approx(expected_norm.item(), rel=1e-2)
+    for name, expected in expected_gradients.items():
+        assert expected.dtype == torch.float32
+        assert gradients[name].dtype == torch.bfloat16
+        error = (gradients[name].float() - expected).norm()
+        assert error <= 2**-7 * expected.norm(), name  # two micro-batches: two roundings to 8 bits
+        torch.testing.assert_close(weights[name], expected_weights[name], rtol=1e-2, atol=2e-3)
+
+
+def test_gradients_in_bf16_need_weights_in_bf16() -> None:
+    with pytest.raises(ValueError, match="grad_reduce_dtype = bf16: gradients have the weights' precision"):
+        tiny_model(tiny_config(parallel={"grad_reduce_dtype": "bf16"}))  # on CPUs auto is fp32

@@ -10,12 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_data import shards, token_files
+from gsa_data import shards, source_weights, token_files
 from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_train.batches import TrainBatches, load_tokenizer
 from gsa_train.config import Config
-from gsa_train.config_checks import DATA_FORMATS, PREPARED_TOKENS
+from gsa_train.config_checks import DATA_FORMATS, LARGEST_SOURCE_WEIGHT, PREPARED_TOKENS
 from gsa_train.resume import ResumeError, Start, open_batches
 from helpers.single_rank import CONFIG, single_rank
 
@@ -146,3 +146,4 @@ def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:
 def test_names_that_the_config_repeats() -> None:
     assert shards.FORMATS == DATA_FORMATS
     assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS
+    assert source_weights.MAX_WEIGHT == LARGEST_SOURCE_WEIGHT

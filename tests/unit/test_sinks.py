@@ -6,12 +6,14 @@ import random
 import struct
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gsa_train.config import LoggingConfig
 from gsa_train.sinks import (
+    Sinks,
     open_sinks,
     read_records,
     to_scalars,
@@ -280,3 +282,15 @@ def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-2:] == [(4, 9.0), (5, 9.0)]
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert [event.step for event in events.Scalars("events/rewind")] == [3]
+
+
+def test_a_run_outlives_its_wandb_service(tmp_path, caplog):
+    service = Mock(id="abc")
+    service.log.side_effect = ConnectionResetError("connection lost")
+    sinks = Sinks(tmp_path, (tmp_path / "metrics.jsonl").open("a"), None, service)
+    for step in (1, 2):
+        sinks.log(step_record(step))
+    sinks.close()
+    assert steps_of(tmp_path) == [1, 2]
+    assert caplog.messages == ["W&B gets no more records in this start, its service failed: connection lost"]
+    service.finish.assert_not_called()

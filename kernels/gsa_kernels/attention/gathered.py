@@ -31,9 +31,9 @@ def gathered_attention(
 
     Args:
         q: [B, L, H, D], D 32, 64 or 128; bf16, fp16 or fp32
-        k: [B, L, Hkv, D]
-        v: [B, L, Hkv, D]
-        lists: S_t
+        k: [B, Lk, Hkv, D], Lk = lists.num_keys
+        v: [B, Lk, Hkv, D]
+        lists: S_t of q's queries, which stand from lists.query_start on
         softmax_scale: positive; 1 / sqrt(D) if None
         output_gate_logits: [B, L, H, D], G1 before its sigmoid
         deterministic: the backward pass repeats bit for bit. False adds with atomics: it needs no scratch, and
@@ -45,7 +45,7 @@ def gathered_attention(
         out: [B, L, H, D], in the dtype and the memory order of q
         lse: fp32 [B, H, L], log sum_{s in S_t} exp(logit), without gradient
     """
-    scale = check_attention(q, k, v, None, None, softmax_scale, output_gate_logits)
+    scale = check_attention(q, k, v, None, None, softmax_scale, output_gate_logits, lists.query_start)
     check_lists(lists, q)
     check_at_least("scratch_bytes", scratch_bytes, 1)
     return _GatheredAttention.apply(q, k, v, output_gate_logits, lists, scale, deterministic, scratch_bytes)

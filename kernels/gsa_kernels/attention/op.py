@@ -5,7 +5,7 @@ import torch
 from gsa_kernels.attention.triton_backward import attention_backward
 from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.attention.triton_tiles import interpreted
-from gsa_kernels.checks import check_shape
+from gsa_kernels.checks import check_at_least, check_shape
 
 _HEAD_SIZES = (32, 64, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,6 +20,7 @@ def masked_attention(
     document_starts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     output_gate_logits: torch.Tensor | None = None,
+    query_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], times sigmoid(gate), per head.
 
@@ -28,20 +29,21 @@ def masked_attention(
 
     Args:
         q: [B, L, H, D], D 32, 64 or 128; bf16, fp16 or fp32
-        k: [B, L, Hkv, D]
-        v: [B, L, Hkv, D]
-        words: S_t as bits, int32 [B, L, ceil(L / 32)]: bit s % 32 of word s // 32 in row t says that t
-            selects s, and s is visible to t. None: dense causal attention.
-        document_starts: int32 [B, L], never decreasing: key s is visible to t if
-            document_starts[b, t] <= s <= t. None: one document. Beside words it only saves work.
+        k: [B, Lk, Hkv, D], Lk = query_start + L
+        v: [B, Lk, Hkv, D]
+        words: S_t as bits, int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that query i
+            selects s, and s is visible to it. None: dense causal attention.
+        document_starts: int32 [B, L], never decreasing: key s is visible to query i, at position t, if
+            document_starts[b, i] <= s <= t. None: one document. Beside words it only saves work.
         softmax_scale: positive; 1 / sqrt(D) if None
         output_gate_logits: [B, L, H, D], G1 before its sigmoid
+        query_start: position of the first query; query i stands at t = query_start + i, key s at s
 
     Returns:
         out: [B, L, H, D], in the dtype and the memory order of q
         lse: fp32 [B, H, L], log sum_{s in S_t} exp(logit), without gradient
     """
-    scale = check_attention(q, k, v, words, document_starts, softmax_scale, output_gate_logits)
+    scale = check_attention(q, k, v, words, document_starts, softmax_scale, output_gate_logits, query_start)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
     return _MaskedAttention.apply(q, k, v, output_gate_logits, words, document_starts, scale)
@@ -73,13 +75,16 @@ def check_attention(
     document_starts: torch.Tensor | None,
     softmax_scale: float | None,
     gate_logits: torch.Tensor | None,
+    query_start: int = 0,
 ) -> float:
     """Raise ValueError for what the kernels cannot take; return the softmax scale."""
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     batch, length, heads, dim = q.shape
-    check_shape("k", k, "[B, L, Hkv, D]", (batch, length, None, dim))
+    check_at_least("query_start", query_start, 0)
+    num_keys = query_start + length
+    check_shape("k", k, "[B, query_start + L, Hkv, D]", (batch, num_keys, None, dim))
     kv_heads = k.shape[2]
-    check_shape("v", v, "[B, L, Hkv, D]", (batch, length, kv_heads, dim))
+    check_shape("v", v, "[B, query_start + L, Hkv, D]", (batch, num_keys, kv_heads, dim))
     if 0 in (batch, length, heads):
         raise ValueError(f"q has shape {tuple(q.shape)}; pass at least one sequence, token and head")
     if kv_heads == 0 or heads % kv_heads != 0:
@@ -94,7 +99,7 @@ def check_attention(
         floats["output_gate_logits"] = gate_logits
     integers = {}
     if words is not None:
-        check_shape("words", words, "[B, L, ceil(L / 32)]", (batch, length, -(-length // 32)))
+        check_shape("words", words, "[B, L, ceil(Lk / 32)]", (batch, length, -(-num_keys // 32)))
         integers["words"] = words
     if document_starts is not None:
         check_shape("document_starts", document_starts, "[B, L]", (batch, length))

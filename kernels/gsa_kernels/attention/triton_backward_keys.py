@@ -9,6 +9,7 @@ from gsa_kernels.attention.triton_tiles import (
     Tiles,
     expand_words,
     input_precision,
+    is_even,
     load_rows,
     load_words,
     tile_source,
@@ -40,11 +41,12 @@ def backward_keys(
     tiles: Tiles,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of k and v: [B, L, Hkv, D]"""
+    """Gradients of k and v: [B, Lk, Hkv, D]"""
     batch, length, heads, head_size = q.shape
-    kv_heads = k.shape[2]
+    num_keys, kv_heads = k.shape[1:3]
+    query_start = num_keys - length
     group = heads // kv_heads
-    key_blocks = triton.cdiv(length, tiles.keys)
+    key_blocks = triton.cdiv(num_keys, tiles.keys)
     if splits is None:
         splits = _choose_splits(batch * kv_heads * key_blocks, group, q.device)
     if splits == 1:
@@ -52,7 +54,7 @@ def backward_keys(
         targets = grad_k[None], grad_v[None]
     else:
         parts = torch.empty(
-            2, splits, batch, length, kv_heads, head_size, dtype=torch.float32, device=q.device
+            2, splits, batch, num_keys, kv_heads, head_size, dtype=torch.float32, device=q.device
         )
         targets = parts[0], parts[1]
     last_rows = None
@@ -61,7 +63,7 @@ def backward_keys(
         ends = torch.arange(1, key_blocks + 1, device=q.device, dtype=torch.int32) * tiles.keys - 1
         ends = ends.expand(batch, key_blocks).contiguous()
         last_rows = torch.searchsorted(document_starts, ends, right=True, out_int32=True)
-    turned = transpose_words(words) if words is not None else None
+    turned = transpose_words(words, query_start) if words is not None else None
     tma = use_tma(tiles, q, grad)
     _keys_kernel[(batch * kv_heads * splits, key_blocks)](
         tile_source(q, tiles.queries, tma),
@@ -81,6 +83,7 @@ def backward_keys(
         *targets[0].stride()[:4],
         *targets[1].stride()[:4],
         length,
+        query_start or None,
         heads,
         kv_heads,
         triton.cdiv(length, 32),
@@ -93,7 +96,7 @@ def backward_keys(
         KEYS=tiles.keys,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
-        EVEN=length % max(tiles.queries, tiles.keys) == 0,
+        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
@@ -102,14 +105,14 @@ def backward_keys(
     if splits > 1:
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         rows = 16
-        _sum_parts_kernel[(batch * kv_heads, triton.cdiv(length, rows), 2)](
+        _sum_parts_kernel[(batch * kv_heads, triton.cdiv(num_keys, rows), 2)](
             parts,
             grad_k,
             grad_v,
             *grad_k.stride()[:3],
             *grad_v.stride()[:3],
             batch,
-            length,
+            num_keys,
             kv_heads,
             SPLITS=splits,
             D=head_size,
@@ -140,7 +143,7 @@ def _keys_kernel(
     stride_ub, stride_ul, stride_uh,
     stride_xs, stride_xb, stride_xl, stride_xh,
     stride_ys, stride_yb, stride_yl, stride_yh,
-    length, heads, kv_heads, word_columns, scale, scale_log2,
+    length, query_start, heads, kv_heads, word_columns, scale, scale_log2,
     GROUP: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -150,30 +153,33 @@ def _keys_kernel(
     Works on transposed tiles [KEYS, QUERIES]: probabilities and their gradients are then left operands that
     stay in registers. The first tiles of keys are seen by most queries and go first.
     """
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(0) // SPLITS % kv_heads
     batch = tl.program_id(0) // (SPLITS * kv_heads)
     block = tl.program_id(1)
     start = block * KEYS
     columns = start + tl.arange(0, KEYS)
-    valid = columns < length
+    num_keys = query_start + length
+    valid = columns < num_keys
     batch64 = batch.to(tl.int64)
 
     k_tile = load_rows(
-        k, batch, kv_head, start, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, False
+        k, batch, kv_head, start, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, False
     )
     v_tile = load_rows(
-        v, batch, kv_head, start, stride_vb, stride_vl, stride_vh, length, KEYS, D, EVEN, False
+        v, batch, kv_head, start, stride_vb, stride_vl, stride_vh, num_keys, KEYS, D, EVEN, False
     )
     last = length
     if HAS_DOCUMENTS:
         document_starts += batch64 * length
         last = tl.load(last_rows + batch64 * tl.num_programs(1) + block)
     if HAS_WORDS:
-        turned += batch64 * word_columns * length
-    first = start // QUERIES * QUERIES
+        turned += batch64 * word_columns * num_keys
+    first = tl.maximum(start - query_start, 0) // QUERIES * QUERIES
     # Dense attention: rows from `below` on see the whole tile (of their own document).
-    below = tl.cdiv(start + KEYS, QUERIES) * QUERIES
+    below = tl.cdiv(tl.maximum(start + KEYS - query_start, 0), QUERIES) * QUERIES
 
     acc_k = tl.zeros([KEYS, D], tl.float32)
     acc_v = tl.zeros([KEYS, D], tl.float32)
@@ -181,25 +187,25 @@ def _keys_kernel(
         head = kv_head * GROUP + split * (GROUP // SPLITS) + member
         if HAS_WORDS:
             acc_k, acc_v = _pull_to_keys(
-                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid, query_start,
                 first, last, acc_k, acc_v,
                 stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
-                length, heads, word_columns, scale_log2,
+                length, num_keys, heads, word_columns, scale_log2,
                 D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, False, EVEN, TMA, PRECISION,
             )  # fmt: skip
         else:
             acc_k, acc_v = _pull_to_keys(
-                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid, query_start,
                 first, tl.minimum(below, last), acc_k, acc_v,
                 stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
-                length, heads, word_columns, scale_log2,
+                length, num_keys, heads, word_columns, scale_log2,
                 D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
             )  # fmt: skip
             acc_k, acc_v = _pull_to_keys(
-                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+                k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid, query_start,
                 below, last, acc_k, acc_v,
                 stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
-                length, heads, word_columns, scale_log2,
+                length, num_keys, heads, word_columns, scale_log2,
                 D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
             )  # fmt: skip
 
@@ -239,21 +245,22 @@ def _sum_parts_kernel(
 
 @triton.jit
 def _pull_to_keys(
-    k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid,
+    k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid, query_start,
     first, last, acc_k, acc_v,
     stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
-    length, heads, word_columns, scale_log2,
+    length, num_keys, heads, word_columns, scale_log2,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc_v += P^T dO and acc_k += dS^T Q over queries first .. last; first is a multiple of QUERIES."""
     head_rows = (batch.to(tl.int64) * heads + head) * length
+    own_rows = columns - query_start  # of the queries at the positions of these keys
     if HAS_WORDS:
         # Word [row // 32 + j, columns] of the tile; a row's offset is 64-bit, and a scalar.
-        base = turned + tl.cast(first // 32, tl.int64) * length
+        base = turned + tl.cast(first // 32, tl.int64) * num_keys
         word0, word1, word2, word3 = load_words(
-            base + columns, length, valid, word_columns - first // 32, QUERIES, EVEN
+            base + columns, num_keys, valid, word_columns - first // 32, QUERIES, EVEN
         )
     for row in range(first, last, QUERIES):
         rows = row + tl.arange(0, QUERIES)
@@ -261,9 +268,9 @@ def _pull_to_keys(
             ahead = row + QUERIES
             if EVEN:
                 ahead = tl.minimum(ahead, length - QUERIES)
-            base = turned + tl.cast(ahead // 32, tl.int64) * length
+            base = turned + tl.cast(ahead // 32, tl.int64) * num_keys
             next0, next1, next2, next3 = load_words(
-                base + columns, length, valid, word_columns - ahead // 32, QUERIES, EVEN
+                base + columns, num_keys, valid, word_columns - ahead // 32, QUERIES, EVEN
             )
         q_tile = load_rows(
             q, batch, head, row, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
@@ -283,7 +290,7 @@ def _pull_to_keys(
         if HAS_WORDS:
             probs = tl.where(expand_words(word0, word1, word2, word3, QUERIES), probs, 0.0)
         elif CAUSAL:
-            hit = columns[:, None] <= rows[None, :]
+            hit = own_rows[:, None] <= rows[None, :]
             if HAS_DOCUMENTS:
                 first_keys = tl.load(document_starts + rows, mask=rows < length, other=0)
                 hit = hit & (columns[:, None] >= first_keys[None, :])

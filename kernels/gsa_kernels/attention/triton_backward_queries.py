@@ -10,6 +10,7 @@ from gsa_kernels.attention.triton_tiles import (
     causal_hit,
     expand_words,
     input_precision,
+    is_even,
     load_rows,
     load_words,
     tile_source,
@@ -40,6 +41,7 @@ def backward_queries(
 ) -> torch.Tensor:
     """Gradient of q: [B, L, H, D]"""
     batch, length, heads, head_size = q.shape
+    num_keys = k.shape[1]
     grad_q = torch.empty_like(q)
     tma = use_tma(tiles, k, v)
     _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](
@@ -59,8 +61,9 @@ def backward_queries(
         *(words.stride()[:2] if words is not None else (0, 0)),
         *grad_q.stride()[:3],
         length,
+        num_keys - length or None,
         heads,
-        triton.cdiv(length, 32),
+        triton.cdiv(num_keys, 32),
         scale,
         scale * LOG2E,
         GROUP=heads // k.shape[2],
@@ -69,7 +72,7 @@ def backward_queries(
         KEYS=tiles.keys,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
-        EVEN=length % max(tiles.queries, tiles.keys) == 0,
+        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
@@ -87,12 +90,14 @@ def _queries_kernel(
     stride_ub, stride_ul, stride_uh,
     stride_wb, stride_wl,
     stride_db, stride_dl, stride_dh,
-    length, heads, word_columns, scale, scale_log2,
+    length, query_start, heads, word_columns, scale, scale_log2,
     GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of one tile of queries of one head. The last tiles go first."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     kv_head = head // GROUP
@@ -111,32 +116,34 @@ def _queries_kernel(
     row_lse2 = tl.load(lse2 + position, mask=valid, other=0.0)
     row_delta = tl.load(delta + position, mask=valid, other=0.0)
 
+    num_keys = query_start + length
+    positions = query_start + rows
     first = 0
     first_keys = rows
     if HAS_DOCUMENTS:
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
-    last = tl.minimum(start + QUERIES, length)
+    last = tl.minimum(query_start + start + QUERIES, num_keys)
     if HAS_WORDS:
         words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
         diagonal = last
     else:
-        diagonal = start // KEYS * KEYS
+        diagonal = (query_start + start) // KEYS * KEYS
 
     acc = tl.zeros([QUERIES, D], tl.float32)
     acc = _pull_to_queries(
-        q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, rows, valid, first_keys,
+        q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, positions, valid, first_keys,
         first, diagonal, acc,
         stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-        length, word_columns, scale_log2,
+        num_keys, word_columns, scale_log2,
         D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
     )  # fmt: skip
     if not HAS_WORDS:
         acc = _pull_to_queries(
-            q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, rows, valid, first_keys,
+            q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, positions, valid, first_keys,
             tl.maximum(first, diagonal), last, acc,
             stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-            length, word_columns, scale_log2,
+            num_keys, word_columns, scale_log2,
             D, QUERIES, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
         )  # fmt: skip
 
@@ -147,10 +154,10 @@ def _queries_kernel(
 
 @triton.jit
 def _pull_to_queries(
-    q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, rows, valid, first_keys,
+    q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, positions, valid, first_keys,
     first, last, acc,
     stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-    length, word_columns, scale_log2,
+    num_keys, word_columns, scale_log2,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -166,15 +173,15 @@ def _pull_to_queries(
             # Those of the next tile, so that nothing waits for them.
             ahead = column + KEYS
             if EVEN:
-                ahead = tl.minimum(ahead, length - KEYS)
+                ahead = tl.minimum(ahead, num_keys - KEYS)
             next0, next1, next2, next3 = load_words(
                 words + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
             )
         k_tile = load_rows(
-            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
         )
         v_tile = load_rows(
-            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, length, KEYS, D, EVEN, TMA
+            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, num_keys, KEYS, D, EVEN, TMA
         )
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         by_probs = tl.dot(u_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -182,7 +189,7 @@ def _pull_to_queries(
         if HAS_WORDS:
             probs = tl.where(expand_words(word0, word1, word2, word3, KEYS), probs, 0.0)
         elif CAUSAL:
-            hit = causal_hit(rows, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
+            hit = causal_hit(positions, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
             probs = tl.where(hit, probs, 0.0)
         by_logits = probs * (by_probs - row_delta[:, None])
         acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)

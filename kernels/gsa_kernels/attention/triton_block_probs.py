@@ -12,12 +12,13 @@ from gsa_kernels.attention.triton_tiles import (
     causal_hit,
     expand_words,
     input_precision,
+    is_even,
     load_rows,
     load_words,
     tile_source,
     use_tma,
 )
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_shape, count_queries
 
 
 @torch.no_grad()
@@ -32,29 +33,33 @@ def block_sum_probs_rows(
     selection_block: int,
     document_starts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    query_start: int = 0,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """sum_t sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
 
     For the keys s <= r b of row r = row_start .. row_start + rows, which all were there when the block selected,
-    and of them those in S_t; 0 elsewhere. Sums run in a fixed order.
+    and of them those in S_t; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
 
     Args:
         q: [B, L, H, D]
-        k: [B, L, Hkv, D]
+        k: [B, Lk, Hkv, D], Lk = query_start + L
         lse: fp32 [B, H, L], from the attention over the same S_t: each head's row sums to 1
-        words: int32 [B, L, ceil(L / 32)], as in `masked_attention`; all visible keys if None
+        words: int32 [B, L, ceil(Lk / 32)], as in `masked_attention`; all visible keys if None
         selection_block: b, a power of two from 16 to 128; the last block may be short
         document_starts: int32 [B, L], as in `masked_attention`
+        query_start: position of the first query, a multiple of b
 
     Returns:
-        fp32 [B, rows, L], without gradient
+        fp32 [B, rows, Lk], without gradient
     """
-    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None)
+    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None, query_start)
     batch, length, heads, head_size = q.shape
+    num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     if selection_block not in (16, 32, 64, 128):
         raise ValueError(f"selection_block is {selection_block}; pass 16, 32, 64 or 128")
+    count_queries(query_start, num_keys, selection_block)
     check_at_least("row_start", row_start, 0)
     check_at_least("rows", rows, 1)
     blocks = triton.cdiv(length, selection_block)
@@ -65,11 +70,11 @@ def block_sum_probs_rows(
     tiles = tiles or probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
-    out = torch.empty(batch, rows, length, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, rows, num_keys, dtype=torch.float32, device=q.device)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
     rows_per_tile = max(tiles.queries // selection_block, 1)
-    grid = (triton.cdiv(length, tiles.keys), triton.cdiv(rows, rows_per_tile), batch)
+    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows, rows_per_tile), batch)
     _block_probs_kernel[grid](
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
@@ -83,7 +88,8 @@ def block_sum_probs_rows(
         row_start,
         row_start + rows,
         length,
-        triton.cdiv(length, 32),
+        query_start or None,
+        triton.cdiv(num_keys, 32),
         scale * LOG2E,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],
@@ -94,7 +100,8 @@ def block_sum_probs_rows(
         KEYS=tiles.keys,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
-        EVEN=length % max(tiles.queries, tiles.keys, selection_block) == 0 and rows % rows_per_tile == 0,
+        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys, selection_block))
+        and rows % rows_per_tile == 0,
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
@@ -109,21 +116,24 @@ def _block_probs_kernel(
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_wb, stride_wl,
-    row_start, row_end, length, word_columns, scale_log2,
+    row_start, row_end, length, query_start, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS
     columns = column + tl.arange(0, KEYS)
     row = row_start + tl.program_id(1) * ROWS
     rows = row + tl.arange(0, ROWS)
+    num_keys = query_start + length
     total = tl.zeros([ROWS, KEYS], tl.float32)
 
-    seen = column <= (tl.minimum(row + ROWS, row_end) - 1) * BLOCK
+    seen = column <= query_start + (tl.minimum(row + ROWS, row_end) - 1) * BLOCK
     if HAS_DOCUMENTS:
         document_starts += batch64 * length
         seen = seen & (column + KEYS > tl.load(document_starts + row * BLOCK))
@@ -134,7 +144,7 @@ def _block_probs_kernel(
             probs = tl.zeros([QUERIES, KEYS], tl.float32)
             for kv_head in range(KV_HEADS):
                 k_tile = load_rows(
-                    k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+                    k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
                 )
                 for member in range(GROUP):
                     head = kv_head * GROUP + member
@@ -156,11 +166,11 @@ def _block_probs_kernel(
                 first_keys = queries
                 if HAS_DOCUMENTS:
                     first_keys = tl.load(document_starts + queries, mask=valid, other=0)
-                hit = causal_hit(queries, columns, first_keys, HAS_DOCUMENTS)
+                hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
             # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
-        total = tl.where(columns[None, :] <= rows[:, None] * BLOCK, total, 0.0)
-    out += (batch64 * (row_end - row_start) + (row - row_start)) * length
-    target = out + (tl.arange(0, ROWS).to(tl.int64)[:, None] * length + columns[None, :])
-    tl.store(target, total, mask=(rows < row_end)[:, None] & (columns < length)[None, :])
+        total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)
+    out += (batch64 * (row_end - row_start) + (row - row_start)) * num_keys
+    target = out + (tl.arange(0, ROWS).to(tl.int64)[:, None] * num_keys + columns[None, :])
+    tl.store(target, total, mask=(rows < row_end)[:, None] & (columns < num_keys)[None, :])

@@ -13,6 +13,7 @@ from gsa_kernels.attention.triton_tiles import (
     causal_hit,
     expand_words,
     input_precision,
+    is_even,
     load_rows,
     load_words,
     tile_source,
@@ -44,7 +45,7 @@ def attention_forward(
         lse: fp32 [B, H, L], natural logarithm
     """
     batch, length, heads, head_size = q.shape
-    kv_heads = k.shape[2]
+    num_keys, kv_heads = k.shape[1:3]
     tiles = tiles or forward_tiles(q.dtype)
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
@@ -66,8 +67,9 @@ def attention_forward(
         *(words.stride()[:2] if words is not None else (0, 0)),
         *out.stride()[:3],
         length,
+        num_keys - length or None,
         heads,
-        triton.cdiv(length, 32),
+        triton.cdiv(num_keys, 32),
         scale * LOG2E,
         GROUP=heads // kv_heads,
         D=head_size,
@@ -76,7 +78,7 @@ def attention_forward(
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
         HAS_GATE=gate_logits is not None,
-        EVEN=length % max(tiles.queries, tiles.keys) == 0,
+        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
@@ -113,6 +115,7 @@ def _forward_kernel(
     stride_ol,
     stride_oh,
     length,
+    query_start,
     heads,
     word_columns,
     scale_log2,
@@ -128,6 +131,8 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program: one tile of queries of one head, all its keys. The last tiles see most keys and go first."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     kv_head = head // GROUP
@@ -139,6 +144,8 @@ def _forward_kernel(
     q_tile = load_rows(
         q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, False
     )
+    num_keys = query_start + length
+    positions = query_start + rows
     maximum = tl.full([QUERIES], FLOOR, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D], tl.float32)
@@ -149,26 +156,26 @@ def _forward_kernel(
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
         # Starts never decrease along the sequence: the tile's first row sees furthest back.
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
-    last = tl.minimum(start + QUERIES, length)
+    last = tl.minimum(query_start + start + QUERIES, num_keys)
     if HAS_WORDS:
         words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
         diagonal = last
     else:
-        diagonal = start // KEYS * KEYS
+        diagonal = (query_start + start) // KEYS * KEYS
 
     # Two passes over one body: keys before the diagonal, then (dense attention only) those on it.
     maximum, total, acc = _attend(
-        q_tile, k, v, words, batch, kv_head, rows, valid, first_keys, first, diagonal, maximum, total, acc,
+        q_tile, k, v, words, batch, kv_head, positions, valid, first_keys, first, diagonal, maximum, total, acc,
         stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-        length, word_columns, scale_log2,
+        num_keys, word_columns, scale_log2,
         D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
     )  # fmt: skip
     if not HAS_WORDS:
         maximum, total, acc = _attend(
-            q_tile, k, v, words, batch, kv_head, rows, valid, first_keys, tl.maximum(first, diagonal), last,
-            maximum, total, acc,
+            q_tile, k, v, words, batch, kv_head, positions, valid, first_keys,
+            tl.maximum(first, diagonal), last, maximum, total, acc,
             stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-            length, word_columns, scale_log2,
+            num_keys, word_columns, scale_log2,
             D, QUERIES, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
         )  # fmt: skip
 
@@ -190,9 +197,9 @@ def _forward_kernel(
 
 @triton.jit
 def _attend(
-    q_tile, k, v, words, batch, kv_head, rows, valid, first_keys, first, last, maximum, total, acc,
+    q_tile, k, v, words, batch, kv_head, positions, valid, first_keys, first, last, maximum, total, acc,
     stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-    length, word_columns, scale_log2,
+    num_keys, word_columns, scale_log2,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,25 +215,25 @@ def _attend(
             # Those of the next tile, so that nothing waits for them.
             ahead = column + KEYS
             if EVEN:
-                ahead = tl.minimum(ahead, length - KEYS)
+                ahead = tl.minimum(ahead, num_keys - KEYS)
             next0, next1, next2, next3 = load_words(
                 words + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
             )
         k_tile = load_rows(
-            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
         )
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if HAS_WORDS:
             logits = tl.where(expand_words(word0, word1, word2, word3, KEYS), logits, MASKED)
         elif CAUSAL:
-            hit = causal_hit(rows, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
+            hit = causal_hit(positions, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
             logits = tl.where(hit, logits, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
         probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
         total = total * rescale + tl.sum(probs, 1)
         v_tile = load_rows(
-            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, length, KEYS, D, EVEN, TMA
+            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, num_keys, KEYS, D, EVEN, TMA
         )
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum

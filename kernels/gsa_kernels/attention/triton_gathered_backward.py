@@ -42,14 +42,14 @@ def gathered_backward(
     Memory beyond the results: the gradients of k and v in fp32, and with `deterministic` about `scratch_bytes`
     of partial rows (at least one tile's).
     """
-    batch, length, kv_heads, head_size = k.shape
+    batch, num_keys, kv_heads, head_size = k.shape
     group = q.shape[2] // kv_heads
     tiles = tiles or backward_tiles(q.dtype)
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, gate_logits)
     grad_q = torch.empty_like(q)
-    sums = torch.zeros(batch, length, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
+    sums = torch.zeros(batch, num_keys, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
     tensors = (q, k, v, grad_attended, delta, lse2, grad_q)
     members = heads_per_program(group, lists.queries, tiles.queries)
     parts = kv_heads * triton.cdiv(group, members)
@@ -92,11 +92,11 @@ def _launch(
 
     Args:
         partials: [tiles, rows_per_tile, 2 * D], for one part; or
-        sums: fp32 [B, L, Hkv, 2 * D], added to with atomics
+        sums: fp32 [B, Lk, Hkv, 2 * D], added to with atomics
     """
     q, k, v, grad, delta, lse2, grad_q = tensors
     length, heads, head_size = q.shape[1:]
-    kv_heads = k.shape[2]
+    num_keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     _backward_kernel[((last_tile - first_tile) * (last_part - first_part),)](
         q,
@@ -120,6 +120,7 @@ def _launch(
         *grad.stride()[:3],
         *grad_q.stride()[:3],
         length,
+        num_keys,
         heads,
         kv_heads,
         lists.counts.shape[1],
@@ -151,7 +152,7 @@ def _backward_kernel(
     stride_vb, stride_vl, stride_vh,
     stride_ub, stride_ul, stride_uh,
     stride_db, stride_dl, stride_dh,
-    length, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, rows_per_tile,
+    length, num_keys, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, rows_per_tile,
     scale, scale_log2,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
@@ -191,7 +192,7 @@ def _backward_kernel(
     full_count = tl.load(full + number)
     count = tl.load(counts + number)
     if ATOMIC:
-        target = sums + (batch64 * length * kv_heads + kv_head) * (2 * D)
+        target = sums + (batch64 * num_keys * kv_heads + kv_head) * (2 * D)
     else:
         target = partials + slot.to(tl.int64) * rows_per_tile * (2 * D)
 

@@ -51,7 +51,7 @@ def head_sum_probs_lists(
 
     Args:
         q: [B, L, H, D]
-        k: [B, L, Hkv, D]
+        k: [B, Lk, Hkv, D], Lk = lists.num_keys
         lse: fp32 [B, H, L], of the attention over the same lists: each head's row then sums to 1
         tiles: int32 [N], numbers of tiles; with `selection_block` > 1 of blocks
         selection_block: queries that share a selection: 1, or a multiple of the tile. The tiles of a block share
@@ -61,7 +61,7 @@ def head_sum_probs_lists(
         fp32 [B, N, max_count, queries]; with `selection_block` > 1 [B, N, max_count], summed over the queries of
         a block, for the entries of the block's first tile
     """
-    scale = check_attention(q, k, k, None, None, softmax_scale, None)
+    scale = check_attention(q, k, k, None, None, softmax_scale, None, lists.query_start)
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     tiles_per_unit = check_lists(lists, batch, length, selection_block)
@@ -109,7 +109,7 @@ def head_sum_probs_lists(
 
 
 def check_lists(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
-    """Raise ValueError if the lists are not of these sizes; return the tiles per block, 1 without blocks."""
+    """Raise ValueError if the lists are not of `length` queries; return the tiles per block, 1 without blocks."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))

@@ -11,6 +11,7 @@ from gsa_kernels.attention.triton_tiles import (
     causal_hit,
     expand_words,
     input_precision,
+    is_even,
     load_rows,
     load_words,
     tile_source,
@@ -42,6 +43,7 @@ def head_sum_probs_rows(
     *,
     document_starts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    query_start: int = 0,
     dtype: torch.dtype = torch.float32,
     fill: bool = True,
     tiles: Tiles | None = None,
@@ -50,17 +52,19 @@ def head_sum_probs_rows(
 
     Args:
         q: [B, L, H, D]
-        k: [B, L, Hkv, D]
+        k: [B, Lk, Hkv, D], Lk = query_start + L
         lse: fp32 [B, H, L], from `masked_attention` with the same words: each head's row sums to 1
-        words, document_starts: as in `masked_attention`
+        row_start: counts queries, not positions
+        words, document_starts, query_start: as in `masked_attention`
         dtype: of the result, fp32 or fp16; the sum is always taken in fp32
         fill: False leaves unwritten what no query of a tile sees, which `indexer_kl_loss` does not read
 
     Returns:
-        [B, rows, L], without gradient
+        [B, rows, Lk], without gradient
     """
-    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None)
+    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None, query_start)
     batch, length, heads, head_size = q.shape
+    num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     check_at_least("row_start", row_start, 0)
     check_at_least("rows", rows, 1)
@@ -69,10 +73,10 @@ def head_sum_probs_rows(
     tiles = tiles or shared_probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
-    out = torch.empty(batch, rows, length, dtype=dtype, device=q.device)
+    out = torch.empty(batch, rows, num_keys, dtype=dtype, device=q.device)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
-    grid = (triton.cdiv(length, tiles.keys), triton.cdiv(rows, tiles.queries), batch)
+    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows, tiles.queries), batch)
     _probs_kernel[grid](
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
@@ -86,7 +90,8 @@ def head_sum_probs_rows(
         row_start,
         row_start + rows,
         length,
-        triton.cdiv(length, 32),
+        query_start or None,
+        triton.cdiv(num_keys, 32),
         scale * LOG2E,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],
@@ -95,7 +100,7 @@ def head_sum_probs_rows(
         KEYS=tiles.keys,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
-        EVEN=length % max(tiles.queries, tiles.keys) == 0 and rows % tiles.queries == 0,
+        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)) and rows % tiles.queries == 0,
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         FILL=fill,
@@ -112,12 +117,14 @@ def _probs_kernel(
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_wb, stride_wl,
-    row_start, row_end, length, word_columns, scale_log2,
+    row_start, row_end, length, query_start, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the result, summed over all heads."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS
@@ -125,16 +132,17 @@ def _probs_kernel(
     rows = start + tl.arange(0, QUERIES)
     columns = column + tl.arange(0, KEYS)
     valid = rows < row_end
+    num_keys = query_start + length
     total = tl.zeros([QUERIES, KEYS], tl.float32)
 
-    seen = column < start + QUERIES
+    seen = column < query_start + start + QUERIES
     if HAS_DOCUMENTS:
         document_starts += batch64 * length
         seen = seen & (column + KEYS > tl.load(document_starts + start))
     if seen:
         for kv_head in range(KV_HEADS):
             k_tile = load_rows(
-                k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, length, KEYS, D, EVEN, TMA
+                k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
             )
             for member in range(GROUP):
                 head = kv_head * GROUP + member
@@ -156,10 +164,10 @@ def _probs_kernel(
             first_keys = rows
             if HAS_DOCUMENTS:
                 first_keys = tl.load(document_starts + rows, mask=valid, other=0)
-            hit = causal_hit(rows, columns, first_keys, HAS_DOCUMENTS)
+            hit = causal_hit(query_start + rows, columns, first_keys, HAS_DOCUMENTS)
         # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
         total = tl.where(hit, total, 0.0)
-    out += (batch64 * (row_end - row_start) + (start - row_start)) * length
-    target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * length + columns[None, :])
+    out += (batch64 * (row_end - row_start) + (start - row_start)) * num_keys
+    target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * num_keys + columns[None, :])
     if seen | FILL:
-        tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & (columns < length)[None, :])
+        tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & (columns < num_keys)[None, :])

@@ -1,7 +1,8 @@
 """What the attention kernels share: loading tiles, expanding selection words, the tile shapes.
 
-A selection is int32 words [B, L, W], W = ceil(L / 32): bit (s % 32) of word s // 32 in row t is set when
-key s is in S_t.
+A selection is int32 words [B, L, W], W = ceil(Lk / 32): bit (s % 32) of word s // 32 in row i is set when
+key s is in S_t of the query i at position t. Queries are the last L of Lk positions, so that the kernels know
+query_start = Lk - L from the shapes; `rows` and `length` are of the queries, `positions` and `num_keys` of the keys.
 """
 
 from typing import NamedTuple
@@ -36,6 +37,11 @@ class Tiles(NamedTuple):
 def input_precision(dtype: torch.dtype) -> str:
     """fp32 products are exact fp32 ("ieee"); the argument does not matter to bf16 and fp16."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def is_even(num_queries: int, num_keys: int, tile: int) -> bool:
+    """Whether no tile is cut, on either side."""
+    return num_queries % tile == 0 and num_keys % tile == 0
 
 
 def interpreted() -> bool:
@@ -144,7 +150,7 @@ def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
 
 @triton.jit
 def causal_hit(rows, columns, first_keys, HAS_DOCUMENTS: tl.constexpr):
-    """bool [ROWS, COLUMNS] of dense attention: first_keys[row] <= column <= row."""
+    """bool [ROWS, COLUMNS] of dense attention: first_keys[row] <= column <= row, in positions."""
     hit = columns[None, :] <= rows[:, None]
     if HAS_DOCUMENTS:
         hit = hit & (columns[None, :] >= first_keys[:, None])

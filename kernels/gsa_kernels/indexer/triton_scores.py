@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_shape, count_queries
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEADS = 8
@@ -38,13 +38,22 @@ class ScoreInputs:
     """Checked and contiguous inputs of one indexer. Made by `score_inputs`."""
 
     q_idx: torch.Tensor  # [B, R, HI, DI]
-    k_idx: torch.Tensor  # [B, L, DI]
+    k_idx: torch.Tensor  # [B, Lk, DI]
     weight_logits: torch.Tensor  # [B, R, HI]
     score_bias: torch.Tensor | None  # [HI]
     weight_bias: torch.Tensor | None  # [HI]
     activation: Literal["sigmoid", "relu"]
     document_starts: torch.Tensor | None  # int32 [B, R]
-    query_stride: int  # row r is the query at position r * query_stride; R = ceil(L / query_stride)
+    # Row r is the query at position query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride).
+    query_stride: int
+    query_start: int = 0
+
+    def position(self, row: int) -> int:
+        return self.query_start + row * self.query_stride
+
+    def rows_below(self, position: int) -> int:
+        """How many rows stand before a position at or after `query_start`."""
+        return -(-(position - self.query_start) // self.query_stride)
 
 
 def score_inputs(
@@ -57,21 +66,25 @@ def score_inputs(
     activation: Literal["sigmoid", "relu"] = "sigmoid",
     document_starts: torch.Tensor | None = None,
     query_stride: int = 1,
+    query_start: int = 0,
 ) -> ScoreInputs:
     """Check shapes, dtypes and devices; detach, and make contiguous what the kernel reads.
 
-    Row r of q_idx and weight_logits is the query at position r * query_stride: R = ceil(L / query_stride)
-    rows. k_idx and document_starts have all L positions.
+    Row r of q_idx and weight_logits is the query at position query_start + r * query_stride: R = ceil(L /
+    query_stride) rows for the L queries, of which document_starts has all. k_idx has all Lk = query_start + L
+    positions. query_start is a multiple of query_stride.
     """
     check_at_least("query_stride", query_stride, 1)
+    check_at_least("query_start", query_start, 0)
     check_shape("q_idx", q_idx, "[B, R, HI, DI]", (None, None, None, None))
     batch, rows, heads, dim = q_idx.shape
-    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, rows if query_stride == 1 else None, dim))
-    length = k_idx.shape[1]
+    num_keys = query_start + rows if query_stride == 1 else None
+    check_shape("k_idx", k_idx, "[B, query_start + L, DI]", (batch, num_keys, dim))
+    if batch < 1 or k_idx.shape[1] < 1:
+        raise ValueError(f"q_idx has shape {tuple(q_idx.shape)}; pass at least one sequence and one token")
+    length = count_queries(query_start, k_idx.shape[1], query_stride)
     check_shape("q_idx", q_idx, "[B, R, HI, DI]", (batch, -(-length // query_stride), heads, dim))
     check_shape("weight_logits", weight_logits, "[B, R, HI]", (batch, rows, heads))
-    if batch < 1 or length < 1:
-        raise ValueError(f"q_idx has shape {tuple(q_idx.shape)}; pass at least one sequence and one token")
     if not 1 <= heads <= _MAX_HEADS:
         raise ValueError(f"q_idx has {heads} heads; pass 1 to {_MAX_HEADS}")
     if not _MIN_DIM <= dim <= _MAX_DIM:
@@ -111,6 +124,7 @@ def score_inputs(
         activation=activation,
         document_starts=None if document_starts is None else document_starts[:, ::query_stride].contiguous(),
         query_stride=query_stride,
+        query_start=query_start,
     )
 
 
@@ -140,7 +154,7 @@ def write_scores(
     batch, num_rows, _, dim = inputs.q_idx.shape
     rows, columns = row_stop - row_start, out.shape[2]
     tiles = score_tiles(inputs)
-    key_tiles = triton.cdiv((row_stop - 1) * inputs.query_stride // key_stride + 1, tiles.cols)
+    key_tiles = triton.cdiv(inputs.position(row_stop - 1) // key_stride + 1, tiles.cols)
     grid = (triton.cdiv(key_tiles, tiles.per_program), triton.cdiv(rows, tiles.rows), batch)
     _scores_kernel[grid](
         inputs.q_idx,
@@ -151,6 +165,7 @@ def write_scores(
         inputs.document_starts,
         wanted,
         out,
+        inputs.query_start,
         row_start,
         row_stop,
         columns,
@@ -287,7 +302,7 @@ def tile_scores(
 
 
 # Row ranges vary from launch to launch: specialising on them would only compile more variants.
-@triton.jit(do_not_specialize=["row_start", "row_stop", "num_rows", "length"])
+@triton.jit(do_not_specialize=["query_start", "row_start", "row_stop", "num_rows", "length"])
 def _scores_kernel(
     q_ptr,
     k_ptr,
@@ -297,6 +312,7 @@ def _scores_kernel(
     starts_ptr,
     wanted_ptr,
     out_ptr,
+    query_start,
     row_start,
     row_stop,
     columns,
@@ -320,7 +336,8 @@ def _scores_kernel(
     """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(1) * BLOCK_ROWS
-    end_col = (tl.minimum(first_row + BLOCK_ROWS, row_stop) - 1) * STRIDE // KEY_STRIDE + 1
+    last_position = query_start + (tl.minimum(first_row + BLOCK_ROWS, row_stop) - 1) * STRIDE
+    end_col = last_position // KEY_STRIDE + 1
     first_col = tl.program_id(0) * (TILES * BLOCK_COLS)
     if first_col >= end_col:  # above the diagonal
         return

@@ -48,7 +48,7 @@ def gathered_indexer_kl_loss(
     return_rows: bool = False,
     blocks: GatheredBlocks | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])), t = row * selection_block.
+    """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])), t = lists.query_start + row * selection_block.
 
     The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of
     queries `sum_over_blocks`. Gradients go to q_idx, k_idx, weight_logits, both biases and the inverse
@@ -59,7 +59,7 @@ def gathered_indexer_kl_loss(
 
     Args:
         q_idx: [B, R, HI, DI], R = ceil(L / selection_block)
-        k_idx: [B, L, DI]
+        k_idx: [B, Lk, DI], Lk = lists.num_keys
         weight_logits: [B, R, HI]
         target_tiles: gives the target of a chunk of tiles, or of blocks, at any positive scale; what it holds
             off the support is ignored. Called once per chunk, without gradients.
@@ -78,7 +78,7 @@ def gathered_indexer_kl_loss(
         0-d fp32, or (0-d fp32, fp32 [B, R])
     """
     batch, _, length = check_inputs(
-        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block
+        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block, lists.query_start
     )
     tiles_per_unit = check_lists(lists, batch, length, selection_block)
     beta = beta_tensor(inverse_temperature, q_idx.device)
@@ -145,7 +145,7 @@ def _value_and_gradients(
         row_results=allocate(q_idx.new_empty(batch, num_rows, 1 + 2 * heads, dtype=fp32)),
         tile_results=allocate(q_idx.new_empty(batch, num_tiles, heads, dtype=fp32)),
         dq=allocate(inputs.q_idx) if with_gradients else None,
-        dk=q_idx.new_zeros(batch, lists.length, inputs.block_d, dtype=fp32) if with_gradients else None,
+        dk=q_idx.new_zeros(batch, lists.num_keys, inputs.block_d, dtype=fp32) if with_gradients else None,
         dw=allocate(inputs.weight_logits) if with_gradients else None,
     )
     chosen_blocks = choose_gathered_blocks(inputs) if blocks is None else blocks

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_shape, count_queries
 from gsa_kernels.kl.autograd import LossWithGradients, beta_tensor, check_sampling, needs_gradients
 from gsa_kernels.kl.sampling import row_ranges
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 
 TargetRows = Callable[[int, int], torch.Tensor]
-"""(row_start, rows) -> fp32 or fp16 [B, rows, L]: attention probabilities of these rows, summed over the heads and,
+"""(row_start, rows) -> fp32 or fp16 [B, rows, Lk]: attention probabilities of these rows, summed over the heads and,
 with `selection_block`, over the queries of each row's block."""
 
 
@@ -33,13 +33,14 @@ def indexer_kl_loss(
     words: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
     selection_block: int = 1,
+    query_start: int = 0,
     row_chunk_bytes: int = 256 * 2**20,
     row_fraction: float = 1.0,
     seed: int | None = None,
     return_rows: bool = False,
     blocks: Blocks | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sum over the rows of KL(p_t || softmax_{s in support}(beta I[t, s])), t = row * selection_block.
+    """Sum over the rows of KL(p_t || softmax_{s in support}(beta I[t, s])), t = query_start + row * selection_block.
 
     The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of
     queries `sum_over_blocks`. Gradients go to q_idx, k_idx,
@@ -51,16 +52,17 @@ def indexer_kl_loss(
 
     Args:
         q_idx: [B, R, HI, DI], R = ceil(L / selection_block)
-        k_idx: [B, L, DI]
+        k_idx: [B, Lk, DI], Lk = query_start + L
         weight_logits: [B, R, HI]
         target_rows: gives the target of a range of rows, at any positive scale; what it holds off the
             support is ignored. Called once per chunk, without gradients.
         score_bias, weight_bias: [HI]
         inverse_temperature: beta, a number or a tensor of one element
-        words: int32 [B, R, ceil(L / 32)], bit s % 32 of word s // 32 set: key s is in S_t of the row's query.
+        words: int32 [B, R, ceil(Lk / 32)], bit s % 32 of word s // 32 set: key s is in S_t of the row's query.
             The support is then S_t, without it all visible keys.
         document_starts: int32 [B, L], the first key that a query sees; 0 if None
         selection_block: b; only the first query of each aligned block of b has a row
+        query_start: position of the first query, a multiple of b
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         row_fraction: below 1, an unbiased estimate from that share of the row tiles, rescaled
         seed: chooses these tiles; the same on every tensor-parallel rank
@@ -71,10 +73,11 @@ def indexer_kl_loss(
         0-d fp32, or (0-d fp32, fp32 [B, R])
     """
     batch, num_rows, length = check_inputs(
-        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block
+        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block, query_start
     )
     if words is not None:
-        check_shape("words", words, "[B, R, ceil(L / 32)]", (batch, num_rows, -(-length // 32)))
+        shape = (batch, num_rows, -(-(query_start + length) // 32))
+        check_shape("words", words, "[B, R, ceil(Lk / 32)]", shape)
         _check_int32("words", words)
     if document_starts is not None:
         check_shape("document_starts", document_starts, "[B, L]", (batch, length))
@@ -90,6 +93,7 @@ def indexer_kl_loss(
         "words": words,
         "document_starts": None if document_starts is None else document_starts[:, ::selection_block],
         "selection_block": selection_block,
+        "query_start": query_start,
         "row_chunk_bytes": row_chunk_bytes,
         "ranges": row_ranges(num_rows, row_fraction, seed),
         "blocks": blocks,
@@ -112,6 +116,7 @@ def _value_and_gradients(
     words: torch.Tensor | None,
     document_starts: torch.Tensor | None,
     selection_block: int,
+    query_start: int,
     row_chunk_bytes: int,
     ranges: tuple[list[tuple[int, int]], float],
     blocks: Blocks | None,
@@ -119,7 +124,7 @@ def _value_and_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The sum, the KL of each row [B, R], and the gradients in the order of the first six arguments."""
     batch, num_rows, heads, _ = q_idx.shape
-    length = k_idx.shape[1]
+    num_keys = k_idx.shape[1]
     inputs = Inputs(
         q_idx=q_idx.contiguous(),
         k_idx=k_idx.contiguous(),
@@ -131,6 +136,7 @@ def _value_and_gradients(
         document_starts=None if document_starts is None else document_starts.contiguous(),
         kind=score_kind(q_idx.dtype, activation, q_idx.device),
         query_stride=selection_block,
+        query_start=query_start,
     )
     chosen = choose_blocks(inputs) if blocks is None else blocks
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
@@ -142,12 +148,12 @@ def _value_and_gradients(
         dw=allocate(inputs.weight_logits) if with_gradients else None,
     )
     sampled, factor = ranges
-    chunk_rows = row_chunk_bytes // (4 * batch * length) // chosen.rows * chosen.rows
+    chunk_rows = row_chunk_bytes // (4 * batch * num_keys) // chosen.rows * chosen.rows
     for start, stop in sampled:
         for row_start in range(start, stop, max(chunk_rows, chosen.rows)):
             rows = min(max(chunk_rows, chosen.rows), stop - row_start)
             target = target_rows(row_start, rows).detach()
-            _check_target(target, batch, rows, length, q_idx.device)
+            _check_target(target, batch, rows, num_keys, q_idx.device)
             run_chunk(inputs, outputs, target, row_start, rows, chosen)
 
     # fp64: tens of thousands of rows, some of both signs.
@@ -186,16 +192,19 @@ def check_inputs(
     weight_bias: torch.Tensor | None,
     activation: str,
     selection_block: int,
+    query_start: int,
 ) -> tuple[int, int, int]:
     """Shapes and dtypes; B, R and L."""
     check_at_least("selection_block", selection_block, 1)
+    check_at_least("query_start", query_start, 0)
     check_shape("q_idx", q_idx, "[B, R, HI, DI]", (None, None, None, None))
     batch, num_rows, heads, dim = q_idx.shape
-    check_shape("k_idx", k_idx, "[B, L, DI]", (batch, num_rows if selection_block == 1 else None, dim))
-    length = k_idx.shape[1]
+    num_keys = query_start + num_rows if selection_block == 1 else None
+    check_shape("k_idx", k_idx, "[B, query_start + L, DI]", (batch, num_keys, dim))
+    check_at_least("Lk", k_idx.shape[1], 1)
+    length = count_queries(query_start, k_idx.shape[1], selection_block)
     check_shape("q_idx", q_idx, "[B, R, HI, DI]", (batch, -(-length // selection_block), heads, dim))
     check_shape("weight_logits", weight_logits, "[B, R, HI]", (batch, num_rows, heads))
-    check_at_least("L", length, 1)
     if q_idx.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass fp32, bf16 or fp16, or use the reference")
     if k_idx.dtype != q_idx.dtype:
@@ -215,8 +224,8 @@ def _check_int32(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has dtype {tensor.dtype}; pass int32")
 
 
-def _check_target(target: torch.Tensor, batch: int, rows: int, length: int, device: torch.device) -> None:
-    check_shape("target_rows(...)", target, "[B, rows, L]", (batch, rows, length))
+def _check_target(target: torch.Tensor, batch: int, rows: int, num_keys: int, device: torch.device) -> None:
+    check_shape("target_rows(...)", target, "[B, rows, Lk]", (batch, rows, num_keys))
     if target.dtype not in (torch.float32, torch.float16) or target.device != device or target.stride(2) != 1:
         raise ValueError(
             f"target_rows(...) gave {target.dtype} on {target.device} with strides {target.stride()}; "

@@ -72,7 +72,7 @@ class GatheredOutputs:
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
-    """fp32 [B, L, BLOCK_D], added to: the caller starts it at 0."""
+    """fp32 [B, Lk, BLOCK_D], added to: the caller starts it at 0."""
 
     dw: torch.Tensor | None
 
@@ -174,7 +174,7 @@ def gathered_chunk_launches(
         *(lists.keys, lists.words, lists.key_starts, lists.word_starts, lists.full, lists.counts, tiles),
         target,
     )
-    sizes = (lists.length, num_rows, max_count, dim**-0.5)
+    sizes = (lists.num_keys, num_rows, max_count, dim**-0.5)
     constants = {
         "HI": heads,
         "HP": padded_heads,

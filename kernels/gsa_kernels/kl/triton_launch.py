@@ -49,7 +49,9 @@ class Inputs:
 
     kind: int
     query_stride: int = 1
-    """Row r is the query at position r * query_stride; R = ceil(L / query_stride)."""
+    """Row r is the query at position query_start + r * query_stride; R = ceil(L / query_stride)."""
+
+    query_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def run_chunk(
     """All kernels for rows row_start .. row_start + rows.
 
     Args:
-        target: fp32 or fp16 [B, rows, L], last dimension contiguous
+        target: fp32 or fp16 [B, rows, Lk], last dimension contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
@@ -114,7 +116,7 @@ def chunk_launches(
     """The kernels of `run_chunk` by name, in the order in which they must run."""
     batch, num_rows, heads, dim = inputs.q_idx.shape
     length, device, stride = inputs.k_idx.shape[1], inputs.q_idx.device, inputs.query_stride
-    num_keys = (row_start + rows - 1) * stride + 1  # that any of these rows sees
+    num_keys = inputs.query_start + (row_start + rows - 1) * stride + 1  # that any of these rows sees
     block_d = max(16, triton.next_power_of_2(dim))
     tiles = triton.cdiv(rows, blocks.rows)
     padded = tiles * blocks.rows
@@ -141,7 +143,8 @@ def chunk_launches(
     num_words = inputs.words.shape[2] if inputs.words is not None else 0
     scale = dim**-0.5
     reads = (inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta)
-    sizes = (num_rows, length, num_words, row_start, rows, target.stride(0), target.stride(1), scale)
+    query_start = inputs.query_start or None  # a constant in place of 0
+    sizes = (num_rows, length, num_words, query_start, row_start, rows, *target.stride()[:2], scale)
     constants = {
         "STRIDE": stride,
         "HI": heads,
@@ -208,6 +211,7 @@ def chunk_launches(
         outputs.dq if outputs.dq is not None else absent,
         outputs.dw if outputs.dw is not None else absent,
         num_rows,
+        query_start,
         row_start,
         rows,
         segments,
@@ -233,6 +237,7 @@ def chunk_launches(
             dk_parts,
             outputs.dk,
             length,
+            query_start,
             row_start,
             rows,
             tiles,

@@ -21,6 +21,7 @@ def reduce_rows_kernel(
     dq,  # out: [B, R, HI, DI]
     dw,  # out: [B, R, HI]
     R,
+    query_start,
     row_start,
     num_rows,
     num_segments,
@@ -40,6 +41,8 @@ def reduce_rows_kernel(
 
     The loops are unrolled so that several loads are under way: they wait for memory, not for sums.
     """
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     b = tl.program_id(1)
     head = tl.program_id(2)
     padded_rows = tl.num_programs(0) * BR
@@ -47,7 +50,7 @@ def reduce_rows_kernel(
     tile = tl.program_id(0) * BR // BM
     valid = local < num_rows
     row_index = b.to(tl.int64) * R + row_start + local
-    last = (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+    last = query_start + (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
     first = tl.load(first_keys + b * (padded_rows // BM) + tile)
     first_segment = first // SEGMENT
     last_segment = last // SEGMENT
@@ -99,6 +102,7 @@ def reduce_keys_kernel(
     dk_parts,  # [B, tiles, BLOCK_D, L] fp32
     dk,  # in and out: [B, L, DI] fp32, of the chunks before
     L,
+    query_start,
     row_start,
     num_rows,
     num_tiles,
@@ -112,6 +116,8 @@ def reduce_keys_kernel(
     HAS_STARTS: tl.constexpr,
 ):
     """Grid (ceil(keys / BK), BLOCK_D / BD, B): BK keys over the row tiles that see any of them."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
     b = tl.program_id(2).to(tl.int64)
     key = tl.program_id(0) * BK
     cols = key + tl.arange(0, BK)
@@ -119,10 +125,11 @@ def reduce_keys_kernel(
     inside = (d < DI)[:, None] & (cols < L)[None, :]
     out = dk + (b * L + cols)[None, :] * DI + d[:, None]
     total = tl.load(out, mask=inside, other=0.0)
-    first_tile = tl.maximum((key + STRIDE - 1) // STRIDE - row_start, 0) // BM
+    first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # that sees one of these keys
+    first_tile = tl.maximum(first_row - row_start, 0) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only what a tile's rows see was written.
-        written = cols <= (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+        written = cols <= query_start + (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
         if HAS_STARTS:
             written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
         part = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]

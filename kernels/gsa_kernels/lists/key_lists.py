@@ -48,19 +48,27 @@ class KeyLists:
     """Queries per tile, 16 or 32."""
 
     length: int
-    """L: queries and keys of a sequence."""
+    """L: queries of a sequence."""
 
     max_count: int
     """A bound on `counts` that the host knows: what sizes buffers without waiting for the device."""
 
+    query_start: int = 0
+    """Position of the first query: query t stands at query_start + t. Keys are their positions."""
+
+    @property
+    def num_keys(self) -> int:
+        """Lk: the keys up to the last query's own."""
+        return self.query_start + self.length
+
 
 def key_lists_from_mask(mask: torch.Tensor, queries: int = 32) -> KeyLists:
-    """The definition of the format, in plain torch: bool [B, L, L] -> lists without a full part.
+    """The definition of the format, in plain torch: bool [B, L, Lk] -> lists without a full part.
 
-    Loops over the tiles: for tests.
+    The queries are the last L of Lk positions. Loops over the tiles: for tests.
     """
     batch, length, num_keys = mask.shape
-    check_mask("mask", mask, batch, length, length)
+    check_mask("mask", mask, batch, length, max(num_keys, length))
     if queries not in TILE_QUERIES:
         raise ValueError(f"queries is {queries}; pass one of {TILE_QUERIES}")
     check_at_least("L", length, 1)
@@ -82,18 +90,19 @@ def key_lists_from_mask(mask: torch.Tensor, queries: int = 32) -> KeyLists:
         queries=queries,
         length=length,
         max_count=int(counts.max()),
+        query_start=num_keys - length,
     )
 
 
 def mask_from_key_lists(lists: KeyLists) -> torch.Tensor:
-    """bool [B, L, L], the inverse of `key_lists_from_mask`. Loops over the tiles: for tests.
+    """bool [B, L, Lk], the inverse of `key_lists_from_mask`. Loops over the tiles: for tests.
 
     Raises:
         ValueError: a tile names a key twice.
     """
     batch, tiles = lists.counts.shape
     length, queries = lists.length, lists.queries
-    mask = torch.zeros(batch, tiles * queries, length, dtype=torch.bool, device=lists.keys.device)
+    mask = torch.zeros(batch, tiles * queries, lists.num_keys, dtype=torch.bool, device=lists.keys.device)
     rows = torch.arange(queries, dtype=torch.int32, device=lists.keys.device)
     for b in range(batch):
         for tile in range(tiles):

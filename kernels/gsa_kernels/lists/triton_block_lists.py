@@ -28,6 +28,7 @@ def block_key_lists(
     selection_block: int,
     local_window: int,
     document_starts: torch.Tensor | None,
+    query_start: int = 0,
 ) -> KeyLists:
     """Lists of all queries, in tiles of min(selection_block, 32), from the top-k of the blocks' first queries.
 
@@ -36,15 +37,18 @@ def block_key_lists(
 
     Args:
         words: int32 [B, R, W], R = ceil(L / selection_block), at most k_max bits in a row; contiguous
+        length: L
         document_starts: int32 [B, L], contiguous
+        query_start: position of the first query, a multiple of selection_block
     """
     batch, blocks, words_per_row = words.shape
     device = words.device
     queries = min(selection_block, max(TILE_QUERIES))
     tiles_per_block = selection_block // queries
     tiles = triton.cdiv(length, queries)
-    window_room = min(local_window + selection_block - 1, length)
-    max_count = min(min(k_max, length) + window_room, length)
+    num_keys = query_start + length
+    window_room = min(local_window + selection_block - 1, num_keys)
+    max_count = min(min(k_max, num_keys) + window_room, num_keys)
     key_room = _aligned(max_count)
     # Without documents only the window has words.
     word_room = _aligned(window_room) if document_starts is None else key_room
@@ -59,6 +63,7 @@ def block_key_lists(
         queries=queries,
         length=length,
         max_count=max_count,
+        query_start=query_start,
     )
     _block_lists_kernel[(blocks, batch)](
         words,
@@ -70,9 +75,10 @@ def block_key_lists(
         lists.full,
         lists.counts,
         length,
+        query_start,
         tiles,
         words_per_row,
-        min(local_window, length),
+        min(local_window, num_keys),
         key_room,
         word_room,
         BLOCK=selection_block,
@@ -92,6 +98,7 @@ def expand_words(
     selection_block: int,
     local_window: int,
     document_starts: torch.Tensor | None,
+    query_start: int = 0,
 ) -> torch.Tensor:
     """int32 [B, L, W]: S_t of every query from the blocks' top-k [B, R, W]. Arguments as above."""
     batch, blocks, words_per_row = block_words.shape
@@ -102,9 +109,10 @@ def expand_words(
         document_starts,
         out,
         length,
+        query_start,
         blocks,
         words_per_row,
-        min(local_window, length),
+        min(local_window, query_start + length),
         BLOCK=selection_block,
         ROWS=_EXPAND_ROWS,
         WORDS=_EXPAND_WORDS,
@@ -134,7 +142,7 @@ def _count_bits(word, POPC: tl.constexpr):
     return count
 
 
-@triton.jit(do_not_specialize=["length", "num_tiles"])
+@triton.jit(do_not_specialize=["length", "query_start", "num_tiles"])
 def _block_lists_kernel(
     words_ptr,  # [B, R, W] int32
     starts_ptr,  # [B, L] int32
@@ -145,6 +153,7 @@ def _block_lists_kernel(
     full_ptr,
     counts_ptr,
     length,
+    query_start,
     num_tiles,
     words_per_row,
     local_window,
@@ -160,12 +169,12 @@ def _block_lists_kernel(
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    first = block * BLOCK
-    last = tl.minimum(first + BLOCK, length) - 1
+    first = query_start + block * BLOCK
+    last = tl.minimum(first + BLOCK, query_start + length) - 1
     visible_from = block * 0
     if starts_ptr is not None:
         starts_ptr += batch * length
-        visible_from = tl.load(starts_ptr + first)
+        visible_from = tl.load(starts_ptr + block * BLOCK)
     window_from = tl.maximum(first - local_window + 1, visible_from)
     window_count = last + 1 - window_from
     words_ptr += (batch * blocks + block) * words_per_row
@@ -196,12 +205,13 @@ def _block_lists_kernel(
     for part in tl.static_range(BLOCK // QUERIES):
         tile = block * (BLOCK // QUERIES) + part
         if tile < num_tiles:
-            rows = tile * QUERIES + member
+            queries = tile * QUERIES + member
+            rows = query_start + queries
             row_starts = rows * 0
             full = count
             word_start = ((batch * blocks + block) * (BLOCK // QUERIES) + part) * word_room
             if starts_ptr is not None:
-                row_starts = tl.load(starts_ptr + rows, mask=rows < length, other=0)
+                row_starts = tl.load(starts_ptr + queries, mask=queries < length, other=0)
                 if tl.max(row_starts) > first:
                     # Some queries are of a later document, and see nothing of the top-k.
                     full = block * 0
@@ -228,12 +238,13 @@ def _block_lists_kernel(
                 tl.store(window_ptr + (columns - window_from), masks, mask=columns <= last)
 
 
-@triton.jit(do_not_specialize=["length", "blocks"])
+@triton.jit(do_not_specialize=["length", "query_start", "blocks"])
 def _expand_kernel(
     block_words_ptr,  # [B, R, W] int32
     starts_ptr,  # [B, L] int32
     out_ptr,  # [B, L, W] int32
     length,
+    query_start,
     blocks,
     words_per_row,
     local_window,
@@ -251,6 +262,7 @@ def _expand_kernel(
         starts = tl.load(starts_ptr + batch * length + rows, mask=rows < length, other=0)
     block_rows = (batch * blocks + rows // BLOCK) * words_per_row
     words = tl.load(block_words_ptr + block_rows + index, mask=inside, other=0)
-    words |= window_words(index, rows - local_window + 1, rows)
-    words &= window_words(index, starts, rows)
+    positions = query_start + rows
+    words |= window_words(index, positions - local_window + 1, positions)
+    words &= window_words(index, starts, positions)
     tl.store(out_ptr + (batch * length + rows) * words_per_row + index, words, mask=inside)

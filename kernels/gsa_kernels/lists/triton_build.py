@@ -24,8 +24,8 @@ class CountedKeys:
     words: torch.Tensor
     """int32 [B, rows, W], the selection; must not change before `fill_lists` is enqueued."""
 
-    rows: range
-    """The queries; the first a multiple of 32."""
+    first_diagonal: int
+    """The last query of tile i has its own key in word i + first_diagonal at the most."""
 
     counts: torch.Tensor
     """int32 [B, tiles, pieces]"""
@@ -52,26 +52,28 @@ class FilledLists:
     max_count: int
 
 
-def count_keys(words: torch.Tensor, rows: range) -> CountedKeys:
+def count_keys(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
     """Count, for each tile of 32 queries, the keys that any of them selects.
 
     Args:
         words: int32 [B, rows, W]: bit s % 32 of word s // 32 set = the query selects key s. What lies after
             the tile's last query is not read.
         rows: the queries, from a multiple of 32 on
+        query_start: position of query 0
     """
     batch, num_rows, num_words = words.shape
     tiles, pieces = triton.cdiv(num_rows, QUERIES), triton.cdiv(num_words, _WORDS)
     counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=words.device)
+    first_diagonal = rows.start // QUERIES + (query_start + QUERIES - 1) // QUERIES
     _count_kernel[(pieces, tiles, batch)](
-        words, counts, rows.start // QUERIES, num_rows, num_words, QUERIES=QUERIES, WORDS=_WORDS, num_warps=4
+        words, counts, first_diagonal, num_rows, num_words, QUERIES=QUERIES, WORDS=_WORDS, num_warps=4
     )
     host_counts = copy_to_host(counts.sum(-1, dtype=torch.int32))
     done = None
     if words.is_cuda:
         done = torch.cuda.Event()
         done.record()
-    return CountedKeys(words, rows, counts, host_counts, done)
+    return CountedKeys(words, first_diagonal, counts, host_counts, done)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,7 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
         starts,
         keys,
         members,
-        counted.rows.start // QUERIES,
+        counted.first_diagonal,
         words.shape[1],
         words.shape[2],
         QUERIES=QUERIES,
@@ -107,7 +109,7 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
     return FilledLists(keys, members, tile_starts, (ends[..., -1] - tile_starts).to(torch.int32), max_count)
 
 
-def join_lists(parts: list[FilledLists], length: int) -> KeyLists:
+def join_lists(parts: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
     """One after the other, the parts of a sequence of `length` queries."""
     starts, first = [], 0
     for part in parts:
@@ -125,13 +127,14 @@ def join_lists(parts: list[FilledLists], length: int) -> KeyLists:
         queries=QUERIES,
         length=length,
         max_count=max(part.max_count for part in parts),
+        query_start=query_start,
     )
 
 
 @triton.jit
-def _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES: tl.constexpr):
+def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES: tl.constexpr):
     """For each of the tile's queries the words at `index`, 0 after the tile's last query."""
-    in_row = (index < num_words) & (index <= first_tile + tile)
+    in_row = (index < num_words) & (index <= first_diagonal + tile)
     rows = ()
     for r in tl.static_range(QUERIES):
         row = tile * QUERIES + r
@@ -153,28 +156,28 @@ def _union_size(rows, QUERIES: tl.constexpr):
     return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_rows", "num_words"])
+@triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _count_kernel(
-    words_ptr, counts_ptr, first_tile, num_rows, num_words, QUERIES: tl.constexpr, WORDS: tl.constexpr
+    words_ptr, counts_ptr, first_diagonal, num_rows, num_words, QUERIES: tl.constexpr, WORDS: tl.constexpr
 ):
     piece, tile = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     count_ptr = counts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece
-    if piece * WORDS > first_tile + tile:  # above the diagonal
+    if piece * WORDS > first_diagonal + tile:  # above the diagonal
         tl.store(count_ptr, 0)
         return
     index = piece * WORDS + tl.arange(0, WORDS)
-    rows = _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES)
+    rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
     tl.store(count_ptr, tl.sum(_union_size(rows, QUERIES)))
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_rows", "num_words"])
+@triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
 def _fill_kernel(
     words_ptr,
     starts_ptr,
     keys_ptr,
     members_ptr,
-    first_tile,
+    first_diagonal,
     num_rows,
     num_words,
     QUERIES: tl.constexpr,
@@ -182,10 +185,10 @@ def _fill_kernel(
 ):
     piece, tile = tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    if piece * WORDS > first_tile + tile:
+    if piece * WORDS > first_diagonal + tile:
         return
     index = piece * WORDS + tl.arange(0, WORDS)
-    rows = _row_words(words_ptr, tile, batch, index, first_tile, num_rows, num_words, QUERIES)
+    rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
     columns = _turn(rows, QUERIES)
     sizes = _union_size(rows, QUERIES)
     place = tl.cumsum(sizes, axis=0) - sizes

@@ -25,7 +25,7 @@ class KeyHits:
     """The partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
 
     starts: torch.Tensor
-    """int32 [B * L + 1]: key s of sequence b has the hits starts[b * L + s] .. starts[b * L + s + 1]."""
+    """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
     """int32 [at least starts[-1]]: (b * T + i - first_tile) * rows_per_tile + j, ascending for each key."""
@@ -39,7 +39,7 @@ class KeyHits:
 def find_key_hits(lists: KeyLists, first_tile: int, last_tile: int, rows_per_tile: int) -> KeyHits:
     """Turn the lists of a range of tiles round, on the device.
 
-    Costs about 4 * tiles * max_count bytes for the result and B * L * tiles / 4 bytes while it runs.
+    Costs about 4 * tiles * max_count bytes for the result and B * Lk * tiles / 4 bytes while it runs.
 
     Args:
         rows_per_tile: at least lists.max_count: entry j of a tile owns partial row tile * rows_per_tile + j
@@ -55,7 +55,7 @@ def find_key_hits(lists: KeyLists, first_tile: int, last_tile: int, rows_per_til
             f"{tiles} tiles of {rows_per_tile} rows pass 2^31 rows; pass a smaller range of tiles"
         )
     device = lists.keys.device
-    num_keys = batch * lists.length
+    num_keys = batch * lists.num_keys
     columns = triton.cdiv(tiles, 32)
     # Bit i % 32 of marks[s, i // 32]: tile i names key s. The bits before it, of which `before` counts those in
     # the words before, are its place among the hits of s.
@@ -64,7 +64,7 @@ def find_key_hits(lists: KeyLists, first_tile: int, last_tile: int, rows_per_til
     starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)
     rows = torch.empty(max(tiles * lists.max_count, 1), dtype=torch.int32, device=device)
     grid = (tiles, triton.cdiv(max(lists.max_count, 1), _ENTRIES))
-    entry_args = (lists.keys, lists.key_starts, lists.counts, first_tile, tiles_per_sequence, lists.length)
+    entry_args = (lists.keys, lists.key_starts, lists.counts, first_tile, tiles_per_sequence, lists.num_keys)
     _mark_kernel[grid](*entry_args, marks, columns, ENTRIES=_ENTRIES, num_warps=4)
     keys = max(1, 1024 // triton.next_power_of_2(columns))
     counts = torch.empty(num_keys, dtype=torch.int32, device=device)
@@ -91,15 +91,15 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
     Args:
         partials: [tiles, rows_per_tile, C], contiguous; C a power of two up to 1024; bf16, fp16 or fp32. Rows
             that no entry owns are not read.
-        out: fp32 [B, L, C], the last dimension contiguous. A key without hits is left alone.
+        out: fp32 [B, Lk, C], the last dimension contiguous. A key without hits is left alone.
     """
     check_shape("partials", partials, "[tiles, rows_per_tile, C]", (hits.tiles, hits.rows_per_tile, None))
     channels = partials.shape[2]
-    check_shape("out", out, "[B, L, C]", (None, None, channels))
+    check_shape("out", out, "[B, Lk, C]", (None, None, channels))
     if channels & (channels - 1) or not 16 <= channels <= 1024:
         raise ValueError(f"partials has {channels} channels; pass a power of two from 16 to 1024")
     if out.shape[0] * out.shape[1] != len(hits.starts) - 1:
-        raise ValueError(f"out has shape {tuple(out.shape)}; pass B * L = {len(hits.starts) - 1} rows")
+        raise ValueError(f"out has shape {tuple(out.shape)}; pass B * Lk = {len(hits.starts) - 1} rows")
     if out.dtype != torch.float32 or out.stride(2) != 1:
         raise ValueError(
             f"out is {out.dtype}, stride {out.stride(2)}; pass float32, last dimension contiguous"
@@ -116,7 +116,7 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
 
 @triton.jit
 def _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES: tl.constexpr):
-    """A stretch of one tile's list: entry numbers, which of them exist, and their keys as b * L + s."""
+    """A stretch of one tile's list: entry numbers, which of them exist, and their keys as b * Lk + s."""
     tile = first_tile + tl.program_id(0)
     entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     valid = entries < tl.load(counts + tile)

@@ -32,7 +32,7 @@ def fused_split_rotate_gate(
         qkv: [L, B, Hkv (G + 2) D], contiguous, D 32, 64 or 128; bf16, fp16 or fp32
         gate_logits: [L, B, Hkv rows], contiguous, dtype of qkv; None without gates
         gate_bias: [Hkv rows], contiguous, dtype of qkv, or None
-        cos, sin: fp32 [L, D / 2], contiguous
+        cos, sin: fp32 [L, D / 2], of the tokens' positions, contiguous
     """
     check_shape("qkv", qkv, "[L, B, Hkv (G + 2) D]", (None, None, None))
     length, batch, width = qkv.shape

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_shape, count_queries
 from gsa_kernels.lists.key_lists import KeyLists
 from gsa_kernels.lists.triton_block_lists import block_key_lists, expand_words
 from gsa_kernels.selection.op import ROW_CHUNK_BYTES, launching_on, select_keys
@@ -15,7 +15,8 @@ SELECTION_BLOCKS = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class BlockSelection:
-    """Queries in aligned blocks of b share the top-k of the block's first query; row r belongs to query r b."""
+    """Queries in aligned blocks of b share the top-k of the block's first query; row r belongs to query r b, at the
+    position query_start + r b."""
 
     lists: KeyLists
     """S_t of every query: its block's top-k and its own local window, as far as it sees them."""
@@ -27,7 +28,7 @@ class BlockSelection:
     """fp32 [B, R]: population variance of the row's scores over its visible keys."""
 
     words: torch.Tensor
-    """int32 [B, R, ceil(L / 32)]: bit s % 32 of word s // 32 set = key s is in the row's top-k."""
+    """int32 [B, R, ceil(Lk / 32)]: bit s % 32 of word s // 32 set = key s is in the row's top-k."""
 
 
 @torch.no_grad()
@@ -47,6 +48,7 @@ def select_block_lists(
     selection_block: int,
     local_window: int,
     document_starts: torch.Tensor | None = None,
+    query_start: int = 0,
     row_chunk_bytes: int = ROW_CHUNK_BYTES,
 ) -> BlockSelection:
     """S_t = (top-k of the block's first query, over keys at or before it) and the last `local_window` keys.
@@ -57,7 +59,7 @@ def select_block_lists(
 
     Args:
         q_idx: [B, R, HI, DI], of the first query of every block, R = ceil(L / selection_block)
-        k_idx: [B, L, DI], dtype of q_idx
+        k_idx: [B, Lk, DI], Lk = query_start + L, dtype of q_idx
         weight_logits: w, [B, R, HI]
         selection_block: b, one of 16, 32, 64, 128
         local_window: keys, the query's own included; at least b, so that each query sees its own block
@@ -65,6 +67,7 @@ def select_block_lists(
     The other arguments are those of `select_keys`.
     """
     _check_blocks(selection_block, local_window)
+    length = count_queries(query_start, k_idx.shape[1], selection_block)
     selection = select_keys(
         q_idx,
         k_idx,
@@ -79,16 +82,18 @@ def select_block_lists(
         mode=mode,
         document_starts=document_starts,
         selection_block=selection_block,
+        query_start=query_start,
         row_chunk_bytes=row_chunk_bytes,
     )
     with launching_on(q_idx):
         lists = block_key_lists(
             selection.words,
-            length=k_idx.shape[1],
+            length=length,
             k_max=k_max,
             selection_block=selection_block,
             local_window=local_window,
             document_starts=None if document_starts is None else document_starts.contiguous(),
+            query_start=query_start,
         )
     return BlockSelection(lists, selection.budget, selection.variance, selection.words)
 
@@ -101,25 +106,31 @@ def expand_block_words(
     local_window: int,
     length: int,
     document_starts: torch.Tensor | None = None,
+    query_start: int = 0,
 ) -> torch.Tensor:
     """S_t of every query as bits, for sequences so short that a bit per pair of tokens is cheap.
 
     The rows of the blocks' first queries, [:, ::selection_block], are the support of the indexer's loss.
 
     Args:
-        block_words: int32 [B, R, ceil(L / 32)], R = ceil(L / selection_block), `BlockSelection.words`
+        block_words: int32 [B, R, ceil(Lk / 32)], R = ceil(L / selection_block), Lk = query_start + L,
+            `BlockSelection.words`
+        length: L
         document_starts: int32 [B, L], position of the first token of the query's document; 0 if None
+        query_start: position of the first query, a multiple of selection_block
 
     Returns:
-        int32 [B, L, ceil(L / 32)]
+        int32 [B, L, ceil(Lk / 32)]
     """
     _check_blocks(selection_block, local_window)
     check_at_least("length", length, 1)
+    num_keys = query_start + length
+    count_queries(query_start, num_keys, selection_block)
     check_shape(
         "block_words",
         block_words,
-        "[B, ceil(L / selection_block), ceil(L / 32)]",
-        (None, -(-length // selection_block), -(-length // 32)),
+        "[B, ceil(L / selection_block), ceil(Lk / 32)]",
+        (None, -(-length // selection_block), -(-num_keys // 32)),
     )
     tensors = {"block_words": block_words}
     if document_starts is not None:
@@ -137,6 +148,7 @@ def expand_block_words(
             selection_block=selection_block,
             local_window=local_window,
             document_starts=None if document_starts is None else document_starts.contiguous(),
+            query_start=query_start,
         )
 
 

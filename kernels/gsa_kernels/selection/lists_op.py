@@ -19,7 +19,6 @@ from gsa_kernels.lists.triton_build import (
 )
 from gsa_kernels.selection.op import ROW_CHUNK_BYTES, Selector, launching_on, make_selector
 
-
 CANDIDATES_FROM = 8192
 """Keys of the first row that is selected by candidates: at 128K on an H200, 37 ms instead of 62."""
 
@@ -53,6 +52,7 @@ def select_key_lists(
     mode: Literal["inverse", "direct", "off"],
     document_starts: torch.Tensor | None = None,
     local_window: int = 0,
+    query_start: int = 0,
     row_chunk_bytes: int = ROW_CHUNK_BYTES,
     candidates_from: int | None = CANDIDATES_FROM,
 ) -> ListSelection:
@@ -69,6 +69,7 @@ def select_key_lists(
         weight_bias=weight_bias,
         activation=activation,
         document_starts=document_starts,
+        query_start=query_start,
     )
     with launching_on(q_idx):
         selector = make_selector(
@@ -82,7 +83,7 @@ def select_key_lists(
             row_chunk_bytes=row_chunk_bytes,
             candidates_from=candidates_from,
         )
-        batch, length = k_idx.shape[:2]
+        batch, length = q_idx.shape[:2]
         budget = torch.empty((batch, length), dtype=torch.int32, device=k_idx.device)
         variance = torch.empty((batch, length), dtype=torch.float32, device=k_idx.device)
         buffers = _word_buffers(selector)
@@ -97,7 +98,7 @@ def select_key_lists(
             waiting = chunk
         if waiting is not None:
             parts.append(waiting.fill())
-        lists = join_lists(parts[::-1], length)
+        lists = join_lists(parts[::-1], length, query_start)
     return ListSelection(lists, budget, variance)
 
 
@@ -121,7 +122,7 @@ class _Chunk:
             self.selector.select_failed(
                 self.rows, self.failed, self.outputs, self.rows.start, self.failed_on_host
             )
-            counted = count_keys(counted.words, self.rows).wait()
+            counted = count_keys(counted.words, self.rows, self.selector.inputs.query_start).wait()
         return fill_lists(counted)
 
 
@@ -130,39 +131,46 @@ def _select_and_count(
 ) -> _Chunk:
     failed = selector.select(rows, outputs, words_start=rows.start)
     failed_on_host = None if failed is None else copy_to_host(failed)
-    return _Chunk(selector, rows, outputs, count_keys(outputs[0], rows), failed, failed_on_host)
+    counted = count_keys(outputs[0], rows, selector.inputs.query_start)
+    return _Chunk(selector, rows, outputs, counted, failed, failed_on_host)
 
 
 @torch.no_grad()
-def key_lists_from_words(words: torch.Tensor, length: int) -> KeyLists:
+def key_lists_from_words(words: torch.Tensor, length: int, query_start: int = 0) -> KeyLists:
     """The lists of a selection as bits. Waits for the device.
 
     Args:
-        words: int32 [B, L, ceil(L / 32)], `Selection.words`
+        words: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L, `Selection.words`
         length: L
+        query_start: position of the first query
     """
     check_at_least("length", length, 1)
-    if words.dtype != torch.int32 or words.ndim != 3 or words.shape[1:] != (length, -(-length // 32)):
-        raise ValueError(
-            f"words is {words.dtype} {tuple(words.shape)}; pass int32 [B, {length}, {-(-length // 32)}]"
-        )
+    check_at_least("query_start", query_start, 0)
+    columns = triton.cdiv(query_start + length, 32)
+    if words.dtype != torch.int32 or words.ndim != 3 or words.shape[1:] != (length, columns):
+        raise ValueError(f"words is {words.dtype} {tuple(words.shape)}; pass int32 [B, {length}, {columns}]")
     with launching_on(words):
-        return join_lists([fill_lists(count_keys(words.contiguous(), range(length)).wait())], length)
+        counted = count_keys(words.contiguous(), range(length), query_start).wait()
+        return join_lists([fill_lists(counted)], length, query_start)
 
 
 def _word_buffers(selector: Selector) -> list[torch.Tensor]:
     """Two, since the lists of a chunk are filled when the next chunk is selected."""
     batch = selector.inputs.q_idx.shape[0]
-    size = max(batch * len(rows) * triton.cdiv(rows.stop, 32) for rows in selector.chunks)
+    size = max(batch * len(rows) * _columns(selector, rows) for rows in selector.chunks)
     return [
         torch.empty(size, dtype=torch.int32, device=selector.inputs.q_idx.device)
         for _ in range(min(2, len(selector.chunks)))
     ]
 
 
+def _columns(selector: Selector, rows: range) -> int:
+    return triton.cdiv(selector.inputs.query_start + rows.stop, 32)
+
+
 def _words_of(buffer: torch.Tensor, selector: Selector, rows: range) -> torch.Tensor:
     """The start of the flat `buffer` as [B, rows, W]; zeros, unless all words that are read will be written."""
-    batch, num_words = selector.inputs.q_idx.shape[0], triton.cdiv(rows.stop, 32)
+    batch, num_words = selector.inputs.q_idx.shape[0], _columns(selector, rows)
     words = buffer[: batch * len(rows) * num_words].view(batch, len(rows), num_words)
     if selector.by_candidates(rows) and selector.inputs.document_starts is None:
         return words

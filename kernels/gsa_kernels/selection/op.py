@@ -38,7 +38,7 @@ class Selection:
     """
 
     words: torch.Tensor
-    """int32 [B, R, W], W = ceil(L / 32); R = L rows, or one per block of queries."""
+    """int32 [B, R, W], W = ceil(Lk / 32); R = L rows, or one per block of queries."""
 
     budget: torch.Tensor
     """int32 [B, R]: k_t, the keys of the top-k. The local window may add more to the words."""
@@ -64,19 +64,20 @@ def select_keys(
     document_starts: torch.Tensor | None = None,
     local_window: int = 0,
     selection_block: int = 1,
+    query_start: int = 0,
     row_chunk_bytes: int = ROW_CHUNK_BYTES,
     candidates_from: int | None = None,
 ) -> Selection:
     """S_t = the k_t visible keys of highest score, ties to the lower index, and the last `local_window` keys.
 
     The definitions are `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k`. The top-k is
-    exact for the scores this call calculates, which differ from the reference by rounding only. Key s is
-    visible to query t if document_starts[b, t] <= s <= t. No gradients; nothing waits for the device; equal
-    inputs give equal bits.
+    exact for the scores this call calculates, which differ from the reference by rounding only. Query i stands at
+    position t = query_start + i, and sees key s if document_starts[b, i] <= s <= t. No gradients; nothing waits for
+    the device; equal inputs give equal bits, and a query's row does not depend on which others are in the call.
 
     Args:
-        q_idx: [B, R, HI, DI], bfloat16, float16 or float32; row r is the query at r * selection_block
-        k_idx: [B, L, DI], dtype of q_idx
+        q_idx: [B, R, HI, DI], bfloat16, float16 or float32; row r is query r * selection_block
+        k_idx: [B, Lk, DI], Lk = query_start + L, dtype of q_idx
         weight_logits: w, [B, R, HI]
         variance_ema: 0-d fp32, the layer's moving average from before this step
         score_bias: b, [HI], zero if None
@@ -84,11 +85,13 @@ def select_keys(
         document_starts: int32 [B, L], position of the first token of the query's document; 0 if None
         local_window: keys, the query's own included; they do not count towards k_t
         selection_block: b; only the first query of each aligned block of b selects, R = ceil(L / b).
+        query_start: position of the first query, a multiple of b
         row_chunk_bytes: size of the buffer of scores; at least one tile of rows is calculated at a time.
             More bytes fill the device better: at 128K tokens, 512 MiB are a tenth faster than 256 MiB.
         candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
             of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
-            the variance. No rows if None.
+            the variance. No rows if None. With query_start > 0 no rows either: those kernels take rows for
+            positions, and selection by all scores takes longer.
     """
     with launching_on(q_idx):
         selector = make_selector(
@@ -101,6 +104,7 @@ def select_keys(
                 activation=activation,
                 document_starts=document_starts,
                 query_stride=selection_block,
+                query_start=query_start,
             ),
             variance_ema,
             k_base=k_base,
@@ -152,7 +156,9 @@ def make_selector(
         raise ValueError(
             f"candidates_from is {candidates_from}; pass a positive multiple of {_TILE_MULTIPLE}, or None"
         )
-    # No row has more than L keys: limits above L would only cost registers.
+    if inputs.query_start != 0:
+        candidates_from = None  # the candidates' kernels take a row's number for its position
+    # No row has more than Lk keys: limits above that would only cost registers.
     budget_rule = (k_base, min(k_min, length), min(k_max, length), mode)
     return Selector(
         inputs,
@@ -185,7 +191,11 @@ class Selector:
         enough = stride == 1 and candidate_room(budget_rule[2]) <= MOST_CANDIDATES
         self.candidates_from = min(candidates_from, num_rows) if enough else num_rows
         self.row_chunk_bytes = row_chunk_bytes
-        scored = list(row_chunks(batch, self.candidates_from, self.tile_rows, row_chunk_bytes, stride))
+        scored = list(
+            row_chunks(
+                batch, self.candidates_from, self.tile_rows, row_chunk_bytes, stride, inputs.query_start
+            )
+        )
         step = candidate_rows(batch, budget_rule[2], self.tile_rows, row_chunk_bytes)
         guessed = range(self.candidates_from, num_rows, step)
         self.chunks = scored + [range(start, min(start + step, num_rows)) for start in guessed]
@@ -213,11 +223,11 @@ class Selector:
         """
         inputs, rule, window = self.inputs, self.budget_rule, self.local_window
         if self.sample is not None and self.by_candidates(rows):
-            blocks = list(_row_blocks(rows))
+            blocks = list(_row_blocks(inputs, rows))
             return select_by_candidates(
                 inputs, self.sample, rows, blocks, outputs, words_start, self.variance_ema, rule, window
             )
-        scores = chunk_view(self.buffer, inputs.q_idx.shape[0], rows, inputs.query_stride)
+        scores = chunk_view(self.buffer, inputs, rows)
         write_scores(inputs, rows.start, rows.stop, scores)
         select_chunk(scores, rows, outputs, inputs, self.variance_ema, rule, window, words_start)
         return None
@@ -236,7 +246,7 @@ class Selector:
             failed_on_host: the same as `failed`; saves launches for rows without any
         """
         batch = self.inputs.q_idx.shape[0]
-        columns = _score_columns(range(rows.stop), 1)
+        columns = _score_columns(self.inputs, rows)
         step = max(self.row_chunk_bytes // (4 * batch * columns) // self.tile_rows, 1) * self.tile_rows
         parts = [range(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
         buffer = score_buffer(self.inputs, parts)
@@ -247,8 +257,8 @@ class Selector:
             select_failed(
                 self.inputs,
                 part,
-                list(_row_blocks(part)),
-                chunk_view(buffer, batch, part),
+                list(_row_blocks(self.inputs, part)),
+                chunk_view(buffer, self.inputs, part),
                 failed[:, here].contiguous(),
                 outputs,
                 words_start,
@@ -271,11 +281,12 @@ def score_rows(
     activation: Literal["sigmoid", "relu"] = "sigmoid",
     document_starts: torch.Tensor | None = None,
     selection_block: int = 1,
+    query_start: int = 0,
 ) -> torch.Tensor:
     """The scores `select_keys` ranks, to the bit, of the rows row_start <= r < row_stop.
 
     Returns:
-        fp32 [B, row_stop - row_start, L]; entries of invisible keys are unspecified (NaN is possible).
+        fp32 [B, row_stop - row_start, Lk]; entries of invisible keys are unspecified (NaN is possible).
     """
     inputs = score_inputs(
         q_idx,
@@ -286,6 +297,7 @@ def score_rows(
         activation=activation,
         document_starts=document_starts,
         query_stride=selection_block,
+        query_start=query_start,
     )
     batch, num_rows, length = *q_idx.shape[:2], k_idx.shape[1]
     if not 0 <= row_start < row_stop <= num_rows:
@@ -320,14 +332,14 @@ def mask_from_words(words: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def row_chunks(
-    batch: int, num_rows: int, tile: int, chunk_bytes: int, query_stride: int = 1
+    batch: int, num_rows: int, tile: int, chunk_bytes: int, query_stride: int = 1, query_start: int = 0
 ) -> Iterator[range]:
     """Row ranges whose scores, up to the last row's diagonal, fit in `chunk_bytes`; whole tiles of rows."""
     start = 0
     entries = chunk_bytes // (4 * batch * query_stride)
     while start < num_rows:
         # rows * (start + rows) * query_stride <= entries * query_stride, with the width rounded up
-        width = start + triton.cdiv(_COLUMN_MULTIPLE, query_stride)
+        width = start + triton.cdiv(query_start + _COLUMN_MULTIPLE, query_stride)
         rows = int((math.sqrt(width * width + 4 * entries) - width) / 2)
         stop = min(start + max(rows // tile, 1) * tile, num_rows)
         yield range(start, stop)
@@ -337,7 +349,7 @@ def row_chunks(
 def score_buffer(inputs: ScoreInputs, chunks: list[range]) -> torch.Tensor:
     """A flat fp32 buffer that holds the scores of the largest chunk."""
     batch = inputs.q_idx.shape[0]
-    size = max(batch * len(rows) * _score_columns(rows, inputs.query_stride) for rows in chunks)
+    size = max(batch * len(rows) * _score_columns(inputs, rows) for rows in chunks)
     return torch.empty(size, dtype=torch.float32, device=inputs.q_idx.device)
 
 
@@ -352,9 +364,9 @@ def new_outputs(inputs: ScoreInputs) -> tuple[torch.Tensor, torch.Tensor, torch.
     )
 
 
-def chunk_view(buffer: torch.Tensor, batch: int, rows: range, query_stride: int = 1) -> torch.Tensor:
+def chunk_view(buffer: torch.Tensor, inputs: ScoreInputs, rows: range) -> torch.Tensor:
     """The start of the flat `buffer` as [B, rows, columns], columns enough for the last row."""
-    columns = _score_columns(rows, query_stride)
+    batch, columns = inputs.q_idx.shape[0], _score_columns(inputs, rows)
     return buffer[: batch * len(rows) * columns].view(batch, len(rows), columns)
 
 
@@ -369,7 +381,7 @@ def select_chunk(
     words_start: int = 0,
 ) -> None:
     """Select for the rows whose scores are in `scores`, each size of row by the kernel made for it."""
-    for part, block in _row_blocks(rows, inputs.query_stride):
+    for part, block in _row_blocks(inputs, rows):
         select = select_rows if block <= REGISTER_KEYS else select_long_rows
         select(
             scores,
@@ -383,23 +395,24 @@ def select_chunk(
             local_window,
             inputs.query_stride,
             words_start,
+            inputs.query_start,
         )
 
 
-def _row_blocks(rows: range, query_stride: int = 1) -> Iterator[tuple[range, int]]:
+def _row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
     """Split at the powers of two: a row's block, and so its result, depends on its position alone."""
     start = rows.start
     # Where rows are few, a launch for the short ones alone would leave most of the device idle.
-    smallest = _SMALLEST_BLOCK * min(query_stride, 4)
+    smallest = _SMALLEST_BLOCK * min(inputs.query_stride, 4)
     while start < rows.stop:
-        block = max(smallest, 1 << (start * query_stride).bit_length())
-        stop = min(triton.cdiv(block, query_stride), rows.stop)
+        block = max(smallest, 1 << inputs.position(start).bit_length())
+        stop = min(inputs.rows_below(block), rows.stop)
         yield range(start, stop), block
         start = stop
 
 
-def _score_columns(rows: range, query_stride: int) -> int:
-    return triton.cdiv((rows.stop - 1) * query_stride + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+def _score_columns(inputs: ScoreInputs, rows: range) -> int:
+    return triton.cdiv(inputs.position(rows.stop - 1) + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
 
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -27,8 +27,9 @@ def select_rows(
     local_window: int,
     query_stride: int = 1,
     words_start: int = 0,
+    query_start: int = 0,
 ) -> None:
-    """Select for `rows`, all of whose positions, r * query_stride, are below `block`.
+    """Select for `rows`, all of whose positions, query_start + r * query_stride, are below `block`.
 
     Args:
         scores: fp32 [B, R, columns], the chunk of rows from `chunk_start` on; the row stride a multiple of 16
@@ -47,6 +48,7 @@ def select_rows(
         words,
         budget,
         variance,
+        query_start,
         rows.start,
         chunk_start,
         budget.shape[1],
@@ -68,6 +70,7 @@ def select_rows(
 
 @triton.jit(
     do_not_specialize=[
+        "query_start",
         "first_row",
         "chunk_start",
         "num_rows",
@@ -86,6 +89,7 @@ def _select_rows_kernel(
     words_ptr,
     budget_ptr,
     variance_ptr,
+    query_start,
     first_row,
     chunk_start,
     num_rows,
@@ -105,7 +109,7 @@ def _select_rows_kernel(
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
-    position = row * STRIDE
+    position = query_start + row * STRIDE
     start = row * 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + token)

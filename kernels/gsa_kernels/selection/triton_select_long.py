@@ -37,6 +37,7 @@ def select_long_rows(
     local_window: int,
     query_stride: int = 1,
     words_start: int = 0,
+    query_start: int = 0,
     wanted: torch.Tensor | None = None,
 ) -> None:
     """Select for `rows`, all positions of which are below `block`. The arguments are those of `select_rows`.
@@ -48,7 +49,8 @@ def select_long_rows(
     k_base, k_min, k_max, mode = budget_rule
     batch, num_rows = budget.shape
     grid = (len(rows), batch)
-    padded_groups, list_length = _padded_groups((rows.stop - 1) * query_stride + 1), _list_length(k_max)
+    padded_groups = _padded_groups(query_start + (rows.stop - 1) * query_stride + 1)
+    list_length = _list_length(k_max)
     group_keys = torch.empty((batch, len(rows), padded_groups), dtype=torch.int32, device=scores.device)
     group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
     num_groups = max(block // GROUP, 128)
@@ -62,6 +64,7 @@ def select_long_rows(
         group_list,
         budget,
         variance,
+        query_start,
         rows.start,
         chunk_start,
         chunk_rows,
@@ -93,6 +96,7 @@ def select_long_rows(
             budget,
             words,
             words.view(torch.uint8),
+            query_start,
             rows.start,
             chunk_start,
             chunk_rows,
@@ -121,7 +125,16 @@ def _list_length(k_max: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "chunk_start", "chunk_rows", "num_rows", "k_base", "k_min", "k_max"]
+    do_not_specialize=[
+        "query_start",
+        "first_row",
+        "chunk_start",
+        "chunk_rows",
+        "num_rows",
+        "k_base",
+        "k_min",
+        "k_max",
+    ]
 )
 def _best_groups_kernel(
     scores_ptr,
@@ -132,6 +145,7 @@ def _best_groups_kernel(
     group_list_ptr,
     budget_ptr,
     variance_ptr,
+    query_start,
     first_row,
     chunk_start,
     chunk_rows,
@@ -153,7 +167,7 @@ def _best_groups_kernel(
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
-    position = row * STRIDE
+    position = query_start + row * STRIDE
     if wanted_ptr is not None:
         wanted = tl.load(wanted_ptr + batch * chunk_rows + row - chunk_start)
         if wanted == 0:
@@ -212,6 +226,7 @@ def _best_groups_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "query_start",
         "first_row",
         "chunk_start",
         "chunk_rows",
@@ -230,6 +245,7 @@ def _select_in_groups_kernel(
     budget_ptr,
     words_ptr,
     bytes_ptr,
+    query_start,
     first_row,
     chunk_start,
     chunk_rows,
@@ -250,7 +266,7 @@ def _select_in_groups_kernel(
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
-    position = row * STRIDE
+    position = query_start + row * STRIDE
     if wanted_ptr is not None:
         wanted = tl.load(wanted_ptr + batch * chunk_rows + row - chunk_start)
         if wanted == 0:

@@ -73,10 +73,10 @@ def _union_sizes(lists: KeyLists, group: int) -> torch.Tensor:
     batch, tiles = lists.counts.shape
     groups = -(-tiles * lists.queries // group)
     pairs = _selected_pairs(lists, lambda entries: _by_any(lists, entries))
-    tile, key = pairs // lists.length, pairs % lists.length
+    tile, key = pairs // lists.num_keys, pairs % lists.num_keys
     of_group = tile // tiles * groups + tile % tiles * lists.queries // group
     if group > lists.queries:  # else no pair comes twice
-        of_group = (of_group * lists.length + key).unique() // lists.length
+        of_group = (of_group * lists.num_keys + key).unique() // lists.num_keys
     return torch.bincount(of_group, minlength=batch * groups).view(batch, groups)
 
 
@@ -118,8 +118,8 @@ def _shared_with_tile_before(lists: KeyLists) -> torch.Tensor:
     batch, tiles = lists.counts.shape
     of_first = _selected_pairs(lists, lambda entries: _has_bit(entries, 0))
     of_last = _selected_pairs(lists, lambda entries: _has_bit(entries, lists.queries - 1))
-    tile = of_first // lists.length
-    met = torch.isin(of_first - lists.length, of_last) & (tile % tiles > 0)
+    tile = of_first // lists.num_keys
+    met = torch.isin(of_first - lists.num_keys, of_last) & (tile % tiles > 0)
     return torch.bincount(tile[met], minlength=batch * tiles).view(batch, tiles)
 
 
@@ -128,14 +128,14 @@ def _has_bit(entries: _Entries, row: int) -> torch.Tensor:
 
 
 def _selected_pairs(lists: KeyLists, chosen: Callable[[_Entries], torch.Tensor]) -> torch.Tensor:
-    """(b * T + tile) * L + key of the keys of full parts, and of the entries that are `chosen`: int64."""
+    """(b * T + tile) * Lk + key of the keys of full parts, and of the entries that are `chosen`: int64."""
     pairs = [
-        (entries.tile * lists.length + entries.keys)[chosen(entries)] for entries in _masked_entries(lists)
+        (entries.tile * lists.num_keys + entries.keys)[chosen(entries)] for entries in _masked_entries(lists)
     ]
     full = lists.full.flatten().long()
     tile = torch.repeat_interleave(full)
     within = torch.arange(tile.numel(), device=tile.device) - (full.cumsum(0) - full)[tile]
-    pairs.append(tile * lists.length + lists.keys[lists.key_starts.flatten()[tile] + within])
+    pairs.append(tile * lists.num_keys + lists.keys[lists.key_starts.flatten()[tile] + within])
     return torch.cat(pairs)
 
 

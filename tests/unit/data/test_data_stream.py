@@ -60,6 +60,36 @@ def test_order_and_state_do_not_depend_on_ranks_or_workers(
     assert run.state() == reference.state()  # cursors and counters: what workers read ahead is not in it
 
 
+def test_the_checksum_of_a_step_names_its_text_and_order(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    def checksums(config: StreamConfig, world_size: int, steps: int = 3) -> list[int]:
+        run = Run(corpus, tokenizer, config, world_size)
+        assert [stream.checksum() for stream in run.streams] == [0] * world_size
+        found = []
+        for _ in range(steps):
+            for stream in run.streams:
+                stream.next_blocks(16 // world_size)
+            found.append(sum(stream.checksum() for stream in run.streams))
+        run.close()
+        return found
+
+    expected = checksums(CONFIG, 1)
+    assert len(set(expected)) == 3
+    assert checksums(CONFIG, 4) == checksums(replace(CONFIG, num_workers=2), 2) == expected
+    assert all(a != b for a, b in zip(checksums(replace(CONFIG, seed=8), 1), expected, strict=True))
+
+    stream = BlockStream(corpus, tokenizer, CONFIG, 0, 1)
+    blocks = stream.next_blocks(16)
+    for change in ("another token", "two sequences swapped"):
+        before = blocks.copy()
+        if change == "another token":
+            blocks[3, 5] += 1
+        else:
+            blocks[[3, 9]] = blocks[[9, 3]]
+        assert stream.checksum() != expected[0], change
+        blocks[:] = before
+    assert stream.checksum() == expected[0]
+
+
 def test_order_is_fixed_for_ever(corpus: Manifest, tokenizer: Tokenizer) -> None:
     """A saved run must resume on other machines and versions; a change here needs a new ORDER_VERSION."""
     units = lane_reader(corpus, tokenizer, CONFIG).units(epoch=3)

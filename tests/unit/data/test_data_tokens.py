@@ -370,6 +370,9 @@ def test_bench_command(corpus: Manifest, tokenizer: Tokenizer, capsys: pytest.Ca
     code = bench_reading.main([*arguments, "--mapped-epochs", "2"])
     output = capsys.readouterr().out
     assert (code == 1) == ("BELOW THE BAR" in output)  # so small a corpus says nothing about speed
-    for name in ("loop", "stream, 0 workers", "stream, 1 workers", "mapped, 0 workers", "mapped, 1 workers"):
+    for name in (
+        "loop",
+        *(f"{kind}, {workers} workers" for kind in ("stream", "mapped") for workers in range(3)),
+    ):
         assert f"\n{name} " in output
     assert bench_reading.main(["--data", "nowhere", "--tokenizer", tokenizer.path]) == 1

@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "block": {"local_window": 4, "selection_block": 4, "indexer_rope": True},
     "uneven block": {"local_window": 6, "selection_block": 5},
     "reuse": {"selection_reuse": 2},
+    "indexer RoPE": {"indexer_rope": True},
     "sparse-only": {"indexer_activation": "relu", "value_gate": False, "output_gate": False},
 }
 
@@ -37,10 +38,10 @@ def run(
     """Losses [B, L] and selections [B, L, layers, L] of one training forward pass."""
     selections: list[torch.Tensor] = []
     hooks = [
-        attention.register_forward_hook(lambda *_: selections.append(model.runtime.shared_selection))
+        attention.register_forward_hook(lambda *_: selections.append(model.runtime.shared_selection[0]))
         for attention in model.attentions
     ]
-    positions = torch.arange(LENGTH).expand_as(tokens)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     documents = document_ids(tokens, EOS) if packed else None
     losses = model.module(tokens, positions, documents, labels=labels)
     for hook in hooks:
@@ -87,6 +88,26 @@ def test_a_changed_document_leaves_the_other_documents_as_they_were(variant: str
         assert torch.equal(losses_after[:, others], losses[:, others]), first
         assert torch.equal(selections_after[:, others], selections[:, others]), first
         assert (losses_after[0, first:end] != losses[0, first:end]).all()
+
+
+@pytest.mark.parametrize("variant", ["paper", "window", "reuse", "sparse-only", "indexer RoPE"])
+def test_a_packed_document_is_treated_as_if_it_stood_alone(variant: str) -> None:
+    """Positions count from the start of the block, and rotary angles are relative: equal but for rounding.
+
+    Variants that select per block of queries are left out: where a document begins moves their blocks.
+    """
+    model = build(variant)
+    tokens = torch.randint(1, 32, (1, LENGTH), generator=torch.Generator().manual_seed(4))
+    ends = [4, 6, 12, LENGTH - 1]
+    tokens[0, ends] = EOS
+    labels = tokens.roll(-1, 1)
+    losses, _ = run(model, tokens, labels, packed=True)
+    across, _ = run(model, tokens, labels, packed=False)
+    for first, end in zip([0, 5, 7, 13], ends, strict=True):
+        part = slice(first, end + 1)
+        alone, _ = run(model, tokens[:, part], labels[:, part], packed=False)
+        torch.testing.assert_close(losses[:, part], alone, rtol=1e-5, atol=1e-6)
+        assert first == 0 or (across[:, part] - alone).abs().max() > 1e-3  # isolation did it
 
 
 def test_without_isolation_a_changed_document_is_seen_by_the_next() -> None:

@@ -94,7 +94,7 @@ def test_layer_equals_the_oracle(name: str) -> None:
     has_indexer = layer.indexer is not None
     if has_indexer:
         assert layer.variance is not None
-        assert torch.equal(model.runtime.shared_selection, theirs["selected"])
+        assert torch.equal(model.runtime.shared_selection[0], theirs["selected"])
         assert layer.variance.step_sum[1] == theirs["variance"].numel()
         assert_close(layer.variance.step_sum[0], theirs["variance"].sum(), "variance")
         assert stats["variance"][0] == pytest.approx(theirs["variance"].mean().item(), rel=1e-9)
@@ -163,7 +163,7 @@ def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
     weights = unfused(layer, config)
     expected = oracle.gsa_layer(seen["h"][:, 0].double(), weights, options, batch.document_ids[0].tolist())
     torch.testing.assert_close(seen["out"][:, 0].double(), expected["out"], rtol=1e-4, atol=1e-5)
-    assert torch.equal(model.runtime.shared_selection[0], expected["selected"])
+    assert torch.equal(model.runtime.shared_selection[0][0], expected["selected"])
 
 
 # --- between the oracle's weights and the layer's ---------------------------------------------------------

@@ -23,7 +23,7 @@ def test_each_group_shares_one_selection_and_groups_differ() -> None:
     enter_phase(model, SPARSE)
     seen: list[torch.Tensor] = []
     for attention in model.attentions:
-        attention.register_forward_hook(lambda *_: seen.append(model.runtime.shared_selection))
+        attention.register_forward_hook(lambda *_: seen.append(model.runtime.shared_selection[0]))
     token_losses(model, random_batches(CONFIG)[0])
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[2], seen[3])
@@ -37,7 +37,7 @@ def test_a_following_layer_attends_to_exactly_the_keys_of_the_shared_selection()
     generator = torch.Generator().manual_seed(3)
     selected = torch.rand(1, 16, 16, generator=generator).tril() > 0.6
     selected |= torch.eye(16, dtype=torch.bool)
-    model.runtime.shared_selection = selected
+    model.runtime.shared_selection = [selected]
     h = torch.randn(16, 1, 16, generator=generator)
 
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from gsa_kernels.lists.key_lists import mask_from_key_lists
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
 from gsa_train.model import selecting
+from gsa_train.model.context_parallel import QueryRun
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import LayerSelection, select_for_layer
 from gsa_train.model.supports import SelectedBits, SelectedLists
@@ -52,7 +55,11 @@ DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", steps=10, 
 
 
 def one_step(
-    gsa: dict[str, Any], phase: PhaseConfig, fused: bool, recompute: str = "none"
+    gsa: dict[str, Any],
+    phase: PhaseConfig,
+    fused: bool,
+    recompute: str = "none",
+    cuts: Sequence[int] = (0, 24),
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
     config = tiny_config(
         [phase],
@@ -64,6 +71,10 @@ def one_step(
     if fused:
         for attention in model.attentions:
             attention.core = TritonCore(attention)
+    if len(cuts) > 2:  # as under context parallelism, with all runs on this rank
+        runs = [QueryRun(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
+        for attention in model.attentions:
+            attention._runs = lambda length: runs  # type: ignore[method-assign]
     model.runtime.measuring = True
     result, gradients = step_gradients(model, phase, random_batches(config), config)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
@@ -99,6 +110,22 @@ CASES = [  # each option once: the interpreter is slow
 def test_one_step_is_that_of_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
+
+
+IN_RUNS = [CASES[0], *CASES[3:6]]
+"""All visible keys, bits, lists, and lists of blocks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "phase"), IN_RUNS, ids=[f"{v}-{p.name}" for v, p in IN_RUNS])
+def test_runs_of_queries_make_the_step_of_the_whole_sequence(variant: str, phase: PhaseConfig) -> None:
+    gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant == "blocks" else (0, 7, 12, 24)
+    whole = one_step(gsa, phase, fused=False)
+    for fused in (False, True):
+        runs = one_step(gsa, phase, fused, cuts=cuts)
+        for name in ("adjacent_overlap", "union_ratio_32"):  # look at neighbours, but not across runs
+            runs[2][name] = whole[2][name]
+        assert_same_step(runs, whole)
 
 
 def select(length: int, **gsa: Any) -> LayerSelection:

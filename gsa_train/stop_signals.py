@@ -1,0 +1,100 @@
+"""What asks this process to stop: a signal, or the clock. Loads no torch, so that it stands before anything slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from types import FrameType
+
+import psutil
+
+EXIT_STOPPED = 75
+"""Exit code of a rank that was asked to stop and did: start the same command again. EX_TEMPFAIL of sysexits.h."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGUSR1: by custom, what `sbatch --signal` sends before the end.
+SIGINT stays Python's: who presses Ctrl-C waits for no save."""
+
+TIME_LIMIT = signal.NSIG
+"""The reason that is no signal, as a number beside theirs."""
+
+SLURM_MARGIN_FRACTION = 0.1
+"""A margin before a Slurm job's end is at most this share of the job: else a short one would stop as it starts."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, has saved all its work, and ends before its last step."""
+
+    def __init__(self, reason: int, step: int) -> None:
+        self.reason, self.step = reason, step
+        super().__init__(f"stopped by {reason_in_words(reason)} after step {step}")
+
+
+def reason_in_words(reason: int) -> str:
+    return "the time limit" if reason == TIME_LIMIT else signal.Signals(reason).name
+
+
+class StopRequest:
+    """Asked of this process only; `StopVote` makes it the decision of all ranks."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None
+        """Time (of `time.time`) from which on the run stops."""
+        self._signal = 0
+
+    @property
+    def reason(self) -> int:
+        """0, the number of the last stop signal, or TIME_LIMIT."""
+        if self._signal:
+            return self._signal
+        return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
+
+    def listen(self) -> None:
+        """From now on a stop signal is noted, and ends nothing: not a save, nor a step. Forked children inherit it."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = int(number)
+
+
+@contextmanager
+def children_keep_running() -> Iterator[None]:
+    """Processes started inside never see a stop signal, which torchrun and Slurm send to children, too.
+
+    They inherit this thread's mask, also those that are not forked and so lose the handlers. Whoever starts them
+    must end them otherwise than by SIGTERM. This process gets what came when the block is over.
+    """
+    resource_tracker.ensure_running()  # which at its own start lets SIGTERM through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def find_deadline(
+    limit_minutes: float, margin_minutes: float, environ: Mapping[str, str], launched: float
+) -> float | None:
+    """When to stop: `limit_minutes` after the launch, or `margin_minutes` before the Slurm job ends; the sooner.
+
+    Args:
+        limit_minutes: 0 for no limit of its own.
+        environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, in seconds of `time.time`, where Slurm sets them.
+        launched: time of the launch; restarts by the same launcher do not put the limit off.
+    """
+    ends = [launched + 60 * limit_minutes] if limit_minutes > 0 else []
+    if "SLURM_JOB_START_TIME" in environ and "SLURM_JOB_END_TIME" in environ:
+        begin, end = int(environ["SLURM_JOB_START_TIME"]), int(environ["SLURM_JOB_END_TIME"])
+        ends.append(end - min(60 * margin_minutes, SLURM_MARGIN_FRACTION * (end - begin)))
+    return min(ends, default=None)
+
+
+def launch_time() -> float:
+    """When torchrun started, whose restarts start this process anew; when this process did without torchrun."""
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return psutil.Process(os.getppid() if under_torchrun else os.getpid()).create_time()

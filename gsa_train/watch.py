@@ -1,0 +1,203 @@
+"""A run that hangs ends by itself, and says which rank it was and where every rank stood.
+
+A thread of each rank writes a heartbeat into torch.distributed's store: that the process lives, and what its main
+thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). Where a rank shows no progress for
+`timeout_minutes`, it writes a report and every rank that still can its stacks; then all end with exit code 1, and
+torchrun or Slurm starts them again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch.distributed as dist
+
+ACTIVITIES = ("starting", "reading text", "training", "validating", "saving", "ending")
+"""What a main thread does, in the order of a step: who is behind is who the others wait for."""
+
+BEATS_PER_TIMEOUT = 20
+LONGEST_BEAT_SECONDS = 5.0
+
+
+class Beat(NamedTuple):
+    number: int
+    """Of heartbeats: stands still where the whole process does."""
+    progress: int
+    """Of notes by the main thread."""
+    step: int
+    activity: int
+    host: str
+    pid: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.activity
+
+
+@dataclass
+class Age:
+    """Seconds since a rank's heartbeat changed, and since its main thread went on; by the reader's clock."""
+
+    beat: Beat
+    of_beat: float = 0.0
+    of_progress: float = 0.0
+
+    def see(self, beat: Beat, elapsed: float) -> None:
+        self.of_beat = 0.0 if beat.number != self.beat.number else self.of_beat + elapsed
+        self.of_progress = 0.0 if beat.progress != self.beat.progress else self.of_progress + elapsed
+        self.beat = beat
+
+
+def is_frozen(age: Age, timeout_seconds: float) -> bool:
+    """The last heartbeat comes a little after the last progress, so half the time is enough beside the whole."""
+    return age.of_progress >= timeout_seconds and age.of_beat >= timeout_seconds / 2
+
+
+def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
+    """Which ranks hold up the run, with the place of every rank; None where all go on."""
+    stuck = [rank for rank, age in enumerate(ages) if age.of_progress >= timeout_seconds]
+    if not stuck:
+        return None
+    frozen = [rank for rank in stuck if is_frozen(ages[rank], timeout_seconds)]
+    behind = min(ages[rank].beat.place for rank in stuck)
+    if frozen:
+        named, what = frozen, "frozen or gone (not even a heartbeat)"
+    elif any(age.beat.place != behind for age in ages):
+        named = [rank for rank in stuck if ages[rank].beat.place == behind]
+        what = "behind all others, which wait"
+    else:
+        named = list(range(len(ages)))
+        what = "all at the same place, in a collective, a kernel or a slow file system: compare their stacks"
+    lines = [f"no progress for {timeout_seconds:.0f} s. {what.capitalize()}: {', '.join(map(str, named))}"]
+    for rank, age in enumerate(ages):
+        beat = age.beat
+        lines.append(
+            f"  rank {rank} on {beat.host} (process {beat.pid}): {ACTIVITIES[beat.activity]} after step {beat.step}, "
+            f"for {age.of_progress:.0f} s; heartbeat {age.of_beat:.0f} s ago{' <--' if rank in named else ''}"
+        )
+    return "\n".join(lines)
+
+
+class Watch:
+    """The heartbeat of this rank; on the first and the last rank also the reader of all."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, folder: Path, step: int) -> None:
+        """Starts the thread. Collective.
+
+        Args:
+            timeout: without progress.
+            folder: for reports and stacks; made when there are any.
+            step: done so far.
+        """
+        self._rank, self._world_size, self._folder = rank, world_size, folder
+        self._timeout_seconds = timeout.total_seconds()
+        self._interval = min(LONGEST_BEAT_SECONDS, self._timeout_seconds / BEATS_PER_TIMEOUT)
+        # torchrun may keep its store over restarts, with what earlier ranks wrote.
+        name: list[Any] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timeout))
+        self._host, self._launcher = socket.gethostname(), os.getppid()
+        self._count = self._progress = 0
+        self._place = (step, 0)
+        self._over = threading.Event()
+        self._beat()
+        dist.barrier()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def note(self, step: int, activity: str) -> None:
+        """The main thread goes on: what it begins, after how many steps."""
+        self._place = (step, ACTIVITIES.index(activity))
+        self._progress += 1
+
+    def close(self) -> None:
+        """Stop watching. Before the process group is left, which may end the store."""
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid())
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+        self._count += 1
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except (RuntimeError, OSError) as error:
+            if not self._over.is_set():
+                self._end(
+                    f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
+                )
+
+    def _watch(self) -> None:
+        reads = self._rank in (0, self._world_size - 1)
+        ages: list[Age] = []
+        last = time.monotonic()
+        while not self._over.wait(self._interval):
+            now = time.monotonic()
+            # Time in which this process was itself suspended says nothing about the others.
+            elapsed, last = min(now - last, 2 * self._interval), now
+            self._beat()
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._launcher:
+                self._end("torchrun is gone, and with it who would end this rank")
+            if self._store.check(["fault"]):
+                self._dump_and_end()
+            if reads:
+                beats = self._store.multi_get([f"beat/{rank}" for rank in range(self._world_size)])
+                found = [Beat(*json.loads(beat)) for beat in beats]
+                ages = ages or [Age(beat) for beat in found]
+                for age, beat in zip(ages, found, strict=True):
+                    age.see(beat, elapsed)
+                fault = find_fault(ages, self._timeout_seconds)
+                if fault and (self._rank == 0 or is_frozen(ages[0], self._timeout_seconds)):
+                    self._report(fault, [age.beat for age in ages if is_frozen(age, self._timeout_seconds)])
+
+    def _report(self, fault: str, frozen: list[Beat]) -> None:
+        name = time.strftime("%Y%m%d-%H%M%S")
+        folder = self._folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
+        (folder / "report.txt").write_text(text)
+        print(text, file=sys.stderr, end="", flush=True)
+        self._store.set("fault", json.dumps([name, frozen]))
+
+    def _dump_and_end(self) -> None:
+        name, frozen = json.loads(self._store.get("fault"))
+        folder = self._folder / name
+        folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
+        with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        for each in (Beat(*beat) for beat in frozen):  # torchrun would wait half a minute for their answer
+            if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
+                os.kill(each.pid, signal.SIGKILL)
+        time.sleep(2 * self._interval)  # the first to end makes torchrun end the others
+        self._end(f"the run hangs; stacks: {folder}")
+
+    def _end(self, why: str) -> None:
+        """At once, with all children: the main thread may never come back to see an exception."""
+        print(f"rank {self._rank} on {self._host} ends: {why}", file=sys.stderr, flush=True)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(1)
+
+
+def _connect(timeout: timedelta) -> dist.Store:
+    """A connection of its own: a thread that waits on a shared one would block all others."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )

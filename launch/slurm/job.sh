@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# One job of a run: torchrun on every node; saves before its end, and puts itself back into the queue until the run is
+# complete. Rendered by launch/slurm/submit.py, which replaces the words between two underscores.
+#SBATCH --job-name=__NAME__
+#SBATCH --nodes=__NODES__
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=__FOLDER__/job_%j.log
+#SBATCH --signal=B:USR1@__MARGIN_SECONDS__
+__OPTIONS__
+
+folder=__FOLDER__
+run_dir=__RUN_DIR__
+
+# --- on each node: torchrun, one agent -----------------------------------------------------------------------
+if [ "${1:-}" = node ]; then
+    trap '' USR1  # until torchrun and the ranks handle it: their start would die of it, and they have a clock
+    is_host=0
+    [ "$SLURM_NODEID" -eq 0 ] && is_host=1
+    exec __PYTHON__ -m torch.distributed.run --nnodes=__NODES__ --nproc_per_node=__RANKS_PER_NODE__ \
+        --max-restarts=__MAX_RESTARTS__ --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
+        --rdzv-endpoint="$RENDEZVOUS" --rdzv-conf="is_host=$is_host" \
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+        "$folder/source/launch/pretrain.py" --config "$folder/config.yaml" __ARGUMENTS__
+fi
+
+# --- on the first node: the job --------------------------------------------------------------------------------
+say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $*"; }
+
+if [ -e "$folder/complete" ]; then
+    say "the run is complete"
+    exit 0
+fi
+cd __WORKING_DIR__ || exit 1
+export PYTHONPATH="$folder/source:$folder/source/kernels:$folder/source/data"
+# Else torchrun's ranks find the addresses of the start before, after a restart of several nodes.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# torchrun kills ranks half a minute after it has passed a signal on; a save may take longer.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=__MARGIN_SECONDS__
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+export RENDEZVOUS="$address:$((20000 + SLURM_JOB_ID % 20000))"
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then  # before Slurm 23.02
+    SLURM_JOB_START_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %S)" +%s)
+    end=$(squeue -h -j "$SLURM_JOB_ID" -o %e)
+    if SLURM_JOB_END_TIME=$(date -d "$end" +%s 2>/dev/null); then
+        export SLURM_JOB_START_TIME SLURM_JOB_END_TIME
+    else
+        unset SLURM_JOB_START_TIME SLURM_JOB_END_TIME  # no time limit
+    fi
+fi
+
+latest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
+
+asked=
+# USR1: Slurm sends it to this script only. TERM: before a preemption, and to every process of the job.
+trap 'asked=USR1; interrupted=yes; kill -USR1 "$step" 2>/dev/null' USR1
+trap 'asked=TERM; interrupted=yes' TERM
+before=$(latest)
+rm -f "$run_dir/stopped.json"
+say "starting on $SLURM_JOB_NODELIST, latest checkpoint: ${before:-none}"
+srun --kill-on-bad-exit=1 bash "$folder/job.sh" node &
+step=$!
+interrupted=yes
+while [ -n "$interrupted" ]; do  # a trap interrupts wait, whose code is then not srun's
+    interrupted=
+    wait "$step"
+    code=$?
+done
+
+if [ "$code" -eq 0 ]; then
+    touch "$folder/complete"
+    say "the run is complete"
+    exit 0
+fi
+state=$(squeue -h -j "$SLURM_JOB_ID" -o %T)
+after=$(latest)
+say "srun ended with code $code; asked to stop: ${asked:-no}; latest checkpoint: ${after:-none}; job state: $state"
+if [ "$state" != RUNNING ]; then
+    exit "$code"  # cancelled, or Slurm is requeueing it already
+fi
+if [ -n "$asked" ] || [ -e "$run_dir/stopped.json" ]; then
+    say "stopped as asked; back into the queue"
+elif [ "$after" != "$before" ]; then
+    say "failed after a new checkpoint; back into the queue"
+else
+    say "failed without a new checkpoint; not started again"
+    exit "$code"
+fi
+scontrol requeue "$SLURM_JOB_ID"
+sleep 60  # Slurm ends this script
+exit "$code"

@@ -1,0 +1,41 @@
+"""Checkpoints of small models in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gsa_train.checkpoint import RunState
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer
+from helpers.single_rank import CONFIG, single_rank
+
+
+def run_state(
+    step: int, config: Config = CONFIG, layout: tuple[int, int, int, int] = (1, 1, 1, 1)
+) -> RunState:
+    """Of a run that has taken `step` steps in its one phase."""
+    return RunState(
+        step=step,
+        tokens=64 * step,
+        phase_index=0,
+        phase_name=config.phases[0].name,
+        phase_start=0,
+        data={"consumed_samples": 4 * step},
+        wandb_run_id="abc",
+        config_yaml=config_to_yaml(config),
+        layout=layout,
+        rng=[],
+    )
+
+
+def write_checkpoint(
+    checkpoints: Path, step: int, model: Model, optimizer: PhaseOptimizer, config: Config
+) -> Path:
+    """The folder of a checkpoint, durable."""
+    saver = CheckpointSaver(checkpoints, CheckpointConfig(async_save=False), single_rank())
+    (result,) = saver.begin(run_state(step, config), model, optimizer)
+    saver.close()
+    assert result.error is None, result.error
+    return result.folder

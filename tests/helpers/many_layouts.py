@@ -1,0 +1,195 @@
+"""Many layouts one after the other in one world of ranks: `torchrun --nproc_per_node=4 many_layouts.py FOLDER`.
+
+Starting a rank takes longer than the steps of a tiny model, so the ranks stay and change their layout. What model,
+context and pipeline sizes leave of the world is data parallel. Writes FOLDER/results.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_train.checkpoint import load_checkpoint
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config, PhaseConfig
+from gsa_train.config_checks import check_config
+from gsa_train.metrics import reduce_step
+from gsa_train.model.build import Model, build_model
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from gsa_train.spikes import SpikeDetector
+from gsa_train.step import evaluation_step, train_step
+from helpers.checkpoints import run_state
+from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
+
+WORLD, STEPS, LENGTH = 4, 10, 32
+ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
+"""Every query selects all that it sees, so no rounding can change a selection."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gsa": {
+        **ALL_KEYS["gsa"],
+        "indexer_rope": True,
+        "local_window": 4,
+        "selection_block": 4,
+        "selection_reuse": 2,
+        "indexer_temperature": "learned",
+    },
+    "model": {"qk_norm": True, "tie_embeddings": True},
+}
+TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
+BASELINE = {"gsa": {"attention": "dense"}}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: dict[str, Any]
+    sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+        """With `parallel`, for that layout instead of the case's."""
+        dense = self.sections is BASELINE
+        sections = {
+            **self.sections,
+            "model": {"num_layers": 4, "init_std": 0.1, **self.sections.get("model", {})},
+            "train": {
+                "seq_len_tokens": LENGTH,
+                "micro_batch_size": 1,
+                "global_batch_size": 8,
+                "grad_clip": 1.0,
+                **train,
+            },
+            "parallel": self.parallel if parallel is None else parallel,
+        }
+        config = dataclasses.replace(CONFIG, phases=[DENSE] if dense else [WARM_UP, SPARSE])
+        for name, fields in sections.items():
+            section = dataclasses.replace(getattr(config, name), **fields)
+            config = dataclasses.replace(config, **{name: section})
+        return config
+
+
+CASES = {
+    "context": Case({"context": 2}),
+    "context, selected keys": Case({"context": 2}, {}),
+    "context on all ranks": Case({"context": 4}),
+    "context, recomputed layers": Case({"context": 2}, train={"recompute": "full"}),
+    "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}),
+    "context x tensor": Case({"context": 2, "tensor": 2}),
+    "context x pipeline, options": Case({"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective"}),
+    "context, dense baseline": Case({"context": 2}, BASELINE),
+    "context x interleaved": Case({"context": 2, **INTERLEAVED}),
+    "interleaved": Case(INTERLEAVED),
+    "interleaved, selected keys": Case(INTERLEAVED, {}),
+    "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED),
+    "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
+    "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
+}
+
+RESHARDED = {
+    "interleaved": (
+        INTERLEAVED,
+        [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}],
+    ),
+    "context": ({"context": 2}, [{"context": 4}, INTERLEAVED]),
+}
+"""Who writes a checkpoint, and who goes on from it."""
+
+
+def blocks(step: int) -> torch.Tensor:
+    """int32 [8, LENGTH + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (8, LENGTH + 1)
+    tokens = torch.randint(1, CONFIG.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+    return tokens.masked_fill(torch.rand(shape, generator=generator) < 1 / 12, EOS)
+
+
+def share(step: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
+    mine = blocks(step)[parallel.data_rank :: parallel.data_size]
+    return [to_micro_batch(part, EOS, False) for part in mine.split(config.train.micro_batch_size)]
+
+
+def train_case(config: Config, parallel: Parallel) -> list[dict[str, Any]]:
+    """Every step's numbers, STEPS of each phase, and those of a validation."""
+    assert check_config(config, parallel.world_size) == []
+    model = build_model(config, parallel)
+    records = []
+    for number, phase in enumerate(config.phases):
+        optimizer = build_optimizer(model, phase, config)
+        for step in range(number * STEPS, (number + 1) * STEPS):
+            records.append(take_step(step, model, optimizer, config, parallel))
+        close_optimizer(model, optimizer)
+        del optimizer
+        gc.collect()
+    model.runtime.measuring = True
+    batches = share(1000, config, parallel)
+    loss_sum, loss_tokens = evaluation_step(model, batches, config, parallel)
+    dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+    reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
+    return [*records, {"loss": reduced.loss, **reduced.layers}]
+
+
+def take_step(
+    step: int, model: Model, optimizer: PhaseOptimizer, config: Config, parallel: Parallel
+) -> dict[str, Any]:
+    model.runtime.measuring = True
+    batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
+    result = train_step(model, optimizer, batches, 1e-3, config, parallel, step, detector)
+    reduced = reduce_step(model.runtime.stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
+    return {"loss": reduced.loss, "grad_norm": result.grad_norm.item(), **reduced.layers}
+
+
+def go_on(
+    config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, saves: bool
+) -> list[dict[str, Any]]:
+    """Two steps, a checkpoint and two more; or these two from the checkpoint."""
+    model = build_model(config, parallel)
+    optimizer = build_optimizer(model, phase, config)
+    if saves:
+        for step in range(2):
+            take_step(step, model, optimizer, config, parallel)
+        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
+        (result,) = saver.begin(run_state(2, config, parallel.layout), model, optimizer)
+        saver.close()
+        assert result.error is None, result.error
+    else:
+        load_checkpoint(folder / "step_00000002", model, optimizer, parallel, with_optimizer=True)
+    records = [take_step(step, model, optimizer, config, parallel) for step in (2, 3)]
+    close_optimizer(model, optimizer)
+    return records
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    trained, resumed = {}, {}
+    for name, case in CASES.items():
+        config = case.config(**case.train)
+        parallel = init_parallel(config.parallel, seed=1)
+        trained[name] = train_case(config, parallel)
+        print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
+        leave_layout()
+    for name, (writer, readers) in RESHARDED.items():
+        for layout in (writer, *readers):
+            config = Case(layout).config()
+            parallel = init_parallel(config.parallel, seed=1)
+            records = go_on(config, SPARSE, parallel, folder / name, saves=layout is writer)
+            resumed.setdefault(name, []).append([str(layout), records])
+            leave_layout()
+    parallel = init_parallel(CASES["context"].config().parallel, seed=1)
+    if parallel.is_main:
+        (folder / "results.json").write_text(json.dumps({"trained": trained, "resumed": resumed}))
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

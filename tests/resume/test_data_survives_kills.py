@@ -1,0 +1,87 @@
+"""Twenty kills at random moments, each start in another layout: every step sees the text of an undisturbed run.
+
+What is compared is `data_checksum`, which names the sequences of a step's global batch and their places in the order
+of the run. A start repeats the steps after its checkpoint, so those that a kill took back are compared, too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import SMALL, Run, kill, start, train
+
+KILLS, STEPS = 20, 200
+SAVE_AT_THE_END = "checkpoint.every_steps=1000"
+TINY = (
+    *SMALL,
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.num_heads=2",
+    "model.head_dim=32",
+    "model.ffn_hidden_size=64",
+    "gsa.indexer_heads=1",
+    "gsa.indexer_dim=8",
+    "gsa.k_min=8",
+    "gsa.k_base=16",
+    "gsa.k_max=32",
+    "train.seq_len_tokens=64",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "data.num_lanes=24",  # a multiple of ranks x workers in every layout below
+    f"phases.1.steps={STEPS - 10}",
+    "phases.1.min_lr=0",
+    "checkpoint.every_steps=3",
+    "checkpoint.keep_last=2",
+    "evaluate.split_by_source=false",
+    "evaluate.max_blocks=1",
+)
+LAYOUTS = {
+    "one rank": (1, "parallel.tensor=1"),
+    "data 2": (2, "parallel.tensor=1"),
+    "data 4": (4, "parallel.tensor=1"),
+    "tensor 2": (2, "parallel.tensor=2"),
+    "tensor 2 x data 2": (4, "parallel.tensor=2"),
+}
+
+pytestmark = pytest.mark.slow
+
+
+def start_somewhere(run_dir: Path, chance: random.Random, *overrides: str) -> tuple[Run, str]:
+    """Start or go on, with layout, workers and prefetch drawn anew; also says which."""
+    layout = chance.choice(list(LAYOUTS))
+    ranks, tensor = LAYOUTS[layout]
+    workers, prefetch = chance.choice([0, 1, 3]), chance.choice([1, 8, 64])
+    options = (tensor, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")
+    run = start(run_dir, *TINY, *options, *overrides, ranks=ranks)
+    return run, f"{layout}, {workers} workers, prefetch {prefetch}"
+
+
+def test_every_step_sees_its_text_through_twenty_kills(tmp_path: Path) -> None:
+    undisturbed = train(tmp_path, *TINY, SAVE_AT_THE_END, name="undisturbed").series("data_checksum")
+    assert len(set(undisturbed)) == STEPS
+
+    chance = random.Random(22)
+    seen: list[int] = []  # the steps of all starts that were killed
+    saved, places = set(), set()
+    for number in range(KILLS):
+        run, where = start_somewhere(tmp_path, chance)
+        steps, delay_seconds = chance.randint(1, 9), chance.uniform(0, 0.03)
+        run.wait_until(lambda run=run, steps=steps: len(run.steps_printed()) >= steps)
+        time.sleep(delay_seconds)
+        kill(run)
+        logged = run.series("step")
+        assert logged == list(range(1, len(logged) + 1))
+        assert run.series("data_checksum") == undisturbed[: len(logged)], f"kill {number}: {where}"
+        seen += run.steps_printed()
+        saved.add(run.latest)
+        places.add(where)
+    assert len(seen) - len(set(seen)) >= KILLS / 2  # steps that were taken again
+    assert len(saved) >= KILLS / 2
+    assert len(places) >= KILLS / 2
+
+    run, where = start_somewhere(tmp_path, chance, SAVE_AT_THE_END)
+    assert run.wait().series("data_checksum") == undisturbed, where

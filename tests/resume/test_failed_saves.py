@@ -1,0 +1,99 @@
+"""Saves that fail on one rank, because the kernel lets none of its files grow: reported, tried again, and in the end
+the reason to stop. Nothing that was trained changes."""
+
+from __future__ import annotations
+
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from helpers.runs import SMALL, STEPS, Run, finished, processes_of, start
+
+COMMAND = (*SMALL, "checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
+RANKS = 2
+
+pytestmark = pytest.mark.slow
+
+
+def second_rank(run: Run) -> psutil.Process | None:
+    return next((each for each in processes_of(run) if each.environ().get("RANK") == "1"), None)
+
+
+def let_files_grow_to(process: psutil.Process, size_bytes: int) -> None:
+    """For the whole process from now on; this rank writes nothing but its part of checkpoints."""
+    process.rlimit(psutil.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [record for record in run.records() if record.get("event") == kind]
+
+
+@dataclass
+class Failing:
+    run: Run
+    """Over: two saves in a row had failed."""
+    saved_step: int
+    """Step of the one checkpoint that it wrote, as a second try."""
+    failed: list[dict[str, Any]]
+    names: list[str]
+    """In the folder of checkpoints, when the run was over."""
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
+    run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS)
+    run.wait_until(lambda: second_rank(run))
+    process = second_rank(run)
+    assert process is not None
+    let_files_grow_to(process, 1000)
+    run.wait_until(lambda: events(run, "checkpoint_failed"))
+    let_files_grow_to(process, resource.RLIM_INFINITY)
+    run.wait_until(lambda: run.latest)
+    let_files_grow_to(process, 1000)
+    run.wait(expected=1)  # torchrun's own
+    names = sorted(path.name for path in run.checkpoints.iterdir())
+    return Failing(run, int(run.latest.removeprefix("step_")), events(run, "checkpoint_failed"), names)
+
+
+def test_a_failure_of_one_rank_is_everyones_and_named(failing: Failing) -> None:
+    first = failing.failed[0]
+    assert first["step"] == 5
+    assert re.match(r"rank 1: .*__1_\d\.distcp: .*File too large", first["checkpoint_error"])
+    assert first["checkpoint_failures"] == 1
+    assert f"step 5 could not be saved: {first['checkpoint_error']}; next try at step" in failing.run.output
+
+
+def test_the_next_try_saves_a_later_step(failing: Failing) -> None:
+    assert failing.saved_step in range(6, 10)
+    (saved,) = events(failing.run, "checkpoint")
+    assert saved["step"] == failing.saved_step
+    assert saved["checkpoint_stall_seconds"] > 0
+    assert saved["checkpoint_save_seconds"] > 0
+
+
+def test_failures_in_a_row_stop_the_run_with_its_own_exit_code(failing: Failing) -> None:
+    last = failing.failed[1:]
+    assert [each["checkpoint_failures"] for each in last] == [1, 2]
+    assert last[0]["step"] == 10
+    assert "2 saves in a row failed (checkpoint.save_retries = 1)" in failing.run.output
+    assert "exitcode  : 3" in failing.run.output  # in torchrun's table of failures
+    assert failing.names == ["latest", f"step_{failing.saved_step:08d}"]
+
+
+def test_the_run_goes_on_from_the_one_checkpoint_as_if_nothing_had_failed(failing: Failing) -> None:
+    resumed = start(failing.run.folder.parent, *COMMAND, ranks=RANKS).wait()
+    assert f"resuming from {failing.run.checkpoints}/step_{failing.saved_step:08d}" in resumed.output
+    undisturbed = finished(ranks=RANKS)
+    assert resumed.series("step") == list(range(1, STEPS + 1))
+    for key in ("loss", "indexer_kl", "grad_norm", "tokens"):
+        assert resumed.series(key) == undisturbed.series(key)
+
+
+def test_the_folder_is_whole_again(failing: Failing) -> None:
+    run = Run(Path(failing.run.folder), failing.run.process, failing.run.log, "")
+    assert run.latest == f"step_{STEPS:08d}"

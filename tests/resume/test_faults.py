@@ -1,0 +1,112 @@
+"""Ranks that hang, crawl or die, and nodes that vanish: the run names them, starts itself again from the last
+checkpoint, and ends with the numbers of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers.launchers import free_port, launch, ranks_of
+from helpers.runs import SMALL, STEPS, Run, finished, kill, processes_of
+
+RANKS = 2
+SECONDS = 500
+"""For one start of a run, on a busy machine."""
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
+
+pytestmark = pytest.mark.slow
+
+
+def assert_as_undisturbed(run: Run) -> None:
+    def numbers(run: Run) -> list[dict[str, object]]:
+        return [
+            {key: value for key, value in record.items() if key not in TIMING} for record in run.records()
+        ]
+
+    assert run.series("step") == list(range(1, STEPS + 1))
+    assert numbers(run) == numbers(finished(ranks=RANKS))
+
+
+def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
+    run = launch(tmp_path, *SMALL, "parallel.timeout_minutes=0.5", torchrun=torchrun)
+    run.wait_until(lambda: len(run.steps()) >= 1, SECONDS)
+    victim = ranks_of(run)[1]
+    slow_down(victim, until=lambda: "rank 1 works " in run.output or len(run.steps()) >= 15)
+    assert re.search(r"step \d+: rank 1 works [\d.]+ times as long as the median rank", run.output)
+
+    run.wait_until(lambda: len(run.steps()) >= 6, SECONDS)
+    victim.send_signal(signal.SIGSTOP)
+    run.wait_until(lambda: "stacks of all ranks" in run.output, SECONDS)
+    assert re.search(rf"rank 1 on \S+ \(process {victim.pid}\): \w+ after step \d+, .*<--", run.output)
+
+    run.wait()  # torchrun has started the ranks again
+    (faults,) = (run.folder / "faults").iterdir()
+    assert "frozen or gone" in (faults / "report.txt").read_text().lower()
+    assert "run_phase" in (faults / "rank_00000.txt").read_text()
+    assert "resuming from" in run.output
+    assert processes_of(run) == []
+    assert_as_undisturbed(run)
+
+
+def slow_down(process: psutil.Process, until: Callable[[], object]) -> None:
+    """It runs for a ninth of the time."""
+    deadline = time.monotonic() + 120
+    while not until() and time.monotonic() < deadline:
+        process.suspend()
+        time.sleep(0.4)
+        process.resume()
+        time.sleep(0.05)
+
+
+def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    torchrun = (
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=test",
+    )
+
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def node(is_host: int, mark: str = "") -> Run:
+        conf = f"--rdzv-conf=is_host={is_host},keep_alive_interval=1,keep_alive_max_attempt=3"
+        return launch(
+            tmp_path, *SMALL, torchrun=(*torchrun, endpoint, conf), mark=mark, environment=own_store
+        )
+
+    first = node(is_host=1)
+    second = node(is_host=0, mark=first.mark)
+    first.wait_until(lambda: len(first.steps()) >= 6, SECONDS)
+    of_second = next(each for each in ranks_of(first).values() if each.ppid() == second.process.pid)
+    of_second.kill()  # the agents live, and start both ranks again
+
+    logged = len(first.steps())
+    first.wait_until(lambda: resumed(first, second) == 1 and len(first.steps()) >= max(11, logged), SECONDS)
+    latest = first.latest
+    agent = psutil.Process(second.process.pid)
+    for process in [agent, *agent.children(recursive=True)]:
+        process.kill()
+    second.process.wait(20)
+    third = node(is_host=0, mark=first.mark)  # a node comes in its place
+    try:
+        first.wait()
+        third.wait()
+    finally:
+        kill(first)
+    assert resumed(first, second, third) == 2
+    assert f"resuming from {first.checkpoints / latest}" in first.output + third.output
+    assert_as_undisturbed(first)
+
+
+def resumed(*agents: Run) -> int:
+    return sum(agent.output.count("resuming from") for agent in agents)

@@ -1,0 +1,90 @@
+"""A run that is asked to stop saves at the step where it stands, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from helpers.launchers import launch, ranks_of
+from helpers.runs import SMALL, STEPS, Run, finished, processes_of
+
+RANKS = 2
+SECONDS = 500
+"""For one start of a run, on a busy machine."""
+COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
+
+pytestmark = pytest.mark.slow
+
+
+def start(run_dir: Path, *overrides: str) -> Run:
+    return launch(run_dir, *COMMAND, *overrides, torchrun=("--standalone", f"--nproc_per_node={RANKS}"))
+
+
+def stopped(run: Run) -> dict[str, object]:
+    facts: dict[str, object] = json.loads((run.folder / "stopped.json").read_text())
+    return facts
+
+
+@pytest.fixture(scope="module")
+def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Three stops and the end of one run. Only stops and the end write checkpoints."""
+    run_dir = tmp_path_factory.mktemp("stopped")
+
+    # SIGTERM to torchrun, which passes it on: to each rank with its readers and W&B's service.
+    by_torchrun = start(run_dir)
+    by_torchrun.wait_until(lambda: len(by_torchrun.steps()) >= 3, SECONDS)
+    by_torchrun.process.send_signal(signal.SIGTERM)
+    by_torchrun.wait(expected=1)  # torchrun's own
+    saved = int(stopped(by_torchrun)["step"])
+    assert stopped(by_torchrun)["reason"] == "SIGTERM"
+    assert by_torchrun.latest == f"step_{saved:08d}"
+    assert 3 <= saved <= len(by_torchrun.steps()) == saved
+
+    # The time is over before the first step.
+    by_clock = start(run_dir, "run.time_limit_minutes=0.001")
+    by_clock.wait(expected=1)
+    assert by_clock.output.count("exitcode  : 75") >= 1
+    assert (stopped(by_clock)["step"], stopped(by_clock)["reason"]) == (saved, "the time limit")
+
+    # SIGUSR1 to one rank only; while both write, SIGTERM to every process of the run but torchrun, as Slurm may send.
+    twice = start(run_dir)
+    twice.wait_until(lambda: len(twice.steps()) >= saved + 3, SECONDS)
+    launcher = twice.process.pid
+    ranks_of(twice)[1].send_signal(signal.SIGUSR1)
+    twice.wait_until(lambda: [*twice.checkpoints.glob(".tmp_step_*")], SECONDS)
+    for process in processes_of(twice):
+        if process.pid != launcher:
+            process.send_signal(signal.SIGTERM)
+    twice.wait(expected=1)
+    assert "exitcode  : 75" in twice.output
+    assert stopped(twice)["reason"] == "SIGUSR1"
+
+    return [by_torchrun, by_clock, twice, start(run_dir).wait()]
+
+
+def test_every_stop_saved_the_step_where_it_was(stops: list[Run]) -> None:
+    names = sorted(path.name for path in stops[0].checkpoints.glob("step_*"))
+    assert len(names) == 3
+    assert names[-1] == "step_00000020"
+    assert not [*stops[0].checkpoints.glob(".*")]
+    assert "Traceback" not in stops[2].output.split("W&B gets no more records")[0]
+
+
+def test_no_process_of_a_stopped_run_is_left(stops: list[Run]) -> None:
+    assert [processes_of(run) for run in stops] == [[]] * len(stops)
+
+
+def test_the_numbers_are_those_of_a_run_that_was_not_stopped(stops: list[Run]) -> None:
+    def numbers(run: Run) -> list[dict[str, object]]:
+        return [
+            {key: value for key, value in record.items() if key not in TIMING} for record in run.records()
+        ]
+
+    assert not (stops[-1].folder / "stopped.json").exists()
+    assert stops[-1].series("step") == list(range(1, STEPS + 1))
+    assert numbers(stops[-1]) == numbers(finished(ranks=RANKS))

@@ -1,0 +1,179 @@
+"""A run under a real Slurm: preempted, asked to stop, its node lost, its time over; it ends with the numbers of a run
+that nothing disturbed. `make test-slurm`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import Cluster, wait_for
+
+from gsa_train.sinks import read_records
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, finished
+
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
+SLOW_SECONDS = 600
+"""For one start of a run, on a busy machine."""
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(shutil.which("slurmctld") is None, reason="no Slurm: make test-slurm installs it"),
+    pytest.mark.timeout(1800),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    cluster.environment |= ENVIRONMENT
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+class Job:
+    def __init__(self, cluster: Cluster, run_dir: Path, *words: str) -> None:
+        self.cluster, self.folder = cluster, run_dir / "run"
+        command = [
+            sys.executable,
+            "launch/slurm/submit.py",
+            "--config",
+            CONFIG,
+            "--nodes=2",
+            "--gpus-per-node=0",
+        ]
+        command += ["--allow-uncommitted", *words, f"run.dir={run_dir}", "run.name=run"]
+        submitted = subprocess.run(
+            command, cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True, check=False
+        )
+        assert submitted.returncode == 0, submitted.stderr
+        found = re.findall(r"^job (\d+): (.*)$", submitted.stdout, re.MULTILINE)
+        self.jobs = [job for job, _ in found]
+        self.logs = [Path(log) for _, log in found]
+
+    @property
+    def log(self) -> str:
+        return self.logs[0].read_text() if self.logs[0].exists() else ""
+
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return read_records(path) if path.exists() else []
+
+    def last_step(self) -> int:
+        return max((record["step"] for record in self.records()), default=0)
+
+    def state(self) -> str:
+        return self.cluster.state(self.jobs[0])
+
+    def wait_for(self, condition: Any) -> None:
+        try:
+            wait_for(condition, SLOW_SECONDS)
+        except AssertionError:
+            raise AssertionError(f"state {self.state()}\n{self.log[-5000:]}") from None
+
+    def wait_for_start(self, number: int, steps: int) -> None:
+        """The job's start `number` has trained beyond `steps` steps."""
+        self.wait_for(lambda: f"start {number}: starting on" in self.log)
+        self.wait_for(lambda: self.last_step() > steps)
+
+
+def test_a_run_survives_preemption_a_signal_and_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "--chain=2", "--time=30", "--margin-seconds=60", *SMALL)
+    job.wait_for_start(0, steps=2)
+
+    cluster.command(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"
+    )
+    job.wait_for(lambda: "start 0: stopped as asked; back into the queue" in job.log)
+    preempted_at = job.last_step()
+    assert f"stopped by SIGTERM after step {preempted_at}" in job.log
+    assert f"latest checkpoint: step_{preempted_at:08d}" in job.log
+
+    job.wait_for_start(1, steps=preempted_at)
+    cluster.command("scancel", "--batch", "--signal=USR1", job.jobs[0])  # as before a time limit
+    job.wait_for(lambda: "start 1: stopped as asked; back into the queue" in job.log)
+    stopped_at = job.last_step()
+    assert f"stopped by SIGUSR1 after step {stopped_at}" in job.log
+    assert "asked to stop: USR1" in job.log
+    assert f"latest checkpoint: step_{stopped_at:08d}" in job.log
+
+    job.wait_for_start(2, steps=stopped_at)
+    lose_node(cluster, "n2")
+
+    job.wait_for(lambda: all(cluster.state(each) == "COMPLETED" for each in job.jobs))
+    assert "start 3: the run is complete" in job.log
+    assert job.logs[1].read_text().endswith("the run is complete\n")
+    assert not (job.folder / "stopped.json").exists()
+    undisturbed = finished(ranks=2)
+    assert [record["step"] for record in job.records() if "event" not in record] == list(range(1, STEPS + 1))
+    assert numbers(job.records()) == numbers(undisturbed.records())
+
+
+def lose_node(cluster: Cluster, node: str) -> None:
+    """All processes of the node at once, then its return."""
+    daemon = cluster.daemons[node]
+    for process in [*psutil.Process(daemon.pid).children(recursive=True), *steps_of(cluster, node)]:
+        process.send_signal(signal.SIGKILL)
+    daemon.kill()
+    daemon.wait(20)
+    cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+    cluster.start_node(node)
+    cluster.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+
+def steps_of(cluster: Cluster, node: str) -> list[psutil.Process]:
+    """slurmstepd leaves its slurmd; what it started knows the node."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        if (
+            environ.get("SLURMD_NODENAME") == node
+            and environ.get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
+        ):
+            found += [process, *[each for each in process.parents() if each.name() == "slurmstepd"]]
+    return found
+
+
+def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key not in TIMING} for record in records]
+
+
+def test_before_its_time_limit_a_job_stops_and_a_cancelled_one_does_not_come_back(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    long = ("phases.1.steps=100000", "checkpoint.every_steps=100000")
+    job = Job(cluster, tmp_path, "--time=1", "--margin-seconds=40", *SMALL, *long)
+    job.wait_for(lambda: "back into the queue" in job.log)
+    assert "asked to stop: USR1" in job.log
+    job.wait_for_start(1, steps=job.last_step())
+    cluster.command("scancel", job.jobs[0])
+    job.wait_for(lambda: job.state() == "CANCELLED")
+    job.wait_for(lambda: not cluster.command("squeue", "-h").strip())
+    assert job.state() == "CANCELLED"
+    assert job.log.count("back into the queue") == 1
+
+
+def test_the_job_keeps_config_commit_and_source(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "--sbatch=--hold", "--sbatch=--comment=kept", *SMALL, "train.grad_clip=0.5")
+    folder = job.logs[0].parent
+    assert "grad_clip: 0.5" in (folder / "config.yaml").read_text()
+    assert re.match(r"[0-9a-f]{40}\n", (folder / "commit.txt").read_text())
+    assert (folder / "source/gsa_train/train.py").read_text() == (
+        REPOSITORY / "gsa_train/train.py"
+    ).read_text()
+    assert "Comment=kept" in cluster.command("scontrol", "show", "job", job.jobs[0])
+    cluster.command("scancel", job.jobs[0])

@@ -1,0 +1,35 @@
+"""Reading takes a bounded memory, however long it goes on. `data/bench_memory.py` does the same over 10 GB."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CASES = {
+    "text": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "5"],
+    "text, one worker": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "5", "--workers", "1"],
+    "tokens": ["--kind", "tokens", "--gigabytes", "0.2", "--shard-megabytes", "4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_resident_memory_stays_flat(name: str, sample_folder: Path, tmp_path: Path) -> None:
+    """In a process of its own: this one has free memory, in which a leak would not show."""
+    corpus = [
+        "--data",
+        str(sample_folder / "validation"),
+        "--tokenizer",
+        str(sample_folder / "tokenizer.model"),
+    ]
+    command = [sys.executable, str(ROOT / "data" / "bench_memory.py"), *corpus, *CASES[name]]
+    result = subprocess.run(
+        [*command, "--scratch", str(tmp_path)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "peak of the second half - peak of the first:" in result.stdout
+    assert not list(tmp_path.iterdir())  # the gigabytes are gone

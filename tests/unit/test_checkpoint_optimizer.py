@@ -1,0 +1,69 @@
+"""A checkpoint of the plain optimizer in the distributed one, and the other way round, in both precisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.checkpoint import load_checkpoint
+from gsa_train.config import Config
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer, inner_optimizers
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
+
+
+def config_of(distributed: bool, precision: str) -> Config:
+    parallel, train = {"distributed_optimizer": distributed}, {"precision": precision}
+    return tiny_config([SPARSE], parallel=parallel, train=train)
+
+
+def state_by_name(model: Model, phase_optimizer: PhaseOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameter -> fp32 weight, moments and step count, flat."""
+    (inner,) = inner_optimizers(phase_optimizer.optimizer)
+    found = {}
+    for name, parameter in model.gpt.named_parameters():
+        if phase_optimizer.ddps[0].ddp_config.use_distributed_optimizer:
+            group, order = inner.model_param_group_index_map[parameter]
+            main = inner.optimizer.param_groups[group]["params"][order]
+        else:
+            main = getattr(parameter, "main_param", parameter)
+        tensors: dict[str, Any] = {"weight": main, **inner.optimizer.state[main]}
+        found[name] = {key: tensor.detach().flatten().clone() for key, tensor in tensors.items()}
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["from distributed", "from plain"])
+def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
+    config = config_of(distributed, precision)
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for seed in range(3):
+        take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
+    folder = write_checkpoint(tmp_path, 3, model, optimizer, config)
+    before = state_by_name(model, optimizer)
+    close_optimizer(model, optimizer)
+
+    other = config_of(not distributed, precision)
+    resumed_model = tiny_model(other)
+    resumed = build_optimizer(resumed_model, SPARSE, other)
+    load_checkpoint(folder, resumed_model, resumed, single_rank(), with_optimizer=True)
+    after = state_by_name(resumed_model, resumed)
+    assert after.keys() == before.keys()
+    for name, tensors in after.items():
+        assert tensors["step"].item() == 3
+        for key in ("weight", "exp_avg", "exp_avg_sq"):
+            assert tensors[key].dtype == torch.float32
+            assert tensors[key].any(), (name, key)
+            assert torch.equal(tensors[key], before[name][key]), (name, key)
+    counts = [
+        state["step"].data_ptr() for state in inner_optimizers(resumed.optimizer)[0].optimizer.state.values()
+    ]
+    assert len(set(counts)) == len(counts)  # a shared count would rise once per parameter
+    batches = random_batches(config, 9)
+    result_after = take_step(resumed_model, resumed, batches, other, lr=1e-2)
+    assert result_after.grad_norm.isfinite()

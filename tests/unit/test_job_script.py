@@ -1,0 +1,101 @@
+"""What the Slurm job does after srun ended, with stand-ins for Slurm's commands. tests/slurm has the real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_submit import submit
+
+STAND_INS = {
+    "srun": 'echo started >> "$LOG"; eval "$SRUN"',
+    "squeue": 'case "$*" in *%T*) echo "$STATE";; *) echo N/A;; esac',
+    "scontrol": 'echo "scontrol $*" >> "$LOG"; echo "NodeAddr=10.0.0.1 "',
+    "sleep": "exit 0",
+}
+
+
+class Job:
+    def __init__(self, folder: Path) -> None:
+        words = ("--config", "configs/demo.yaml", "--nodes=1", "--gpus-per-node=0", f"run.dir={folder}")
+        printed = submit(*words, "--dry-run").stdout
+        self.run_dir = folder / "demo"
+        (self.run_dir / "checkpoints").mkdir(parents=True)
+        self.script = folder / "job.sh"
+        self.frozen = next(
+            Path(line.removeprefix("folder=")) for line in printed.splitlines() if line.startswith("folder=")
+        )
+        self.frozen.mkdir(parents=True)
+        self.script.write_text(printed)
+        self.log = folder / "log"
+        self.log.touch()
+        (folder / "bin").mkdir()
+        for name, body in STAND_INS.items():
+            command = folder / "bin" / name
+            command.write_text(f"#!/bin/bash\n{body}\n")
+            command.chmod(0o755)
+        self.path = f"{folder / 'bin'}:{os.environ['PATH']}"
+
+    def start(self, srun: str, state: str = "RUNNING") -> subprocess.Popen[bytes]:
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "LOG": str(self.log)}
+        variables |= {"PATH": self.path, "SRUN": srun, "STATE": state, "RUN": str(self.run_dir)}
+        return subprocess.Popen(["bash", str(self.script)], env={**os.environ, **variables})
+
+    @property
+    def requeued(self) -> bool:
+        return "scontrol requeue 7" in self.log.read_text()
+
+    @property
+    def complete(self) -> bool:
+        return (self.frozen / "complete").exists()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+SAVE = 'echo step_00000005 > "$RUN/checkpoints/latest"; '
+STOP = 'touch "$RUN/stopped.json"; '
+
+
+@pytest.mark.parametrize(
+    ("srun", "state", "code", "requeued"),
+    [
+        ("exit 0", "RUNNING", 0, False),
+        ("exit 1", "RUNNING", 1, False),  # it would fail again
+        (SAVE + "exit 1", "RUNNING", 1, True),
+        (STOP + "exit 1", "RUNNING", 1, True),
+        (SAVE + STOP + "exit 1", "COMPLETING", 1, False),  # cancelled
+    ],
+)
+def test_a_job_comes_back_where_that_helps(
+    job: Job, srun: str, state: str, code: int, requeued: bool
+) -> None:
+    assert job.start(srun, state).wait(60) == code
+    assert job.requeued is requeued
+    assert job.complete is (code == 0)
+
+
+def test_a_job_of_a_complete_run_starts_nothing(job: Job) -> None:
+    assert job.start("exit 0").wait(60) == 0
+    assert job.start("exit 1").wait(60) == 0
+    assert job.log.read_text().count("started") == 1
+
+
+@pytest.mark.parametrize(("code", "complete"), [(1, False), (0, True)])
+def test_sigusr1_reaches_the_ranks_and_their_code_counts(job: Job, code: int, complete: bool) -> None:
+    process = job.start(f"trap 'echo told >> \"$LOG\"; exit {code}' USR1; while :; do /bin/sleep 0.1; done")
+    deadline = time.monotonic() + 60
+    while "started" not in job.log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)  # until it listens
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == code
+    assert "told" in job.log.read_text()
+    assert job.complete is complete
+    assert job.requeued is not complete

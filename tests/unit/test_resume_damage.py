@@ -1,0 +1,118 @@
+"""Which checkpoint a start takes when some are damaged, missing, or named by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train.cli import Arguments
+from gsa_train.config import Config
+from gsa_train.optim import build_optimizer
+from gsa_train.phases import phase_spans
+from gsa_train.resume import ResumeError, Start, choose_start
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+
+STEPS = (2, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints at the steps 2, 4 and 6, to be copied."""
+    folder = tmp_path_factory.mktemp("written")
+    config = tiny_config([SPARSE])
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for step in STEPS:
+        write_checkpoint(folder, step, model, optimizer, config)
+    return folder
+
+
+@pytest.fixture
+def config(written: Path, tmp_path: Path) -> Config:
+    """Of a run that has these checkpoints."""
+    shutil.copytree(written, tmp_path / "run" / "checkpoints")
+    return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"})
+
+
+def start_of(config: Config, **arguments: Any) -> Start:
+    defaults = Arguments("", (), None, False, False, False, 1)
+    return choose_start(
+        config, dataclasses.replace(defaults, **arguments), phase_spans(config.phases), single_rank()
+    )
+
+
+def checkpoints_of(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name / "checkpoints"
+
+
+def cut(folder: Path) -> None:
+    """Half of a file, as a full disk leaves it."""
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
+    start = start_of(config)
+    assert (start.step, start.damaged, start.same_run) == (6, (), True)
+
+
+def test_without_latest_the_newest_counts_instead_of_step_0(config: Config) -> None:
+    (checkpoints_of(config) / "latest").unlink()
+    assert start_of(config).step == 6
+
+
+def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
+    shutil.rmtree(checkpoints_of(config) / "step_00000006")
+    start = start_of(config)
+    assert start.step == 4
+    assert start.damaged == (("step_00000006", "it is missing or incomplete"),)
+    assert (checkpoints_of(config) / "latest").read_text() == "step_00000004"
+    assert start_of(config).damaged == ()
+
+
+def test_damaged_checkpoints_are_kept_under_another_name(config: Config, caplog: Any) -> None:
+    for step in (4, 6):
+        cut(checkpoints_of(config) / f"step_{step:08d}")
+    start = start_of(config)
+    assert start.step == 2
+    assert [name for name, _ in start.damaged] == ["step_00000006", "step_00000004"]
+    assert all("__0_0.distcp has" in fault for _, fault in start.damaged)
+    kept = {"step_00000004.damaged", "step_00000006.damaged"}
+    assert names_in(checkpoints_of(config)) == {"latest", "step_00000002", *kept}
+    assert (
+        "going back to the newest intact checkpoint, step_00000002; kept as step_00000006.damaged"
+        in caplog.text
+    )
+
+
+def test_where_all_are_damaged_nothing_starts_at_step_0_unasked(config: Config) -> None:
+    for step in STEPS:
+        cut(checkpoints_of(config) / f"step_{step:08d}")
+    before = names_in(checkpoints_of(config))
+    with pytest.raises(
+        ResumeError, match=r"(?s)no intact checkpoint .*\n  step_00000006: .*--no-resume"
+    ) as error:
+        start_of(config)
+    assert str(error.value).count("__0_0.distcp has") == len(STEPS)
+    assert names_in(checkpoints_of(config)) == before
+    assert start_of(config, no_resume=True) == Start()
+
+
+@pytest.mark.parametrize("by_folder", [True, False], ids=["step_*", "run folder"])
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_folder: bool) -> None:
+    newest = checkpoints_of(config) / "step_00000006"
+    cut(newest)
+    before = names_in(checkpoints_of(config))
+    with pytest.raises(ResumeError, match=r"step_00000006 is damaged: __0_0\.distcp has .* Give another"):
+        start_of(config, resume_from=str(newest if by_folder else checkpoints_of(config).parent))
+    assert names_in(checkpoints_of(config)) == before
+    assert start_of(config, resume_from=str(checkpoints_of(config) / "step_00000004")).step == 4

@@ -1,0 +1,268 @@
+"""Who asks a run to stop, when all ranks do it, and that nothing is lost in the middle of a validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train import trainer
+from gsa_train.batches import TrainBatches, read_validation_sets
+from gsa_train.checkpoint import load_checkpoint, read_run_state
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import Config
+from gsa_train.monitor import MonitorState, MonitorStop, SpikeFound, state_of
+from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.phases import PhaseSpan
+from gsa_train.spikes import Verdict
+from gsa_train.step import StepResult
+from gsa_train.stop_signals import (
+    STOP_SIGNALS,
+    TIME_LIMIT,
+    Stopped,
+    StopRequest,
+    children_keep_running,
+    find_deadline,
+    reason_in_words,
+)
+from gsa_train.stop_vote import StopVote
+from gsa_train.trainer import Run, run_phase
+from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample"
+PHASE = dataclasses.replace(SPARSE, steps=4)
+SPAN = PhaseSpan(0, PHASE, 0, PHASE.steps)
+TIMING = ("seconds", "per_second", "data_wait", "slowest")
+
+
+@pytest.fixture
+def request_to_stop() -> Iterator[StopRequest]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    request = StopRequest()
+    request.listen()
+    yield request
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# --- who asks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
+    assert request_to_stop.reason == 0
+    os.kill(os.getpid(), number)
+    assert request_to_stop.reason == number
+
+
+def test_children_do_not_get_the_signals_and_this_process_gets_them_later(
+    request_to_stop: StopRequest,
+) -> None:
+    show = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    with children_keep_running():
+        child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request_to_stop.reason == 0
+    assert request_to_stop.reason == signal.SIGTERM
+    assert all(f"Signals.{number.name}" in child.stdout for number in STOP_SIGNALS)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+
+
+@pytest.mark.parametrize(
+    ("limit_minutes", "slurm", "expected"),
+    [
+        (0, {}, None),
+        (10, {}, 1600.0),
+        (0, {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "8200"}, 7900.0),
+        (0, {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1600"}, 1540.0),  # 10% of the job
+        (10, {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "8200"}, 1600.0),
+        (0, {"SLURM_JOB_END_TIME": "8200"}, None),
+    ],
+)
+def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(
+    limit_minutes: float, slurm: dict[str, str], expected: float | None
+) -> None:
+    assert find_deadline(limit_minutes, 5, slurm, launched=1000.0) == expected
+
+
+def test_reasons_have_names() -> None:
+    assert [reason_in_words(reason) for reason in (signal.SIGUSR1, TIME_LIMIT)] == [
+        "SIGUSR1",
+        "the time limit",
+    ]
+
+
+# --- when all ranks stop ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vote(request_to_stop: StopRequest) -> Iterator[tuple[StopRequest, StopVote]]:
+    single_rank()
+    vote = StopVote(request_to_stop, timedelta(minutes=1))
+    yield request_to_stop, vote
+    vote.close()
+
+
+def test_a_stop_is_seen_before_the_first_step(vote: tuple[StopRequest, StopVote]) -> None:
+    vote[0].deadline = 0.0
+    assert vote[1].ask() == TIME_LIMIT
+
+
+def test_between_fast_steps_it_is_seen_one_step_later_and_stays(vote: tuple[StopRequest, StopVote]) -> None:
+    assert [vote[1].ask(), vote[1].ask()] == [0, 0]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [vote[1].ask(), vote[1].ask(), vote[1].ask()] == [0, signal.SIGUSR1, signal.SIGUSR1]
+
+
+def test_after_a_slow_step_it_is_seen_at_once(
+    vote: tuple[StopRequest, StopVote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100, 10))
+    monkeypatch.setattr("gsa_train.stop_vote.time.monotonic", lambda: float(next(clock)))
+    assert [vote[1].ask(), vote[1].ask()] == [0, 0]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert vote[1].ask() == signal.SIGUSR1
+
+
+# --- that nothing is lost ----------------------------------------------------------------------------------------
+
+
+def config(monitor: dict[str, Any] | None = None) -> Config:
+    tokenizer = SAMPLE / "tokenizer.model"
+    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": str(tokenizer), "num_lanes": 1}
+    return tiny_config(
+        [PHASE],
+        model={"vocab_size": 4096},
+        data=data | {"validation_dir": str(SAMPLE / "validation")},
+        evaluate={"every_steps": 2, "max_blocks": 3, "split_by_source": True},
+        checkpoint={"every_steps": 1000},
+        logging={"every_steps": 1},
+        monitor=monitor or {},
+    )
+
+
+def train_phase(
+    folder: Path,
+    ask: Callable[[], int],
+    resume_from: Path | None = None,
+    monitor: dict[str, Any] | None = None,
+) -> tuple[list[dict[str, Any]], BaseException | SpikeFound | None]:
+    """The records of a run of `PHASE`, and what ended it."""
+    torch.manual_seed(1)
+    each = config(monitor)
+    tokenizer = Tokenizer(each.data.tokenizer)
+    state = None if resume_from is None else read_run_state(resume_from)
+    model = tiny_model(each, variance_ema=0.02)
+    optimizer = build_optimizer(model, PHASE, each)
+    if resume_from is not None:
+        load_checkpoint(resume_from, model, optimizer, single_rank(), with_optimizer=True)
+    records: list[dict[str, Any]] = []
+    run = Run(
+        config=each,
+        parallel=single_rank(),
+        model=model,
+        batches=TrainBatches(each, single_rank(), tokenizer, state.data if state else None),
+        validation_sets=read_validation_sets(each, tokenizer),
+        tokenizer=tokenizer,
+        saver=CheckpointSaver(folder, each.checkpoint, single_rank()),
+        sinks=Mock(log=records.append),
+        progress=Mock(),
+        wandb_run_id=None,
+        stop_vote=Mock(ask=ask),
+        watch=Mock(),
+        straggler_warning=Mock(),
+        step=state.step if state else 0,
+        tokens=state.tokens if state else 0,
+        validation_due=state.validation_due if state else False,
+        monitor=state_of(state.monitor) if state else MonitorState(),
+    )
+    ended_by: BaseException | SpikeFound | None = None
+    try:
+        ended_by = run_phase(run, SPAN, optimizer)
+    except (Stopped, MonitorStop) as error:
+        ended_by = error
+    close_optimizer(model, optimizer)
+    run.saver.close()
+    return [each for each in records if not each.get("event", "").startswith("checkpoint")], ended_by
+
+
+def without_timing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in record.items() if not any(word in name for word in TIMING)}
+        for record in records
+    ]
+
+
+def stop_at(question: int) -> Callable[[], int]:
+    answers = iter([0] * question)
+    return lambda: next(answers, int(signal.SIGTERM))
+
+
+# Before each step one question; the validation after step 2 asks before each of its sets and sources.
+@pytest.mark.parametrize(("question", "step", "in_validation"), [(1, 1, False), (2, 2, True), (3, 2, True)])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, question: int, step: int, in_validation: bool
+) -> None:
+    undisturbed, _ = train_phase(tmp_path / "undisturbed", lambda: 0)
+    before, stop = train_phase(tmp_path / "stopped", stop_at(question))
+    assert isinstance(stop, Stopped)
+    assert (stop.reason, stop.step) == (signal.SIGTERM, step)
+    saved = tmp_path / "stopped" / f"step_{step:08d}"
+    assert read_run_state(saved).validation_due == in_validation
+    after, ended_by = train_phase(tmp_path / "stopped", lambda: 0, resume_from=saved)
+    assert ended_by is None
+    assert sum("event" in record for record in undisturbed) == 2
+    assert without_timing(before + after) == without_timing(undisturbed)
+
+
+def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    records, stop = train_phase(tmp_path / "stopped", stop_at(0))
+    assert isinstance(stop, Stopped)
+    assert records == []
+    assert not (tmp_path / "stopped").exists()
+
+
+def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
+    """Every step's verdict is that it spikes, by this loss above a limit of 5; none is logged."""
+    spikes, finite = math.isfinite(loss), math.isfinite(loss)
+    row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
+    train_step = trainer.train_step
+
+    def step(*args: Any) -> StepResult:
+        return dataclasses.replace(train_step(*args), verdict=Verdict(torch.tensor(False), row))
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "_is_logged", lambda *_: False)
+
+
+def test_a_stop_saves_nothing_after_a_step_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unhealthy(monkeypatch, math.nan)
+    _, error = train_phase(tmp_path / "stopped", stop_at(1))
+    assert isinstance(error, MonitorStop)
+    assert not (tmp_path / "stopped").exists()
+
+
+def test_a_stop_saves_nothing_in_a_spike_that_asks_for_a_rewind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unhealthy(monkeypatch, 9.0)
+    records, found = train_phase(
+        tmp_path / "stopped", stop_at(1), monitor={"action": "rewind", "patience_steps": 1}
+    )
+    assert found == SpikeFound(1, 1, "loss", 9.0, 5.0)
+    assert [record["event"] for record in records] == ["spike"]
+    assert not (tmp_path / "stopped").exists()

@@ -1,0 +1,72 @@
+"""What is submitted to Slurm: a whole script, from a source that is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def submit(*words: str, cwd: Path = ROOT, script: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script / "launch/slurm/submit.py"), *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
+    words = [
+        "--config",
+        "configs/demo.yaml",
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--time=1:00:00",
+        "--partition=gpu",
+    ]
+    words += ["--sbatch=--account=me", f"run.dir={tmp_path / 'my runs'}", "train.global_batch_size=32"]
+    result = submit(*words, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    options = [line for line in result.stdout.splitlines() if line.startswith("#SBATCH")]
+    for option in ("--nodes=2", "--gpus-per-node=4", "--time=1:00:00", "--partition=gpu", "--account=me"):
+        assert f"#SBATCH {option}" in options
+    assert "#SBATCH --signal=B:USR1@360" in options
+    assert "--nproc_per_node=4" in result.stdout
+    assert f"run_dir='{tmp_path}/my runs/demo'" in result.stdout
+    subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_config_is_checked_for_all_ranks() -> None:
+    result = submit("--config", "configs/demo.yaml", "--nodes=3", "--gpus-per-node=8", "--dry-run")
+    assert result.returncode == 2
+    assert "train.global_batch_size" in result.stderr
+
+
+def test_changes_that_are_not_committed_are_refused_by_name(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for name in ("launch/slurm/submit.py", "launch/slurm/job.sh"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text((ROOT / name).read_text())
+    words = ("--config", "configs/demo.yaml", "--nodes=1", "--gpus-per-node=0", f"run.dir={tmp_path}")
+    no_checkout = submit(*words, script=copy)
+    assert no_checkout.returncode == 2
+    assert "submit from a git checkout" in no_checkout.stderr
+
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "-C", str(copy)]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    (copy / "new.py").touch()
+    refused = submit(*words, script=copy)
+    assert refused.returncode == 2
+    assert "?? new.py" in refused.stderr
+    assert "--allow-uncommitted" in refused.stderr
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize("words", [["--nodes=0"], ["--nodes=1", "--chain=0"]])
+def test_wrong_use_has_code_2(words: list[str]) -> None:
+    result = submit("--config", "configs/demo.yaml", *words)
+    assert result.returncode == 2
+    assert "give an integer of 1 or more" in result.stderr

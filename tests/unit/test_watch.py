@@ -1,0 +1,91 @@
+"""Which rank is named for a run that hangs, and which for one that is slow."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from gsa_train.watch import ACTIVITIES, Age, Beat, find_fault
+from gsa_train.work_time import StragglerWarning, WorkTime, slowest
+
+TIMEOUT = 60.0
+
+
+def beat(number: int = 1, progress: int = 1, step: int = 7, activity: str = "training") -> Beat:
+    return Beat(number, progress, step, ACTIVITIES.index(activity), "node", 100)
+
+
+def named(fault: str | None) -> list[int]:
+    assert fault is not None
+    return [int(line.split()[1]) for line in fault.splitlines() if line.endswith("<--")]
+
+
+def test_a_run_that_goes_on_has_no_fault() -> None:
+    assert find_fault([Age(beat(), 0, 59), Age(beat(), 59, 10)], TIMEOUT) is None
+
+
+def test_a_process_without_heartbeat_is_named_before_those_that_wait_for_it() -> None:
+    ages = [Age(beat(step=8), 0, 61), Age(beat(step=8), 58, 60), Age(beat(step=8), 1, 61)]
+    fault = find_fault(ages, TIMEOUT)
+    assert named(fault) == [1]
+    assert fault is not None
+    assert "rank 1 on node (process 100): training after step 7".replace("7", "8") in fault
+    assert "frozen or gone" in fault.lower()
+
+
+def test_the_rank_that_is_behind_is_named() -> None:
+    ages = [Age(beat(), 0, 61), Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 62)]
+    assert named(find_fault(ages, TIMEOUT)) == [2]
+    ages = [Age(beat(), 0, 61), Age(beat(step=6, activity="saving"), 0, 62), Age(beat(), 0, 61)]
+    assert named(find_fault(ages, TIMEOUT)) == [1]
+
+
+def test_where_all_are_at_one_place_all_are_named() -> None:
+    assert named(find_fault([Age(beat(), 0, 61), Age(beat(), 0, 59)], TIMEOUT)) == [0, 1]
+
+
+def test_ages_grow_until_a_heartbeat_and_a_progress_come() -> None:
+    age = Age(beat())
+    age.see(beat(), 5)
+    assert (age.of_beat, age.of_progress) == (5, 5)
+    age.see(beat(number=2), 5)
+    assert (age.of_beat, age.of_progress) == (0, 10)
+    age.see(beat(number=3, progress=2), 5)
+    assert (age.of_beat, age.of_progress) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [([1.0, 1.0, 3.0, 1.0], (2, 3.0)), ([1.0, 2.0], (1, 2.0)), ([5.0], (0, 1.0)), ([0.0, 0.0], (0, 1.0))],
+)
+def test_the_slowest_rank_is_compared_with_the_median(
+    seconds: list[float], expected: tuple[int, float]
+) -> None:
+    assert slowest(seconds) == expected
+
+
+def test_a_slow_rank_is_named_once_when_it_stays_slow(caplog: pytest.LogCaptureFixture) -> None:
+    warning = StragglerWarning(ratio=1.5)
+    with caplog.at_level(logging.WARNING):
+        for step, (rank, ratio) in enumerate([(3, 2.0), (1, 2.0), (3, 2.0), (3, 1.6), (3, 1.2)]):
+            warning.look(step, rank, ratio)
+        assert caplog.messages == []
+        for step in range(5, 10):
+            warning.look(step, 3, 1.75)
+    assert caplog.messages == [
+        "step 7: rank 3 works 1.75 times as long as the median rank; all others wait for it"
+    ]
+
+
+def test_only_the_time_between_begin_and_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 10.0, 15.0])
+    monkeypatch.setattr("gsa_train.work_time.time.perf_counter", lambda: next(clock))
+    work = WorkTime(torch.device("cpu"))
+    work.end()  # without a begin
+    for _ in range(2):
+        work.begin()
+        work.end()
+    assert work.read_and_reset() == 2 + 5
+    assert work.read_and_reset() == 0
