@@ -65,8 +65,8 @@ class MonitorState:
     first_in_a_row: int = 0
     """Step of the first of them."""
     last_flagged: int = -SPIKE_GAP_STEPS
-    lowered_until: int = 0
-    """Last step with a lowered learning rate."""
+    lowered: list[tuple[int, int]] = field(default_factory=list)
+    """First and last steps with a lowered learning rate."""
     # Of the whole run.
     judged_steps: int = 0
     spikes: int = 0
@@ -122,7 +122,8 @@ class Monitor:
 
     def lr_factor(self, step: int) -> float:
         """Factor on the learning rates of a step."""
-        return self._config.lower_lr_factor if step <= self._state.lowered_until else 1.0
+        lowered = any(first <= step <= last for first, last in self._state.lowered)
+        return self._config.lower_lr_factor if lowered else 1.0
 
     def observe(self, step: int, verdict: Verdict) -> None:
         """Send the verdict on its way to the host."""
@@ -134,11 +135,8 @@ class Monitor:
         event.record()
         self._unread.append(_Unread(step, row, event))
 
-    def read(self, through: int, now: int) -> SpikeFound | None:
-        """Count and act on the steps up to `through`.
-
-        Args:
-            now: steps done; what is done begins with the step after it.
+    def read(self, through: int) -> SpikeFound | None:
+        """Count and act on the steps up to `through`, which may be more of them than READ_DELAY_STEPS asks for.
 
         Returns:
             The spike that asks for a rewind, if there is one: what follows it was not read.
@@ -150,7 +148,7 @@ class Monitor:
             step, row, event = self._unread.popleft()
             if event is not None:
                 event.synchronize()
-            found = self._judge(step, self.detector.row(row.tolist()), now)
+            found = self._judge(step, self.detector.row(row.tolist()))
             if found is not None:
                 return found
         return None
@@ -189,7 +187,7 @@ class Monitor:
 
     # --- policy --------------------------------------------------------------------------------------------
 
-    def _judge(self, step: int, row: Row, now: int) -> SpikeFound | None:
+    def _judge(self, step: int, row: Row) -> SpikeFound | None:
         state, config = self._state, self._config
         self._last = row
         state.judged_steps += 1
@@ -228,9 +226,13 @@ class Monitor:
         if config.action == "stop":
             raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)")
         if config.action == "lower_lr":
-            if state.lowered_until <= now:
-                self._event("lower_lr", now, factor=config.lower_lr_factor, last=now + config.lower_lr_steps)
-            state.lowered_until = now + config.lower_lr_steps
+            # From a step on that no reading is too late for: a run stopped in between goes on with the same rates.
+            first = step + READ_DELAY_STEPS + 1
+            last = first + config.lower_lr_steps - 1
+            state.lowered = [each for each in state.lowered if each[1] > step]
+            if not any(its_last >= first - 1 for _, its_last in state.lowered):
+                self._event("lower_lr", step, factor=config.lower_lr_factor, first=first, last=last)
+            state.lowered.append((first, last))
         if config.action == "rewind":
             return SpikeFound(state.first_in_a_row, step, signal, value, threshold)
         return None
@@ -259,4 +261,5 @@ class Monitor:
 
 def state_of(saved: dict[str, Any]) -> MonitorState:
     """From what a checkpoint holds; an empty one is of a version without monitor."""
-    return MonitorState(**{**saved, "recent": [tuple(pair) for pair in saved.get("recent", [])]})
+    pairs = {name: [tuple(pair) for pair in saved.get(name, [])] for name in ("recent", "lowered")}
+    return MonitorState(**{**saved, **pairs})

@@ -103,7 +103,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         run.validation_due = False
     while run.step < span.end:
         reason = run.stop_vote.ask()
-        found = monitor.read(run.step if reason else run.step - READ_DELAY_STEPS, run.step)
+        found = monitor.read(run.step if reason else run.step - READ_DELAY_STEPS)
         if found is not None:
             return found
         if reason:
@@ -122,7 +122,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         validates = config.evaluate.every_steps > 0 and run.step % config.evaluate.every_steps == 0
         if logged or saves or validates or run.step == span.end:
             # Nothing is logged, validated or saved before what the monitor makes of it.
-            found = monitor.read(run.step, run.step)
+            found = monitor.read(run.step)
             if found is not None:
                 return found
         if logged:

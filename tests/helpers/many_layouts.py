@@ -146,7 +146,13 @@ def take_step(
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     result = train_step(model, optimizer, batches, 1e-3, config, parallel, step, detector)
     reduced = reduce_step(model.runtime.stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
-    return {"loss": reduced.loss, "grad_norm": result.grad_norm.item(), **reduced.layers}
+    return {
+        "loss": reduced.loss,
+        "judged_loss": result.verdict.row[0].item(),
+        "grad_norm": result.grad_norm.item(),
+        "update_norm": update_norm(optimizer.optimizer, result.verdict.applied, parallel).item(),
+        **reduced.layers,
+    }
 
 
 def go_on(

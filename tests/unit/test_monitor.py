@@ -12,7 +12,15 @@ import torch
 
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
 from gsa_train.layer_watch import LayerWatch
-from gsa_train.monitor import SPIKE_GAP_STEPS, Monitor, MonitorState, MonitorStop, SpikeFound, state_of
+from gsa_train.monitor import (
+    READ_DELAY_STEPS,
+    SPIKE_GAP_STEPS,
+    Monitor,
+    MonitorState,
+    MonitorStop,
+    SpikeFound,
+    state_of,
+)
 from gsa_train.optim import build_optimizer
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
@@ -40,7 +48,7 @@ class Steps:
         """Steps one after another, each read at once: `.` is quiet, `s` a spike, `n` not a number."""
         for kind in kinds:
             self.send(kind)
-            found = self.monitor.read(self.step, self.step)
+            found = self.monitor.read(self.step)
             if found is not None:
                 return found
         return None
@@ -64,9 +72,9 @@ def test_a_verdict_is_read_at_a_fixed_step_whatever_has_arrived() -> None:
     steps = Steps()
     for kind in ".s.":
         steps.send(kind)
-    steps.monitor.read(1, now=3)
+    steps.monitor.read(1)
     assert not steps.events
-    steps.monitor.read(2, now=4)
+    steps.monitor.read(2)
     assert steps.of("spike") == [2]
 
 
@@ -118,14 +126,19 @@ def test_a_spike_that_does_not_end_ends_the_run(action: str) -> None:
         steps.take("sssssnn")
 
 
-def test_the_rate_is_lowered_from_the_step_after_the_reading_on() -> None:
+@pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
+def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay: int) -> None:
+    """As a run that is stopped and goes on reads some of them sooner."""
     steps = Steps(action="lower_lr", patience_steps=2, lower_lr_steps=5, lower_lr_factor=0.25)
-    steps.take("..ss")
-    assert [steps.monitor.lr_factor(step) for step in range(5, 11)] == [0.25, 0.25, 0.25, 0.25, 0.25, 1]
-    steps.take(".ss")
-    assert steps.monitor.lr_factor(12) == 0.25
-    assert steps.monitor.lr_factor(13) == 1
-    assert steps.of("lower_lr") == [4]  # still lowered at the second spike
+    rates = []
+    for kind in "..ss...ss........ss.......":
+        steps.monitor.read(steps.step - delay)
+        rates.append(steps.monitor.lr_factor(steps.step + 1))
+        steps.send(kind)
+    lowered = [step for step, rate in enumerate(rates, start=1) if rate == 0.25]
+    assert lowered == [*range(7, 17), *range(22, 27)]
+    said = [(event["step"], event["first"], event["last"]) for event in steps.events if "first" in event]
+    assert said == [(4, 7, 11), (19, 22, 26)]  # still lowered at the second spike
 
 
 def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
