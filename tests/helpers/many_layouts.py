@@ -24,7 +24,7 @@ from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config_checks import check_config
 from gsa_train.metrics import reduce_step
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer, update_norm
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.spikes import SpikeDetector
 from gsa_train.step import evaluation_step, train_step
