@@ -3,8 +3,7 @@
 Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
 Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 13: the
 monitor stopped the run at a spike. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json
-remains). 1: the run failed otherwise, also for its data. torchrun shows its ranks' codes, and itself makes each of them
-1.
+remains). 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations

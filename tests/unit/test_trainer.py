@@ -59,6 +59,22 @@ def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> 
     run.saver.close()
 
 
+def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path: Path) -> None:
+    run, span, optimizer = run_of(tmp_path, CheckpointConfig(retry_after_steps=2))
+    try:
+        limit_files_to(10_000)
+        save(run, span, optimizer)
+        (failed,) = run.saver.ended(now=4, wait=True)
+    finally:
+        limit_files_to(resource.RLIM_INFINITY)
+    assert failed.error is not None
+    assert run.saver.is_due(6)
+    run.saver.go_back(2)
+    assert not run.saver.is_due(6)
+    assert run.saver.has(2)
+    run.saver.close()
+
+
 def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp_path: Path) -> None:
     run, span, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=1))
     events: list[str] = []
