@@ -10,7 +10,7 @@ import logging
 import pickle
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class RunState:
     """Random-number generators of every rank, restored when the layout is the same."""
     validation_due: bool = False
     """The run was stopped in the validation at this step, and begins with it."""
+    monitor: dict[str, Any] = field(default_factory=dict)
+    """gsa_train.monitor.MonitorState; empty in checkpoints from before there was one."""
     format_version: int = FORMAT_VERSION
 
 

@@ -4,6 +4,7 @@
     <run folder>/checkpoints/step_00000200/manifest.json    size and checksum of every other file; written last
     <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and passed over
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
+    <run folder>/checkpoints/set_aside/                     what was newer than the checkpoint a rewind went back to
 
 A save writes into `.tmp_step_00000200/` and renames it once every file is on the disk, so a folder with the final
 name was complete when it got that name.
@@ -23,6 +24,8 @@ from pathlib import Path
 LATEST = "latest"
 MANIFEST = "manifest.json"
 DAMAGED = ".damaged"
+SET_ASIDE = "set_aside"
+"""Folder of the checkpoints that a rewind left behind."""
 MEGATRON_METADATA = "metadata.json"
 """By this file megatron-core tells its checkpoints from other folders; it writes it last."""
 READ_BYTES = 1 << 24
@@ -135,6 +138,22 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
             renamed.append(target)
     _write_latest(chosen)
     return renamed
+
+
+# --- a rewind --------------------------------------------------------------------------------------------
+
+
+def go_back_to(checkpoint: Path) -> None:
+    """Make an earlier checkpoint the latest one; newer ones move to `set_aside/`. Call on one process."""
+    _write_latest(checkpoint)
+    kept, aside = step_of(checkpoint.name), checkpoint.with_name(SET_ASIDE)
+    assert kept is not None
+    for newer in complete_checkpoints(checkpoint.parent):
+        if (step_of(newer.name) or 0) > kept:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / newer.name, ignore_errors=True)
+            newer.rename(aside / newer.name)
+    sync(checkpoint.parent)
 
 
 # --- integrity -------------------------------------------------------------------------------------------

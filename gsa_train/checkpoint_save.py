@@ -118,7 +118,7 @@ class CheckpointSaver:
         self, checkpoints: Path, config: CheckpointConfig, parallel: Parallel, durable_step: int | None = None
     ):
         """`durable_step`: that of the checkpoint with which the run resumed."""
-        self._checkpoints, self._config, self._parallel = checkpoints, config, parallel
+        self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host_memory = _HostMemory()
@@ -149,7 +149,7 @@ class CheckpointSaver:
             return ended
         self._retry_step = None
         began = time.perf_counter()
-        final = step_folder(self._checkpoints, state.step)
+        final = step_folder(self.checkpoints, state.step)
         save = _Save(state, final.with_name(f".tmp_{final.name}"), began)
         error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
         if error is None:
@@ -206,6 +206,11 @@ class CheckpointSaver:
             return "this was the last try"
         return f"next try at step {self._retry_step}"
 
+    def go_back(self, step: int) -> None:
+        """The run stands at this checkpoint again; no save may be under way. What failed after it is not retried."""
+        assert self._save is None
+        self.durable_step, self._retry_step = step, None
+
     def close(self) -> None:
         """Let the save under way end; its files are complete, whatever stops the training. Not collective."""
         self._thread.shutdown(wait=True)
@@ -252,9 +257,9 @@ class CheckpointSaver:
         """Size in bytes, warnings."""
         files = _write_metadata(save, ranks)
         write_manifest(save.folder, files)
-        final = step_folder(self._checkpoints, save.state.step)
+        final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
-        warnings = prune(self._checkpoints, self._config.keep_last, newest=final)
+        warnings = prune(self.checkpoints, self._config.keep_last, newest=final)
         return sum(record.bytes for record in files.values()), warnings
 
 

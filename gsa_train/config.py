@@ -196,6 +196,9 @@ class TrainConfig:
     """AdamW epsilon."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    iterations_to_skip: list[int] = field(default_factory=list)
+    """Steps, counted from 1 as in the metrics, whose batches are read but not trained on; step number and learning rate
+    go on."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,47 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class MonitorConfig:
+    action: Literal["log", "skip", "lower_lr", "rewind", "stop"] = "log"
+    """What a spike does. `log`: it is recorded; a loss or gradient that is not finite stops the run. The others leave
+    out the update of each spiking step and then: `skip`, nothing else; `lower_lr`, a lower learning rate for a while;
+    `rewind`, back to an earlier checkpoint, on without the batches around the spike; `stop`, end with exit code 13."""
+    detector: Literal["robust", "sigma"] = "robust"
+    """`robust`: loss and log of the gradient norm against running medians, also a smaller rise that lasts. `sigma`:
+    OLMo-core's rule, mean + sigmas * standard deviation."""
+    window_steps: int = 128
+    """Steps of history that a step is judged by."""
+    min_history_steps: int = 64
+    """Steps of a phase before the first one is judged."""
+    sigmas: float = 6.0
+    """Rise of a single step that makes it a spike, in standard deviations of the noise."""
+    lasting_sigmas: float = 3.5
+    """Rise that makes a spike when it lasts `lasting_steps`; its least rises are half of those of a single step."""
+    lasting_steps: int = 3
+    """Steps in a row above `lasting_sigmas`, the last of which is a spike."""
+    loss_min_rise_nats: float = 0.2
+    """A loss that rises by less is no spike, however quiet it was."""
+    grad_norm_min_ratio: float = 3.0
+    """A gradient norm that rises by a smaller factor is no spike."""
+    patience_steps: int = 3
+    """lower_lr, rewind and stop act after this many spiking steps in a row, whose updates are left out."""
+    max_skips_in_a_row: int = 50
+    """skip and lower_lr stop the run when they have left out this many updates in a row."""
+    lower_lr_factor: float = 0.5
+    """Factor on all learning rates after a spike, with lower_lr."""
+    lower_lr_steps: int = 200
+    """Steps for which it holds; another spike starts them anew."""
+    rewind_min_steps: int = 100
+    """The checkpoint gone back to is at least this much older than the spike's first step."""
+    rewind_skip_before_steps: int = 100
+    """Batches left out before the spike's first step, as far as they come after that checkpoint."""
+    rewind_skip_after_steps: int = 100
+    """Batches left out behind the last spiking step seen."""
+    max_rewinds: int = 3
+    """The spike after that many rewinds stops the run."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = 500
     """Steps between checkpoints; the end of the run always writes one."""
@@ -312,6 +356,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 

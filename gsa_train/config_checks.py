@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gsa_train.config_load import problem_line
 from gsa_train.kernel_checks import check_kernels
 from gsa_train.layout_checks import check_layout, chunk_in_words, nearest, undivided_chunk
+from gsa_train.monitor_checks import check_monitor
 
 if TYPE_CHECKING:
     from gsa_train.config import Config, DataConfig, PhaseConfig
@@ -25,14 +26,15 @@ AT_LEAST_ZERO = frozenset(
     """
     run.seed run.time_limit_minutes run.slurm_margin_minutes
     data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
-    data.read_retries checkpoint.save_retries phases.warmup_steps phases.min_lr phases.kl_coeff
+    data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
+    monitor.max_rewinds monitor.loss_min_rise_nats phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
     """
     model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
     parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
-    phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
@@ -59,6 +61,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_layout(config, world_size),
         *_check_recompute(config),
         *_check_phases(config),
+        *check_monitor(config),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: last validation, baselines, summary, plots; or the stop before it."""
+"""The end of a run: last validation, baselines, summary, plots; or a stop before it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gsa_data.best_fit import packing_shares
 from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
+from gsa_train.monitor import EXIT_CODE, MonitorStop
 from gsa_train.parallel import shutdown_parallel
 from gsa_train.plots import write_plots
 from gsa_train.resume import run_dir
@@ -54,6 +55,9 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             **baselines,
             "recall": validation["validation_recall"],
             "random_recall": validation["validation_random_recall"],
+            "spikes": run.monitor.spikes,
+            "skipped_updates": run.monitor.skipped_updates,
+            "rewinds": len(run.monitor.rewinds),
             "data_tokens_by_source": tokens_by_source(counters),
         }
         if config.data.packing == "best_fit":
@@ -73,14 +77,25 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
 
 def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
-    run.batches.close()
-    run.stop_vote.close()
     if run.sinks is not None and run.progress is not None:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
-        run.progress.close()
-        run.sinks.close()
         run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
+    _close(run)
+
+
+def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
+    """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
+    run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
+    _close(run, EXIT_CODE)
+
+
+def _close(run: Run, wandb_code: int = 0) -> None:
+    run.batches.close()
+    run.stop_vote.close()
+    if run.sinks is not None and run.progress is not None:
+        run.progress.close()
+        run.sinks.close(wandb_code)
     run.watch.close()
     dist.barrier()  # torchrun ends all ranks when the first one ends
     shutdown_parallel()

@@ -7,6 +7,7 @@ optimizer state, and the sparse phase starts with fresh moments.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,9 +25,12 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
+from gsa_train.parallel import Parallel
 from gsa_train.phases import enter_phase
 from gsa_train.work_time import WorkTime
 
@@ -126,35 +130,104 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 
 
 @torch.no_grad()
-def clipped_step(optimizer: MegatronOptimizer, max_norm: float, device: torch.device) -> torch.Tensor:
-    """Clip the reduced gradients, and update. Where the norm is not finite no weight changes.
+def reduce_grad_norm(
+    optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the reduced gradients and the loss over all ranks, in one collective.
 
-    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU, where
-    AdamW scales and skips by tensors on the device. Collective over the ranks that share the gradients.
+    Collective over all ranks, so that each has the same bits to decide by; nothing is read back on a GPU.
 
     Args:
-        max_norm: largest global norm; 0 does not clip.
+        loss_share: 0-d: what this rank adds to the loss of the global batch.
 
     Returns:
-        0-d fp32: the global norm before clipping, over all ranks.
+        0-d fp32 norm before clipping, 0-d fp64 loss.
     """
     optimizer.prepare_grads()
     grads = [g for inner in _chained(optimizer) for g in inner.get_main_grads_for_grad_norm()]
-    squares = _sum_of_squares(grads, device)
-    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-    norm = squares.sqrt().float()
+    # Without the distributed optimizer every data-parallel replica holds all of them.
+    copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
+    sums = torch.stack([_sum_of_squares(grads, parallel.device) / copies, loss_share.double()])
+    dist.all_reduce(sums)
+    return sums[0].sqrt().float(), sums[1]
+
+
+@torch.no_grad()
+def clipped_step(
+    optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
+) -> None:
+    """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
+
+    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU, where
+    AdamW scales and skips by tensors on the device.
+
+    Args:
+        norm: 0-d: their norm, of `reduce_grad_norm`.
+        max_norm: largest global norm; 0 does not clip.
+        applied: 0-d bool, the same on all ranks.
+    """
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-    if device.type == "cuda":
+    if norm.is_cuda:
         for inner in inner_optimizers(optimizer):
             inner.optimizer.grad_scale = divisor
-            inner.optimizer.found_inf = norm.isfinite().logical_not().float()
+            inner.optimizer.found_inf = applied.logical_not().float()
         optimizer.step_with_ready_grads()
-    elif norm.isfinite():
+    elif applied:
         for parameter in (p for inner in _chained(optimizer) for p in inner.get_parameters()):
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
         optimizer.step_with_ready_grads()
-    return norm
+
+
+@torch.no_grad()
+def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
+
+    From AdamW's moments after the step, some tensors at a time: nothing is kept from before it. Collective.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
+    for inner in inner_optimizers(optimizer):
+        adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if _counts_for_norms(p)}
+        for group in adam.param_groups:
+            for part in _parts([p for p in group["params"] if id(p) in counted]):
+                squares += _squared_change(adam, group, part, parallel.device)
+    squares = torch.where(applied, squares / copies, 0)
+    dist.all_reduce(squares)
+    return squares.sqrt().float()
+
+
+def _squared_change(
+    adam: torch.optim.AdamW, group: dict[str, Any], parameters: list[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """0-d fp64. w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
+    states = [adam.state[parameter] for parameter in parameters]
+    step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
+    correction = (1 - beta2**step).sqrt()
+    roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+    torch._foreach_add_(roots, group["eps"] * correction)
+    changes = torch._foreach_div([state["exp_avg"] for state in states], roots)
+    torch._foreach_mul_(changes, correction / (1 - beta1**step))
+    lr, decay = group["lr"], group["weight_decay"]
+    torch._foreach_add_(changes, parameters, alpha=decay)
+    return _sum_of_squares(list(changes), device) * (lr / (1 - lr * decay)) ** 2
+
+
+def _parts(tensors: list[torch.Tensor], elements: int = 1 << 26) -> Iterator[list[torch.Tensor]]:
+    """In order, about as many elements at a time: temporary copies of them stay below half a gigabyte."""
+    part: list[torch.Tensor] = []
+    for tensor in tensors:
+        if part and sum(each.numel() for each in part) + tensor.numel() > elements:
+            yield part
+            part = []
+        part.append(tensor)
+    if part:
+        yield part
+
+
+def _counts_for_norms(parameter: torch.Tensor) -> bool:
+    """Not a copy of what another rank has, as megatron-core counts gradients."""
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
 def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gsa_train.sinks import validation_prefixes
+from gsa_train.sinks import tells_by_its_event, validation_prefixes
 
 SMOOTHING = 0.3
 """Weight of the latest interval in the moving average of seconds per step (tqdm's default)."""
@@ -46,7 +46,9 @@ class Progress:
             for prefix, name in list(validation_prefixes(record).items())[1:]:
                 self.message(_other_set_line(record, self._total_steps, prefix, name))
             return
-        if "event" in record:  # said in words where it happens
+        if "event" in record:
+            if tells_by_its_event(record):  # the others are said in words where they happen
+                self.message(_event_line(record, self._total_steps))
             return
         eta = self._measure(record["step"])
         if self._bar is None:
@@ -54,6 +56,10 @@ class Progress:
             return
         self._bar.n = record["step"]
         self._bar.set_description_str(_bar_text(record, eta))
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` come again."""
+        self._last_step, self._last_time = step, self._clock()
 
     def message(self, text: str) -> None:
         """A line to stdout that leaves the bar whole."""
@@ -120,6 +126,17 @@ def _validation_line(record: dict[str, Any], total_steps: int) -> str:
         f"recall {_number(record.get('validation_recall'), '5.3f')}",
     ]
     return "  ".join(columns)
+
+
+def _event_line(record: dict[str, Any], total_steps: int) -> str:
+    """Of an event other than a validation: what it says, as key value."""
+    said = {key: value for key, value in record.items() if key not in ("event", "step", "phase")}
+    words = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in said.items()
+    ]
+    return "  ".join(
+        [_step_and_phase(record, total_steps), record["event"].replace("_", " ").upper(), *words]
+    )
 
 
 def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gsa_train.checkpoint import RunState, find_damage, read_run_state, restore_
 from gsa_train.checkpoint_files import find_checkpoint, pass_over, recover_folder, resume_candidates
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
+from gsa_train.monitor import MonitorState, state_of
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 
@@ -51,6 +53,10 @@ class Start:
     @property
     def tokens(self) -> int:
         return self.state.tokens if self.state else 0
+
+    @property
+    def monitor(self) -> MonitorState:
+        return state_of(self.state.monitor) if self.state else MonitorState()
 
     @property
     def data_state(self) -> dict[str, Any] | None:
@@ -121,6 +127,20 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums)
     if checkpoint is None:
         return Start()
+    return start_from(checkpoint, config, spans, damaged)
+
+
+def start_from(
+    checkpoint: Path, config: Config, spans: list[PhaseSpan], damaged: Sequence[tuple[str, str]]
+) -> Start:
+    """The start that a checkpoint means.
+
+    Args:
+        damaged: newer ones that were passed over.
+
+    Raises:
+        ResumeError: it is of another model or sequence of phases.
+    """
     try:
         state = read_run_state(checkpoint)
     except ValueError as error:
@@ -134,7 +154,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         state=state,
         phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
         inside_phase=stays or not finished,
-        same_run=checkpoint.resolve().parent.parent == own.resolve(),
+        same_run=checkpoint.resolve().parent.parent == run_dir(config).resolve(),
         damaged=tuple(damaged),
     )
 
@@ -163,7 +183,24 @@ def _newest_intact(
     """
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
-    candidates: list[Path] = shared[0]
+    candidate, damaged = first_intact(checkpoints, shared[0], parallel, checksums)
+    if candidate is None and damaged:
+        raise ResumeError(
+            f"{checkpoints} has no intact checkpoint to resume from:\n"
+            + "\n".join(f"  {name}: {fault}" for name, fault in damaged)
+            + f"\nRepair one of them, name another in {checkpoints / 'latest'}, or start again at step 0 with "
+            "--no-resume (which keeps all of this in previous/)."
+        )
+    return candidate, damaged
+
+
+def first_intact(
+    checkpoints: Path, candidates: Sequence[Path], parallel: Parallel, checksums: bool
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
+
+    If there is one, those are renamed and `latest` names it, so that the next start finds it, too.
+    """
     damaged: list[tuple[str, str]] = []
     for candidate in candidates:
         fault = find_damage(candidate, parallel, checksums)
@@ -177,14 +214,7 @@ def _newest_intact(
             dist.barrier()
             return candidate, damaged
         damaged.append((candidate.name, fault))
-    if damaged:
-        raise ResumeError(
-            f"{checkpoints} has no intact checkpoint to resume from:\n"
-            + "\n".join(f"  {name}: {fault}" for name, fault in damaged)
-            + f"\nRepair one of them, name another in {checkpoints / 'latest'}, or start again at step 0 with "
-            "--no-resume (which keeps all of this in previous/)."
-        )
-    return None, []
+    return None, damaged
 
 
 def open_batches(

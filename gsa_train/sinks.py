@@ -2,10 +2,11 @@
 
 A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
 list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
-Validation results are records of their own, with `"event": "validation"`; those of sets after the first have the
-set's name in their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value. So have saves that
-ended (`checkpoint`), failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step`
-is the checkpoint's; they are logged when the loop hears of them, up to `logging.every_steps` later.
+What happens beside the steps has records of its own with an `event`: spikes and what was done about them
+(gsa_train.monitor); validation results (`validation`), where those of sets after the first have the set's name in their
+keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; saves that ended (`checkpoint`), failed
+(`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's; they are
+logged when the loop hears of them, up to `logging.every_steps` later.
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
 non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
@@ -91,6 +92,19 @@ class Sinks:
         if self._wandb_run:
             self._tell_wandb("log", {**scalars, "step": record["step"], "phase": record["phase"]})
 
+    def go_back(self, step: int) -> None:
+        """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
+        self._metrics.close()
+        path = self.run_dir / "metrics.jsonl"
+        dropped = [line for line, record in _read_lines(path) if record["step"] > step]
+        with (self.run_dir / "metrics_rewound.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in dropped)
+        _drop_after(path, step)
+        self._metrics = path.open("a", encoding="utf-8")
+        if self._tensorboard:
+            self._tensorboard.close()
+            self._tensorboard = _open_tensorboard(self.run_dir, step)
+
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close."""
         write_atomically(self.run_dir / "summary.json", _to_json(summary, indent=2) + "\n")
@@ -129,8 +143,9 @@ class Sinks:
 
 
 # Names in TensorBoard and W&B: train/loss, gsa/recall, gsa_layers/recall/layer_00, system/mfu, lr/gates.
-# Keys of a step that are in neither set below describe the attention.
-TRAIN_KEYS = frozenset({"loss", "grad_norm", "lr", "tokens", "max_activation"})
+# Keys of a step that are in no set below describe the attention.
+TRAIN_KEYS = frozenset({"loss", "grad_norm", "update_norm", "lr", "tokens", "max_activation"})
+MONITOR_KEYS = frozenset({"spikes", "spikes_per_100k_steps", "spike_score", "skipped_updates", "rewinds"})
 SYSTEM_KEYS = frozenset(
     {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
     | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds", "slowest_rank", "slowest_rank_ratio"}
@@ -142,6 +157,8 @@ SYSTEM_KEYS = frozenset(
 def to_scalars(record: Record) -> dict[str, float]:
     """The numbers of a record under the names shown by TensorBoard and W&B; None and text have none."""
     scalars: dict[str, float | None] = {}
+    if tells_by_its_event(record):
+        return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
         if key == "step" or isinstance(value, str):
             continue
@@ -154,9 +171,16 @@ def to_scalars(record: Record) -> dict[str, float]:
         elif record.get("event") == "validation":
             scalars[f"validation/{key.removeprefix('validation_')}"] = value
         else:
-            group = "train" if key in TRAIN_KEYS else "system" if key in SYSTEM_KEYS else "gsa"
+            groups = {"train": TRAIN_KEYS, "monitor": MONITOR_KEYS, "system": SYSTEM_KEYS}
+            group = next((name for name, keys in groups.items() if key in keys), "gsa")
             scalars[f"{group}/{key}"] = value
     return {name: value for name, value in scalars.items() if value is not None}
+
+
+def tells_by_its_event(record: Record) -> bool:
+    """What the monitor says; validations and saves come with numbers of their own."""
+    event = record.get("event", "")
+    return event not in ("", "validation") and not event.startswith("checkpoint")
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:
@@ -170,6 +194,10 @@ def validation_prefixes(record: Record) -> dict[str, str]:
 
 # --- metrics.jsonl -------------------------------------------------------------------------------------
 
+TEXTS = frozenset(
+    {"phase", "event", "validation_set", "signal", "action", "reason", "checkpoint_name", "checkpoint_error"}
+)
+"""Keys of strings that are no numbers, whatever they say."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -211,7 +239,7 @@ def _drop_after(path: Path, step: int) -> None:
     )
 
 
-OUTPUTS = ("metrics.jsonl", "summary.json", "tensorboard", "plots", "checkpoints")
+OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "summary.json", "tensorboard", "plots", "checkpoints")
 
 
 def _move_aside(run_dir: Path) -> None:
@@ -243,7 +271,7 @@ def _numbers_back(value: Any, key: str = "") -> Any:
         return {name: _numbers_back(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_numbers_back(item) for item in value]
-    if isinstance(value, str) and key not in ("phase", "event", "validation_set", "checkpoint_error"):
+    if isinstance(value, str) and key not in TEXTS:
         return _NON_FINITE.get(value, value)
     return value
 

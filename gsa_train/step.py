@@ -18,20 +18,29 @@ from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
-from gsa_train.optim import PhaseOptimizer, clipped_step, finalize_gradients, set_learning_rate
+from gsa_train.optim import (
+    PhaseOptimizer,
+    clipped_step,
+    finalize_gradients,
+    reduce_grad_norm,
+    set_learning_rate,
+)
 from gsa_train.parallel import Parallel
+from gsa_train.spikes import SpikeDetector, Verdict
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Left on the device until a step is logged."""
+    """Left on the device until a step is logged, or the monitor reads it."""
 
     loss_sum: torch.Tensor
     """0-d: summed loss of this rank's scored tokens, so that the sum over the ranks is that of the global batch."""
     loss_tokens: torch.Tensor
     """0-d: scored tokens of the whole global batch."""
     grad_norm: torch.Tensor
-    """0-d: global gradient norm before clipping. Where it is not finite, the step changed no weight."""
+    """0-d: global gradient norm before clipping."""
+    verdict: Verdict
+    """Whether the step changed anything, and why not."""
 
 
 def train_step(
@@ -42,13 +51,16 @@ def train_step(
     config: Config,
     parallel: Parallel,
     step: int,
+    detector: SpikeDetector,
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
-    On a GPU the host never waits for the device, unless this step measures the attention.
+    On a GPU the host never waits for the device, unless this step measures the attention. A step that the detector
+    leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
+        detector: judges the step before its update.
     """
     runtime, ddps, optimizer = model.runtime, phase_optimizer.ddps, phase_optimizer.optimizer
     phase = phase_optimizer.phase
@@ -82,10 +94,15 @@ def train_step(
         finalize_gradients(model.work_time, ddps, None)
 
     set_learning_rate(optimizer, lr, config.train.weight_decay)
-    grad_norm = clipped_step(optimizer, config.train.grad_clip, parallel.device)
-    update_variance_emas(model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp)
+    loss_sum = _sum_of(losses, parallel)
+    grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
+    verdict = detector.judge(loss, grad_norm)
+    clipped_step(optimizer, grad_norm, config.train.grad_clip, verdict.applied)
+    update_variance_emas(
+        model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
+    )
     runtime.shared_selection = None
-    return StepResult(_sum_of(losses, parallel), loss_tokens, grad_norm)
+    return StepResult(loss_sum, loss_tokens, grad_norm, verdict)
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
 """A pretraining run from top to bottom:
 
 config -> parallel groups -> model -> checkpoint -> text -> for each phase: optimizer, steps -> summary
+
+A spike may take it back to an earlier checkpoint, from which it goes on as a new start would.
 """
 
 from __future__ import annotations
 
 import gc
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,16 +19,18 @@ from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
-from gsa_train.finish import finish, leave
+from gsa_train.finish import finish, give_up, leave
 from gsa_train.model.build import build_model
+from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.parallel import collective_timeout, init_parallel, shutdown_parallel
 from gsa_train.phases import PhaseSpan, phase_spans
-from gsa_train.resume import Start, choose_start, open_batches, run_dir
+from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
+from gsa_train.rewind import known_rewinds, rewind, skipped_steps
 from gsa_train.run_folder import open_run_folder
 from gsa_train.stop_signals import Stopped, StopRequest
 from gsa_train.stop_vote import StopVote
-from gsa_train.trainer import Run, run_phase, save_the_end
+from gsa_train.trainer import Run, report_saves, run_phase, save_the_end
 from gsa_train.watch import Watch
 from gsa_train.work_time import StragglerWarning
 
@@ -35,6 +40,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
 
     Raises:
         Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
+        MonitorStop: a spike ended the run; what is on disk is from before it, and the process group is left.
     """
     parallel = init_parallel(config.parallel, config.run.seed)
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
@@ -52,6 +58,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     batches = open_batches(config, arguments, start, tokenizer, parallel)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
     model = build_model(config, parallel)
+    rewinds = known_rewinds(folder.checkpoints, start, parallel)
 
     run = Run(
         config=config,
@@ -75,21 +82,26 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         step=start.step,
         tokens=start.tokens,
         validation_due=start.state is not None and start.state.validation_due,
+        monitor=replace(start.monitor, rewinds=rewinds),
+        skipped_steps=skipped_steps(config, rewinds),
     )
     if run.progress is not None:
         for each in validation_sets:
             run.progress.message(describe(each))
     report_damaged(run, start)
-    # All that is here stays: without it in the way, a full collection, of which megatron-core makes one per save,
-    # takes 10 ms instead of 300.
-    gc.collect()
-    gc.freeze()
+    freeze()
     try:
-        train_phases(run, start, spans)
-        batches.close()
+        while (found := train_phases(run, start, spans)) is not None:
+            gc.unfreeze()
+            start = go_back(run, found, arguments, spans)
+            freeze()
+        run.batches.close()
         finish(run, spans[-1].phase)
     except Stopped as stop:
         leave(run, stop)
+        raise
+    except MonitorStop as stop:
+        give_up(run, stop, next(span.phase for span in spans if run.step <= span.end))
         raise
     finally:
         run.saver.close()  # whatever stops the training, the save under way is finished
@@ -99,8 +111,15 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     shutdown_parallel()
 
 
-def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> None:
-    """From the start to the last checkpoint."""
+def freeze() -> None:
+    """All that is here stays: without it in the way, a full collection, of which megatron-core makes one per save,
+    takes 10 ms instead of 300."""
+    gc.collect()
+    gc.freeze()
+
+
+def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound | None:
+    """From the start to the last checkpoint, or to a spike that asks for a rewind."""
     for span in spans[start.phase_index :]:
         # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
         phase_optimizer = build_optimizer(run.model, span.phase, run.config)
@@ -109,14 +128,49 @@ def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> None:
                 start.checkpoint, run.model, phase_optimizer, run.parallel, with_optimizer=start.inside_phase
             )
             start.restore_rng(run.parallel)
-        run_phase(run, span, phase_optimizer)
-        if span is spans[-1]:
+        found = run_phase(run, span, phase_optimizer)
+        if found is None and span is spans[-1]:
             save_the_end(run, span, phase_optimizer)
         close_optimizer(run.model, phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
         del phase_optimizer
         gc.collect()
+        if found is not None:
+            return found
+    return None
+
+
+def go_back(run: Run, found: SpikeFound, arguments: Arguments, spans: list[PhaseSpan]) -> Start:
+    """Make `run` what it would be if it were started from the checkpoint before the spike. Collective.
+
+    Raises:
+        MonitorStop: there is nothing to go back to, or the run has gone back too often.
+        CheckpointError: too many saves in a row have failed.
+    """
+    report_saves(run, run.saver.ended(now=run.step, wait=True))
+    run.watch.note(run.step, "starting")
+    rewinds = run.monitor.rewinds
+    checkpoint, done, damaged = rewind(
+        found, run.saver.checkpoints, rewinds, run.config, run.parallel, spans[-1].end
+    )
+    start = start_from(checkpoint, run.config, spans, damaged)
+    run.saver.go_back(start.step)
+    run.batches.close()
+    run.batches = open_batches(run.config, arguments, start, run.tokenizer, run.parallel)
+    run.step, run.tokens, run.validated = start.step, start.tokens, None
+    run.monitor = replace(start.monitor, rewinds=[*rewinds, asdict(done)])
+    run.skipped_steps = skipped_steps(run.config, run.monitor.rewinds)
+    run.model.runtime.stats.reset()
+    run.model.work_time.read_and_reset()
+    if run.sinks is not None and run.progress is not None:
+        run.sinks.go_back(start.step)
+        run.progress.go_back(start.step)
+    spike = {"signal": found.signal, "value": found.value, "threshold": found.threshold, "action": "rewind"}
+    phase = spans[start.phase_index].phase.name
+    run.log({"event": "rewind", "step": start.step, "phase": phase, **asdict(done), **spike})
+    report_damaged(run, start)
+    return start
 
 
 def report_damaged(run: Run, start: Start) -> None:

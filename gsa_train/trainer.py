@@ -1,40 +1,34 @@
-"""The loop over one phase: step, log, validate, save."""
+"""The loop over one phase: step, log, validate, save; and what the monitor says to a spike."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
-
-import torch
+from typing import Any, NoReturn
 
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, gather_rng
 from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
-from gsa_train.config import Config, config_to_yaml
+from gsa_train.config import Config, PhaseConfig, config_to_yaml
 from gsa_train.evaluate import evaluate
 from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, lr_multipliers
+from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFound
+from gsa_train.optim import PhaseOptimizer, lr_multipliers, update_norm
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
-from gsa_train.step import train_step
+from gsa_train.step import StepResult, train_step
 from gsa_train.stop_signals import Stopped
 from gsa_train.stop_vote import StopVote
 from gsa_train.watch import Watch
 from gsa_train.work_time import StragglerWarning, slowest
-
-
-class NonFiniteError(RuntimeError):
-    """Training met a NaN or an infinity and stopped; the checkpoints on disk are from before it."""
 
 
 @dataclass
@@ -64,6 +58,10 @@ class Run:
     """Step and result of the newest validation."""
     validation_due: bool = False
     """The run was stopped in the validation at this step."""
+    monitor: MonitorState = field(default_factory=MonitorState)
+    """Of the newest checkpoint, or of the end of the phase before."""
+    skipped_steps: frozenset[int] = frozenset()
+    """Steps, counted from 1, whose batches are read and not trained on."""
 
     def log(self, record: dict[str, Any]) -> None:
         if self.sinks is not None and self.progress is not None:
@@ -75,109 +73,155 @@ class Run:
             self.progress.message(text)
 
 
-def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
-    """Train from `run.step` to the end of the phase.
+def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
+    """Train from `run.step` to the end of the phase, or up to a spike that asks for a rewind.
 
     Raises:
+        MonitorStop: a spike ends the run.
         Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
     """
-    config, parallel, phase = run.config, run.parallel, span.phase
-    tokens_per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    config, parallel = run.config, run.parallel
+    monitor = Monitor(config.monitor, span, parallel.device, run.monitor, run.log, partial(newest_save, run))
     clock = IntervalClock(parallel.device)
-    grad_norms: list[torch.Tensor] = []  # of the steps since the host last looked
 
-    def stop_if_asked(in_validation: bool = False) -> None:
-        if in_validation:
-            run.watch.note(run.step, "validating")
+    def stop(reason: int, in_validation: bool = False) -> NoReturn:
+        """Every step has been read."""
+        run.validation_due = in_validation
+        run.monitor = monitor.state()
+        if run.step > 0:
+            save_the_end(run, span, phase_optimizer)
+        raise Stopped(reason, run.step)
+
+    def stop_validation_if_asked() -> None:
+        run.watch.note(run.step, "validating")
         reason = run.stop_vote.ask()
         if reason:
-            if grad_norms:
-                _check_norms(run, grad_norms)
-            run.validation_due = in_validation
-            if run.step > 0:
-                save_the_end(run, span, phase_optimizer)
-            raise Stopped(reason, run.step)
+            stop(reason, in_validation=True)
 
     if run.validation_due:
-        validate(run, phase.name, partial(stop_if_asked, in_validation=True))
+        validate(run, span.phase.name, stop_validation_if_asked)
         run.validation_due = False
     while run.step < span.end:
-        stop_if_asked()
+        reason = run.stop_vote.ask()
+        found = monitor.read(run.step if reason else run.step - READ_DELAY_STEPS)
+        if found is not None:
+            return found
+        if reason:
+            stop(reason)
         run.watch.note(run.step, "reading text")
-        lr = learning_rate(phase, run.step - span.start)
-        logged = _is_logged(run.step + 1, span, config)
-        run.model.runtime.measuring = logged
-        waited = run.batches.wait_seconds
-        run.model.work_time.begin()
-        micro_batches = run.batches.next_step()
-        run.watch.note(run.step, "training")
-        result = train_step(run.model, phase_optimizer, micro_batches, lr, config, parallel, run.step)
-        run.step += 1
-        run.tokens += tokens_per_step
-        clock.count(tokens_per_step, run.batches.wait_seconds - waited)
-        grad_norms.append(result.grad_norm)
-        saves = run.saver.is_due(run.step)
-        if logged or saves:
-            grad_norm = _check_norms(run, grad_norms)
-            grad_norms.clear()
-        if logged:
-            interval = clock.read_and_reset()
-            reduced = reduce_step(
-                run.model.runtime.stats,
-                result.loss_sum,
-                result.loss_tokens.item(),
-                interval,
-                parallel,
-                data_totals(run.batches.counters, config.data),
-                run.batches.checksum(),
-                run.model.work_time.read_and_reset(),
-            )
-            if parallel.is_main:
-                run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
-            lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
-            precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
-            run.log(
-                step_record(
-                    run.step,
-                    phase,
-                    lrs,
-                    grad_norm,
-                    run.tokens,
-                    reduced,
-                    interval,
-                    config,
-                    parallel,
-                    precision,
-                )
-            )
-            report_saves(run, run.saver.ended(now=run.step))
-        every = config.evaluate.every_steps
-        if every and run.step % every == 0:
+        trains = run.step + 1 not in run.skipped_steps
+        logged = trains and _is_logged(run.step + 1, span, config)
+        if trains:
+            lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
+            result = _train(run, phase_optimizer, monitor, clock, lr, logged)
+        else:
             clock.pause()
-            validate(run, phase.name, partial(stop_if_asked, in_validation=True))
+            _leave_out(run, span)
             clock.resume()
+        saves = run.saver.is_due(run.step)
+        validates = config.evaluate.every_steps > 0 and run.step % config.evaluate.every_steps == 0
+        if logged or saves or validates or run.step == span.end:
+            # Nothing is logged, validated or saved before what the monitor makes of it.
+            found = monitor.read(run.step)
+            if found is not None:
+                return found
+        if logged:
+            _log(run, span.phase, phase_optimizer, monitor, clock, lr, result)
+            report_saves(run, run.saver.ended(now=run.step))
+        if validates:
+            clock.pause()
+            validate(run, span.phase.name, stop_validation_if_asked)
+            clock.resume()
+        if saves or run.step == span.end:
+            run.monitor = monitor.state()
         if saves:
             clock.pause()
             save(run, span, phase_optimizer)
             clock.resume()
+    return None
 
 
-def _check_norms(run: Run, norms: list[torch.Tensor]) -> float:
-    """The last of the gradient norms up to this step, if all are finite. Waits for the device.
+def newest_save(run: Run) -> int | None:
+    """Step of the newest checkpoint, for the end by a spike: waits for the save under way, and tells of it."""
+    for result in run.saver.ended(now=run.step, wait=True):
+        log_save(run, result)
+    return run.saver.durable_step
 
-    A step whose norm is not finite changed no weight, and neither a record nor a checkpoint is made before this
-    check, so it need not follow each step.
-    """
-    values = torch.stack(norms).tolist()
-    for step, value in enumerate(values, run.step - len(values) + 1):
-        if not math.isfinite(value):
-            for result in run.saver.ended(now=run.step, wait=True):
-                log_save(run, result)
-            raise NonFiniteError(
-                f"step {step}: the gradient norm is {value}. Nothing was saved after step "
-                f"{run.saver.durable_step or 0}; resume from there with a lower learning rate, or look at the batch."
-            )
-    return values[-1]
+
+def _train(
+    run: Run, phase_optimizer: PhaseOptimizer, monitor: Monitor, clock: IntervalClock, lr: float, logged: bool
+) -> StepResult:
+    """One step."""
+    config = run.config
+    run.model.runtime.measuring = logged
+    waited = run.batches.wait_seconds
+    run.model.work_time.begin()
+    micro_batches = run.batches.next_step()
+    run.watch.note(run.step, "training")
+    result = train_step(
+        run.model, phase_optimizer, micro_batches, lr, config, run.parallel, run.step, monitor.detector
+    )
+    run.step += 1
+    tokens = config.train.global_batch_size * config.train.seq_len_tokens
+    run.tokens += tokens
+    clock.count(tokens, run.batches.wait_seconds - waited)
+    monitor.observe(run.step, result.verdict)
+    return result
+
+
+def _leave_out(run: Run, span: PhaseSpan) -> None:
+    """A step whose batch is read and not trained on."""
+    run.batches.next_step()
+    run.step += 1
+    if run.step - 1 not in run.skipped_steps or run.step == span.start + 1:
+        last = run.step
+        while last + 1 in run.skipped_steps and last < span.end:
+            last += 1
+        run.log({"event": "skipped_batches", "step": run.step, "phase": span.phase.name, "last_step": last})
+
+
+def _log(
+    run: Run,
+    phase: PhaseConfig,
+    phase_optimizer: PhaseOptimizer,
+    monitor: Monitor,
+    clock: IntervalClock,
+    lr: float,
+    result: StepResult,
+) -> None:
+    """The record of the step just done, whose verdict has been read. Collective."""
+    config, parallel = run.config, run.parallel
+    changed = update_norm(phase_optimizer.optimizer, result.verdict.applied, parallel)
+    interval = clock.read_and_reset()
+    reduced = reduce_step(
+        run.model.runtime.stats,
+        result.loss_sum,
+        result.loss_tokens.item(),
+        interval,
+        parallel,
+        data_totals(run.batches.counters, config.data),
+        run.batches.checksum(),
+        run.model.work_time.read_and_reset(),
+    )
+    if parallel.is_main:
+        run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
+    lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
+    precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
+    record = step_record(
+        run.step,
+        phase,
+        lrs,
+        monitor.last_grad_norm,
+        run.tokens,
+        reduced,
+        interval,
+        config,
+        parallel,
+        precision,
+    )
+    record |= {"update_norm": changed.item(), **monitor.metrics()}
+    run.log(record)
+    monitor.watch_layers(run.step, record)
 
 
 def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
@@ -219,6 +263,7 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
         layout=parallel.layout,
         rng=gather_rng(parallel),
         validation_due=run.validation_due,
+        monitor=asdict(run.monitor),
     )
     report_saves(run, run.saver.begin(state, run.model, phase_optimizer))
 

@@ -1,9 +1,9 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
 Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
-Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 1: the
-run failed otherwise, also for its data. 75: asked to stop, saved, and to be started again (torchrun makes every code 1;
-runs/<name>/stopped.json remains).
+Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 13: the
+monitor stopped the run at a spike. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json
+remains). 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main() -> int:
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint_save import CheckpointError
+    from gsa_train.monitor import EXIT_CODE, MonitorStop
     from gsa_train.resume import ResumeError
     from gsa_train.train import train
 
@@ -61,6 +62,10 @@ def main() -> int:
         if is_main:  # all ranks find the same
             print(error, file=sys.stderr)
         return 2
+    except MonitorStop as stop:
+        if is_main:  # all ranks decide the same
+            print(stop, file=sys.stderr)
+        return EXIT_CODE
     except CheckpointError as error:
         if is_main:  # all ranks agree
             print(error, file=sys.stderr)

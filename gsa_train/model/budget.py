@@ -49,20 +49,25 @@ class VarianceTracker(torch.nn.Module):
 
 @torch.no_grad()
 def update_variance_emas(
-    attentions: Sequence[GSASelfAttention], decay: float, data_parallel_group: dist.ProcessGroup
+    attentions: Sequence[GSASelfAttention],
+    decay: float,
+    data_parallel_group: dist.ProcessGroup,
+    applied: torch.Tensor,
 ) -> None:
     """V̄ <- decay * V̄ + (1 - decay) * mean variance of the step over all micro-batches and data-parallel ranks.
 
-    The first step's mean starts the average. Layers that recorded nothing keep theirs. Nothing is read back to
-    the host.
+    The first step's mean starts the average. Layers that recorded nothing, or nothing finite, keep theirs, and all do
+    where the step is not `applied` (0-d bool). Nothing is read back to the host.
     """
     trackers = [a.variance for a in attentions if a.variance is not None]
     if not trackers:
         return
     sums = torch.stack([tracker.step_sum for tracker in trackers])
     dist.all_reduce(sums, group=data_parallel_group)
-    for tracker, (total, count) in zip(trackers, sums, strict=True):
-        mean = (total / count.clamp(min=1)).float()
-        moved = torch.where(tracker.ema == 0, mean, decay * tracker.ema + (1 - decay) * mean)
-        tracker.ema.copy_(torch.where(count > 0, moved, tracker.ema))
-        tracker.step_sum.zero_()
+    total, count = sums.unbind(1)
+    mean = (total / count.clamp(min=1)).float()
+    emas = torch.stack([tracker.ema for tracker in trackers])
+    moved = torch.where(emas == 0, mean, decay * emas + (1 - decay) * mean)
+    emas = torch.where((count > 0) & mean.isfinite() & applied, moved, emas)
+    torch._foreach_copy_([tracker.ema for tracker in trackers], list(emas.unbind()))
+    torch._foreach_zero_([tracker.step_sum for tracker in trackers])

@@ -33,6 +33,7 @@ from gsa_train.model.build import Model, build_model
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from gsa_train.spikes import SpikeDetector
 from gsa_train.step import train_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,13 +104,16 @@ class Bench:
     parallel: Parallel
     model: Model
     optimizer: PhaseOptimizer
+    detector: SpikeDetector
 
     @property
     def phase(self) -> PhaseConfig:
         return self.optimizer.phase
 
     def step(self, batches: list[MicroBatch]) -> None:
-        train_step(self.model, self.optimizer, batches, self.phase.lr, self.config, self.parallel, step=0)
+        train_step(
+            self.model, self.optimizer, batches, self.phase.lr, self.config, self.parallel, 0, self.detector
+        )
 
 
 def measure(bench: Bench, name: str, steps: int, with_profile: bool) -> Row:
@@ -242,7 +246,8 @@ def main() -> int:
         optimizer = build_optimizer(model, config.phases[-1], config)
         for micro_batch in arguments.micro_batch:
             train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
-            bench = Bench(dataclasses.replace(config, train=train), parallel, model, optimizer)
+            detector = SpikeDetector(config.monitor, parallel.device)
+            bench = Bench(dataclasses.replace(config, train=train), parallel, model, optimizer, detector)
             row = measure(bench, name, arguments.steps, not arguments.no_profile)
             rows.append(row)
             print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")

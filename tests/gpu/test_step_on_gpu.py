@@ -13,6 +13,7 @@ from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.spikes import SpikeDetector
 from gsa_train.step import StepResult, train_step
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
@@ -56,6 +57,10 @@ class Trainer:
         self.config, self.parallel = config, single_rank()
         self.model: Model = build_model(config, self.parallel)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, config.phases[phase], config)
+        self.detector = SpikeDetector(config.monitor, self.parallel.device)
+        # As behind the first steps of a phase, which are not judged.
+        full = {"steps": 128, "history": [[8.0, 9.0] * 64, [5.0, 6.0] * 64], "streak": [0.0, 0.0]}
+        self.detector.load({"detector": "robust", **full})
 
     def batches(self, seed: int) -> list[MicroBatch]:
         train, generator = self.config.train, torch.Generator().manual_seed(seed)
@@ -68,7 +73,9 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         batches = self.batches(step)
-        return train_step(self.model, self.optimizer, batches, 1e-3, self.config, self.parallel, step)
+        return train_step(
+            self.model, self.optimizer, batches, 1e-3, self.config, self.parallel, step, self.detector
+        )
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.gpt.named_parameters()
@@ -127,6 +134,26 @@ def test_a_norm_that_is_not_finite_changes_no_weight(trainer: Callable[..., Trai
     assert not one.step(1).grad_norm.isfinite()
     for name, parameter in one.model.gpt.named_parameters():
         assert torch.equal(parameter, weights[name]), name
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+def test_an_update_left_out_leaves_no_trace(trainer: Callable[..., Trainer], sharded: str) -> None:
+    """Neither in weights and averages nor in AdamW's moments and step counts, to the last bit."""
+    one = trainer(config_of("gsa_1.7b", "monitor.action=skip", f"parallel.distributed_optimizer={sharded}"))
+    one.step(0)
+
+    def tensors() -> list[torch.Tensor]:
+        kept = [value for value in one.model.gpt.state_dict().values() if isinstance(value, torch.Tensor)]
+        for inner in one.optimizer.optimizer.chained_optimizers:
+            for parameter, state in inner.optimizer.state.items():
+                kept += [parameter, *state.values()]
+        return [tensor.detach().clone() for tensor in kept]
+
+    before = tensors()
+    low = {"steps": 128, "history": [[-90.0, -91.0] * 64, [5.0, 6.0] * 64], "streak": [0.0, 0.0]}
+    one.detector.load({"detector": "robust", **low})
+    assert not one.step(1).verdict.applied
+    assert all(torch.equal(after, tensor) for after, tensor in zip(tensors(), before, strict=True))
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])

@@ -24,8 +24,9 @@ from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config_checks import check_config
 from gsa_train.metrics import reduce_step
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer, update_norm
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from gsa_train.spikes import SpikeDetector
 from gsa_train.step import evaluation_step, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
@@ -142,9 +143,16 @@ def take_step(
     step: int, model: Model, optimizer: PhaseOptimizer, config: Config, parallel: Parallel
 ) -> dict[str, Any]:
     model.runtime.measuring = True
-    result = train_step(model, optimizer, share(step, config, parallel), 1e-3, config, parallel, step)
+    batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
+    result = train_step(model, optimizer, batches, 1e-3, config, parallel, step, detector)
     reduced = reduce_step(model.runtime.stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
-    return {"loss": reduced.loss, "grad_norm": result.grad_norm.item(), **reduced.layers}
+    return {
+        "loss": reduced.loss,
+        "judged_loss": result.verdict.row[0].item(),
+        "grad_norm": result.grad_norm.item(),
+        "update_norm": update_norm(optimizer.optimizer, result.verdict.applied, parallel).item(),
+        **reduced.layers,
+    }
 
 
 def go_on(

@@ -15,6 +15,7 @@ from gsa_train.config_checks import check_config
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel
+from gsa_train.spikes import SpikeDetector
 from gsa_train.step import StepResult, train_step
 
 EOS = 0
@@ -96,8 +97,10 @@ def take_step(
     config: Config,
     lr: float,
     step: int = 0,
+    detector: SpikeDetector | None = None,
 ) -> StepResult:
-    return train_step(model, optimizer, batches, lr, config, single_rank(), step)
+    detector = detector or SpikeDetector(config.monitor, single_rank().device)
+    return train_step(model, optimizer, batches, lr, config, single_rank(), step, detector)
 
 
 def step_gradients(

@@ -17,7 +17,14 @@ FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 MAY_IMPORT_MEGATRON = ("parallel.py", "cpu_backend.py", "model/", "optim.py", "step.py")
 MAY_IMPORT_MEGATRON += ("checkpoint.py", "checkpoint_save.py", "checkpoint_optimizer.py")
-CONFIG_MODULES = ("config", "config_checks", "config_load", "kernel_checks")
+CONFIG_MODULES = (
+    "config",
+    "config_checks",
+    "config_load",
+    "kernel_checks",
+    "layout_checks",
+    "monitor_checks",
+)
 LONGEST_FILE_LINES = 450
 
 

@@ -156,6 +156,14 @@ def test_mistakes_in_named_values(write, override, fragments):
         assert fragment in problem
 
 
+def test_a_list_of_numbers(write):
+    config = load_config(write(PHASE + "train: {iterations_to_skip: [7, 3]}\n"))
+    assert config.train.iterations_to_skip == [7, 3]
+    assert load_config(write(config_to_yaml(config))) == config
+    assert load_config(write(PHASE), ["train.iterations_to_skip=[1,2]"]).train.iterations_to_skip == [1, 2]
+    assert load_config(write(PHASE), ["train.iterations_to_skip=[]"]).train.iterations_to_skip == []
+
+
 def test_weights_of_sources_have_any_names(write):
     text = PHASE + "data: {source_weights: {RedPajamaBook: 2, dolma-v1.7/cc: 0.5, 7: 1e-1}}\n"
     config = load_config(write(text), ["data.source_weights.RedPajamaC4=0"])
@@ -201,6 +209,12 @@ def test_weights_of_sources_have_any_names(write):
         ("run.name=???", ["run.name", "not plain text"]),
         ("model=3", ["model = 3", "not a section", "num_layers"]),
         ("phases=3", ["phases = 3", "not a list"]),
+        (
+            "train.iterations_to_skip=3",
+            ["train.iterations_to_skip = 3", "not a list", "an integer", "=[1, 2]"],
+        ),
+        ("train.iterations_to_skip=[1, x]", ["train.iterations_to_skip", "each item is an integer"]),
+        ("train.iterations_to_skip=[null]", ["train.iterations_to_skip", "each item is an integer"]),
         ("phases=[3]", ["phases.0 = 3", "not a section", "steps"]),
         ("phases.3.steps=1", ["phases.3.steps = 1", "phases has no item 3", "0"]),
         ("phases.last.steps=1", ["phases has no item last"]),

@@ -174,6 +174,26 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["train.recompute=full", "gsa.selection_reuse=4", "train.recompute_num_layers=2"],
         ["train.recompute_num_layers = 2", "gsa.selection_reuse = 4", "set it to 4"],
     ),
+    # monitor
+    (
+        ["monitor.window_steps=31", "monitor.min_history_steps=24"],
+        ["monitor.window_steps = 31", "32 or more"],
+    ),
+    (["monitor.min_history_steps=129"], ["monitor.min_history_steps = 129", "monitor.window_steps = 128"]),
+    (["monitor.min_history_steps=23"], ["monitor.min_history_steps = 23", "[24,"]),
+    (["monitor.lasting_sigmas=7"], ["monitor.lasting_sigmas = 7.0", "monitor.sigmas = 6.0"]),
+    (["monitor.grad_norm_min_ratio=0.5"], ["monitor.grad_norm_min_ratio = 0.5", "below 1"]),
+    (["monitor.lower_lr_factor=1"], ["monitor.lower_lr_factor = 1.0", "outside (0, 1)"]),
+    (["monitor.loss_min_rise_nats=-1"], ["monitor.loss_min_rise_nats = -1.0", "negative"]),
+    (
+        ["monitor.action=rewind", "checkpoint.every_steps=50"],
+        ["checkpoint.keep_last = 3", "monitor.rewind_min_steps = 100", "set it to 4"],
+    ),
+    (
+        ["train.iterations_to_skip=[20,21]"],
+        ["train.iterations_to_skip.1 = 21", "no step of this run, which has 20"],
+    ),
+    (["train.iterations_to_skip=[3,0]"], ["train.iterations_to_skip.1 = 0", "no step"]),
     # phases
     (["phases=[]"], ["phases = []", "no phase"]),
     (["phases.1.name=warmup"], ["phases = warmup", "2 phases"]),

@@ -102,10 +102,13 @@ def steps(
         batches=batches,
         validation_sets=[],
         tokenizer=tokenizer,
-        checkpoints=Path("unused"),
+        saver=Mock(is_due=lambda step: False, ended=lambda now: []),
         sinks=Mock(log=records.append),
         progress=Mock(),
         wandb_run_id=None,
+        stop_vote=Mock(ask=lambda: 0),
+        watch=Mock(),
+        straggler_warning=Mock(),
         step=first,
     )
     run_phase(run, PhaseSpan(0, phase, 0, last), optimizer)

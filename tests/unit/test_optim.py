@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gsa_train.checkpoint import load_checkpoint
+from gsa_train.config import PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.optim import (
     PhaseOptimizer,
@@ -18,8 +19,11 @@ from gsa_train.optim import (
     clipped_step,
     close_optimizer,
     lr_multipliers,
+    reduce_grad_norm,
     set_learning_rate,
+    update_norm,
 )
+from gsa_train.spikes import SpikeDetector, Verdict
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     DENSE,
@@ -135,10 +139,87 @@ def test_gradients_that_are_not_finite_change_no_weight(sharded: bool, bad: floa
     before = named_weights(model)
     parameter = model.gpt.decoder.layers[0].mlp.linear_fc2.weight
     parameter.main_grad.view(-1)[0] = bad
-    norm = clipped_step(optimizer.optimizer, 1.0, single_rank().device)
+    norm, _ = reduce_grad_norm(optimizer.optimizer, torch.zeros(()), single_rank())
     assert not norm.isfinite()
+    clipped_step(optimizer.optimizer, norm, 1.0, applied=norm.isfinite())
     for name, after in named_weights(model).items():
         assert torch.equal(after, before[name]), name
+
+
+class LeavesOut(SpikeDetector):
+    """Calls every step a spike."""
+
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
+        verdict = super().judge(loss, grad_norm)
+        return verdict._replace(applied=torch.tensor(False))
+
+
+def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
+    """Weights, averages, fp32 weights, moments and step counts."""
+    tensors = {
+        name: value for name, value in model.gpt.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    for inner in optimizer.optimizer.chained_optimizers:
+        for index, (parameter, state) in enumerate(inner.optimizer.state.items()):
+            tensors |= {f"{id(inner)} {index} {name}": value for name, value in state.items()}
+            tensors[f"{id(inner)} {index} weight"] = parameter
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@SHARDED
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=["sparse", "warm-up"])
+@pytest.mark.parametrize("why", ["spike", "nan"])
+def test_an_update_left_out_leaves_no_trace(
+    phase: PhaseConfig, precision: str, sharded: bool, why: str
+) -> None:
+    """Not in weights, moments, step counts nor variance averages, to the last bit; and so the next step is as if the
+    batch had never been."""
+    config = tiny_config([phase], train={"precision": precision}, parallel={"distributed_optimizer": sharded})
+    model, never = tiny_model(config), tiny_model(config)
+    optimizer, its_own = build_optimizer(model, phase, config), build_optimizer(never, phase, config)
+    for each, its in ((model, optimizer), (never, its_own)):
+        take_step(each, its, random_batches(config), config, LR)
+    before = state_tensors(model, optimizer)
+    if why == "spike":
+        detector = LeavesOut(config.monitor, single_rank().device)
+        take_step(model, optimizer, random_batches(config, seed=1), config, LR, detector=detector)
+    else:
+        indexer = model.attentions[0].indexer
+        assert indexer is not None
+        hook = next(indexer.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+        result = take_step(model, optimizer, random_batches(config, seed=1), config, LR)
+        hook.remove()
+        assert not result.grad_norm.isfinite()
+    after = state_tensors(model, optimizer)
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]), name
+    for each, its in ((model, optimizer), (never, its_own)):
+        take_step(each, its, random_batches(config, seed=2), config, LR)
+    assert_same_weights(model, never)
+
+
+@SHARDED
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_update_norm_is_that_of_the_change_in_the_weights(precision: str, sharded: bool) -> None:
+    config = tiny_config(
+        train={"precision": precision, "weight_decay": DECAY}, parallel={"distributed_optimizer": sharded}
+    )
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+
+    def weights() -> list[torch.Tensor]:
+        groups = [g for inner in optimizer.optimizer.chained_optimizers for g in inner.optimizer.param_groups]
+        return [parameter.detach().double().clone() for group in groups for parameter in group["params"]]
+
+    for seed in range(3):
+        before = weights()
+        result = take_step(model, optimizer, random_batches(config, seed), config, LR)
+        changes = [(new - old).square().sum() for new, old in zip(weights(), before, strict=True)]
+        norm = update_norm(optimizer.optimizer, result.verdict.applied, single_rank())
+        assert norm.item() == pytest.approx(torch.stack(changes).sum().sqrt().item(), rel=1e-4)
+        assert update_norm(optimizer.optimizer, torch.tensor(False), single_rank()) == 0
 
 
 # --- from phase to phase ----------------------------------------------------------------------------------

@@ -261,6 +261,29 @@ def test_credentials_are_cut_out_of_addresses():
     }
 
 
+def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
+    logging = LoggingConfig(tensorboard=True, wandb="disabled")
+    with open_run(tmp_path, logging=logging) as sinks:
+        for step in range(1, 6):
+            sinks.log(step_record(step))
+        sinks.log({"event": "spike", "step": 5, "phase": "sparse", "signal": "NaN", "value": math.nan})
+        sinks.go_back(3)
+        sinks.log({"event": "rewind", "step": 3, "phase": "sparse"})
+        for step in (4, 5):
+            sinks.log(step_record(step, loss=9.0))
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 3, 4, 5]
+    assert records[-1]["loss"] == 9.0
+    dropped = read_records(tmp_path / "metrics_rewound.jsonl")
+    assert [record["step"] for record in dropped] == [4, 5, 5]
+    assert (dropped[-1]["signal"], str(dropped[-1]["value"])) == ("NaN", "nan")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")][-2:] == [(4, 9.0), (5, 9.0)]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events.Scalars("events/rewind")] == [3]
+
+
 def test_a_run_outlives_its_wandb_service(tmp_path, caplog):
     service = Mock(id="abc")
     service.log.side_effect = ConnectionResetError("connection lost")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -20,9 +21,13 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train import trainer
 from gsa_train.batches import TrainBatches, read_validation_sets
 from gsa_train.checkpoint import load_checkpoint, read_run_state
+from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.config import Config
+from gsa_train.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan
+from gsa_train.spikes import Verdict
+from gsa_train.step import StepResult
 from gsa_train.stop_signals import (
     STOP_SIGNALS,
     TIME_LIMIT,
@@ -33,7 +38,7 @@ from gsa_train.stop_signals import (
     reason_in_words,
 )
 from gsa_train.stop_vote import StopVote
-from gsa_train.trainer import NonFiniteError, Run, run_phase
+from gsa_train.trainer import Run, run_phase
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
@@ -134,7 +139,7 @@ def test_after_a_slow_step_it_is_seen_at_once(
 # --- that nothing is lost ----------------------------------------------------------------------------------------
 
 
-def config() -> Config:
+def config(monitor: dict[str, Any] | None = None) -> Config:
     tokenizer = SAMPLE / "tokenizer.model"
     data = {"train_dir": str(SAMPLE / "train"), "tokenizer": str(tokenizer), "num_lanes": 1}
     return tiny_config(
@@ -144,15 +149,19 @@ def config() -> Config:
         evaluate={"every_steps": 2, "max_blocks": 3, "split_by_source": True},
         checkpoint={"every_steps": 1000},
         logging={"every_steps": 1},
+        monitor=monitor or {},
     )
 
 
 def train_phase(
-    folder: Path, ask: Callable[[], int], resume_from: Path | None = None
-) -> tuple[list[dict[str, Any]], BaseException | None]:
+    folder: Path,
+    ask: Callable[[], int],
+    resume_from: Path | None = None,
+    monitor: dict[str, Any] | None = None,
+) -> tuple[list[dict[str, Any]], BaseException | SpikeFound | None]:
     """The records of a run of `PHASE`, and what ended it."""
     torch.manual_seed(1)
-    each = config()
+    each = config(monitor)
     tokenizer = Tokenizer(each.data.tokenizer)
     state = None if resume_from is None else read_run_state(resume_from)
     model = tiny_model(each, variance_ema=0.02)
@@ -167,7 +176,7 @@ def train_phase(
         batches=TrainBatches(each, single_rank(), tokenizer, state.data if state else None),
         validation_sets=read_validation_sets(each, tokenizer),
         tokenizer=tokenizer,
-        checkpoints=folder,
+        saver=CheckpointSaver(folder, each.checkpoint, single_rank()),
         sinks=Mock(log=records.append),
         progress=Mock(),
         wandb_run_id=None,
@@ -177,14 +186,16 @@ def train_phase(
         step=state.step if state else 0,
         tokens=state.tokens if state else 0,
         validation_due=state.validation_due if state else False,
+        monitor=state_of(state.monitor) if state else MonitorState(),
     )
-    ended_by: BaseException | None = None
+    ended_by: BaseException | SpikeFound | None = None
     try:
-        run_phase(run, SPAN, optimizer)
-    except (Stopped, NonFiniteError) as error:
+        ended_by = run_phase(run, SPAN, optimizer)
+    except (Stopped, MonitorStop) as error:
         ended_by = error
     close_optimizer(model, optimizer)
-    return records, ended_by
+    run.saver.close()
+    return [each for each in records if not each.get("event", "").startswith("checkpoint")], ended_by
 
 
 def without_timing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -223,15 +234,35 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "stopped").exists()
 
 
-def test_a_stop_saves_no_weights_after_a_norm_that_is_not_finite(
+def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
+    """Every step's verdict is that it spikes, by this loss above a limit of 5; none is logged."""
+    spikes, finite = math.isfinite(loss), math.isfinite(loss)
+    row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
+    train_step = trainer.train_step
+
+    def step(*args: Any) -> StepResult:
+        return dataclasses.replace(train_step(*args), verdict=Verdict(torch.tensor(False), row))
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "_is_logged", lambda *_: False)
+
+
+def test_a_stop_saves_nothing_after_a_step_that_is_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unhealthy(*args: Any, **kwargs: Any) -> Any:
-        return dataclasses.replace(train_step(*args, **kwargs), grad_norm=torch.tensor(float("nan")))
-
-    train_step = trainer.train_step
-    monkeypatch.setattr(trainer, "train_step", unhealthy)
-    monkeypatch.setattr(trainer, "_is_logged", lambda *_: False)
+    unhealthy(monkeypatch, math.nan)
     _, error = train_phase(tmp_path / "stopped", stop_at(1))
-    assert isinstance(error, NonFiniteError)
+    assert isinstance(error, MonitorStop)
+    assert not (tmp_path / "stopped").exists()
+
+
+def test_a_stop_saves_nothing_in_a_spike_that_asks_for_a_rewind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unhealthy(monkeypatch, 9.0)
+    records, found = train_phase(
+        tmp_path / "stopped", stop_at(1), monitor={"action": "rewind", "patience_steps": 1}
+    )
+    assert found == SpikeFound(1, 1, "loss", 9.0, 5.0)
+    assert [record["event"] for record in records] == ["spike"]
     assert not (tmp_path / "stopped").exists()

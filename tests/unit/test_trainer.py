@@ -1,4 +1,4 @@
-"""The loop's look at the gradient norms, which it leaves on the device between two logged steps; its last save."""
+"""The loop's last saves."""
 
 from __future__ import annotations
 
@@ -8,29 +8,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver
 from gsa_train.config import CheckpointConfig
-from gsa_train.optim import build_optimizer
-from gsa_train.phases import phase_spans
-from gsa_train.trainer import NonFiniteError, Run, _check_norms, save_the_end
+from gsa_train.optim import PhaseOptimizer, build_optimizer
+from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.trainer import Run, newest_save, save, save_the_end
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
-
-
-def run_at(step: int, saved_step: int | None) -> Any:
-    return Mock(step=step, saver=Mock(durable_step=saved_step, ended=Mock(return_value=[])))
-
-
-def test_the_last_norm_is_the_logged_one() -> None:
-    assert _check_norms(run_at(7, None), [torch.tensor(2.0), torch.tensor(0.1)]) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_the_first_step_that_is_not_finite_is_named(bad: str) -> None:
-    norms = [torch.tensor(1.0), torch.tensor(float(bad)), torch.tensor(float("nan"))]
-    with pytest.raises(NonFiniteError, match=f"step 19: the gradient norm is {bad}. .* after step 10"):
-        _check_norms(run_at(20, 10), norms)
 
 
 def limit_files_to(size_bytes: int) -> None:
@@ -38,12 +22,12 @@ def limit_files_to(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
-def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp_path: Path) -> None:
+def run_of(folder: Path, checkpoint_config: CheckpointConfig) -> tuple[Run, PhaseSpan, PhaseOptimizer]:
+    """After three steps."""
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     (span,) = phase_spans(config.phases)
-    checkpoint_config = CheckpointConfig(save_retries=1)
     run = Run(
         config=config,
         parallel=single_rank(),
@@ -51,12 +35,48 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp
         batches=Mock(state=dict),
         validation_sets=[],
         tokenizer=Mock(),
-        saver=CheckpointSaver(tmp_path, checkpoint_config, single_rank()),
+        saver=CheckpointSaver(folder, checkpoint_config, single_rank()),
         sinks=Mock(),
         progress=Mock(),
         wandb_run_id=None,
+        stop_vote=Mock(),
+        watch=Mock(),
+        straggler_warning=Mock(),
         step=3,
     )
+    return run, span, optimizer
+
+
+def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> None:
+    run, span, optimizer = run_of(tmp_path, CheckpointConfig())
+    records: list[dict[str, Any]] = []
+    run.sinks.log = records.append  # type: ignore[union-attr,method-assign]
+    save(run, span, optimizer)
+    assert run.saver.durable_step is None
+    run.step = 4
+    assert newest_save(run) == 3
+    assert [(record["event"], record["step"]) for record in records] == [("checkpoint", 3)]
+    run.saver.close()
+
+
+def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path: Path) -> None:
+    run, span, optimizer = run_of(tmp_path, CheckpointConfig(retry_after_steps=2))
+    try:
+        limit_files_to(10_000)
+        save(run, span, optimizer)
+        (failed,) = run.saver.ended(now=4, wait=True)
+    finally:
+        limit_files_to(resource.RLIM_INFINITY)
+    assert failed.error is not None
+    assert run.saver.is_due(6)
+    run.saver.go_back(2)
+    assert not run.saver.is_due(6)
+    assert run.saver.has(2)
+    run.saver.close()
+
+
+def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp_path: Path) -> None:
+    run, span, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=1))
     events: list[str] = []
 
     def log(record: dict[str, Any]) -> None:

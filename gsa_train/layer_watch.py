@@ -1,0 +1,66 @@
+"""Statistics of the layers that tend to jump before the loss does, as far as logged steps measure them anyway."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from typing import Any
+
+WINDOW = 32
+"""Logged steps."""
+LEAST = 16
+"""Logged steps before the first judgement."""
+RECENT = 8
+"""Logged steps that a value is compared with: these statistics grow over a training, and it is jumps that warn."""
+MIN_RATIO = 4.0
+SIGMAS = 8.0
+"""Higher than for the loss: many layers times several statistics are watched."""
+FLOORS = {
+    "max_activation": 0.0,
+    "indexer_kl": 0.01,
+    "variance": 0.0,
+    "value_gate_low": 0.01,
+    "output_gate_low": 0.01,
+    "update_norm": 0.0,
+}
+"""Watched statistic -> what is added to it, so that a share that leaves 0 is no jump: residual stream, the indexer's
+distance from attention and the spread of its scores, closing gates, |Δw|."""
+
+
+class LayerWatch:
+    """Judges the logarithm of each statistic of each layer against its last values: median of 8 + max(8 deviations,
+    log 4), the deviation from the differences of neighbours."""
+
+    def __init__(self, history: dict[str, list[list[float]]]) -> None:
+        self.history = history
+        """Statistic -> one list of a value per layer for each of the last logged steps."""
+
+    def look(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """What has jumped in a logged step's record: signal, layer (from 0; None for the whole model), value and
+        threshold. The record joins the history."""
+        jumps = []
+        for name, floor in FLOORS.items():
+            values = record.get(f"layer_{name}", record.get(name))
+            if values is None:
+                continue
+            layered = isinstance(values, list)
+            values = values if layered else [values]
+            seen = self.history.setdefault(name, [])
+            for layer, value in enumerate(values):
+                limit = _limit([row[layer] for row in seen], floor)
+                if value > limit:
+                    jump = {"signal": name, "layer": layer if layered else None}
+                    jumps.append({**jump, "value": value, "threshold": limit})
+            seen.append(list(values))
+            del seen[:-WINDOW]
+        return jumps
+
+
+def _limit(seen: list[float], floor: float) -> float:
+    logs = [math.log(value + floor) for value in seen if math.isfinite(value) and value + floor > 0]
+    if len(logs) < LEAST:
+        return math.inf
+    steps = [abs(after - before) for before, after in itertools.pairwise(logs)]
+    deviation = 1.4826 / math.sqrt(2) * statistics.median(steps)
+    return math.exp(statistics.median(logs[-RECENT:]) + max(SIGMAS * deviation, math.log(MIN_RATIO))) - floor

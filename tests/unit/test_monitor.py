@@ -1,0 +1,243 @@
+"""What the host does about verdicts: when it reads them, what it counts, and its policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.config import Config, MonitorConfig, PhaseConfig
+from gsa_train.layer_watch import LayerWatch
+from gsa_train.monitor import (
+    READ_DELAY_STEPS,
+    SPIKE_GAP_STEPS,
+    Monitor,
+    MonitorState,
+    MonitorStop,
+    SpikeFound,
+    state_of,
+)
+from gsa_train.optim import build_optimizer
+from gsa_train.parallel import Parallel
+from gsa_train.phases import PhaseSpan
+from gsa_train.rewind import rewind, skipped_steps
+from gsa_train.spikes import Verdict
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import single_rank, tiny_config, tiny_model
+
+SPAN = PhaseSpan(1, PhaseConfig(name="sparse", steps=1000), 0, 1000)
+CPU = torch.device("cpu")
+
+
+class Steps:
+    """A monitor, and the verdicts that a made-up run sends it."""
+
+    def __init__(self, state: MonitorState | None = None, **fields: Any) -> None:
+        self.config = MonitorConfig(**fields)
+        self.events: list[dict[str, Any]] = []
+        self.monitor = Monitor(
+            self.config, SPAN, CPU, state or MonitorState(1), self.events.append, lambda: None
+        )
+        self.step = 0
+
+    def take(self, kinds: str) -> SpikeFound | None:
+        """Steps one after another, each read at once: `.` is quiet, `s` a spike, `n` not a number."""
+        for kind in kinds:
+            self.send(kind)
+            found = self.monitor.read(self.step)
+            if found is not None:
+                return found
+        return None
+
+    def send(self, kind: str) -> None:
+        self.step += 1
+        loss = {".": 4.0, "s": 9.0, "n": math.nan}[kind]
+        applied = kind == "." or (kind == "s" and self.config.action == "log")
+        row = [loss, 0.5, 5.0, 2.0, kind == "s", False, kind != "n", applied]
+        if self.config.detector == "robust":
+            row[3] = math.log(2.0)
+        self.monitor.observe(
+            self.step, Verdict(torch.tensor(applied), torch.tensor(row, dtype=torch.float32))
+        )
+
+    def of(self, event: str) -> list[int]:
+        return [record["step"] for record in self.events if record["event"] == event]
+
+
+def test_a_verdict_is_read_at_a_fixed_step_whatever_has_arrived() -> None:
+    steps = Steps()
+    for kind in ".s.":
+        steps.send(kind)
+    steps.monitor.read(1)
+    assert not steps.events
+    steps.monitor.read(2)
+    assert steps.of("spike") == [2]
+
+
+def test_an_event_says_what_was_seen_and_done() -> None:
+    steps = Steps(action="skip")
+    steps.take(".s")
+    assert steps.events == [
+        {
+            "event": "spike",
+            "step": 2,
+            "phase": "sparse",
+            "signal": "loss",
+            "value": 9.0,
+            "threshold": 5.0,
+            "action": "skip",
+        }
+    ]
+
+
+def test_neighbouring_flags_are_one_spike() -> None:
+    steps = Steps(action="skip")
+    gap = "." * SPIKE_GAP_STEPS
+    steps.take("s" + gap[1:] + "ss" + gap + "s" + "." * 50)
+    metrics = steps.monitor.metrics()
+    assert (metrics["spikes"], metrics["skipped_updates"]) == (2, 4)
+    assert metrics["spikes_per_100k_steps"] == pytest.approx(1e5 * 2 / steps.step)
+
+
+def test_log_stops_only_for_what_is_not_finite() -> None:
+    steps = Steps(action="log")
+    steps.take("ssssssss")
+    assert steps.monitor.metrics()["skipped_updates"] == 0
+    with pytest.raises(MonitorStop, match=r"step 9: the loss is nan\. Nothing was saved after step 0"):
+        steps.take("n")
+
+
+def test_patience_counts_steps_in_a_row() -> None:
+    steps = Steps(action="stop", patience_steps=3)
+    steps.take("ss.ss.sn.")
+    with pytest.raises(MonitorStop, match=r"step 12: .* 3 steps in a row"):
+        steps.take("sss")
+
+
+@pytest.mark.parametrize("action", ["skip", "lower_lr"])
+def test_a_spike_that_does_not_end_ends_the_run(action: str) -> None:
+    steps = Steps(action=action, max_skips_in_a_row=7)
+    steps.take("ssssss.")
+    with pytest.raises(MonitorStop, match="7th step in a row"):
+        steps.take("sssssnn")
+
+
+@pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
+def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay: int) -> None:
+    """As a run that is stopped and goes on reads some of them sooner."""
+    steps = Steps(action="lower_lr", patience_steps=2, lower_lr_steps=5, lower_lr_factor=0.25)
+    rates = []
+    for kind in "..ss...ss........ss.......":
+        steps.monitor.read(steps.step - delay)
+        rates.append(steps.monitor.lr_factor(steps.step + 1))
+        steps.send(kind)
+    lowered = [step for step, rate in enumerate(rates, start=1) if rate == 0.25]
+    assert lowered == [*range(7, 17), *range(22, 27)]
+    said = [(event["step"], event["first"], event["last"]) for event in steps.events if "first" in event]
+    assert said == [(4, 7, 11), (19, 22, 26)]  # still lowered at the second spike
+
+
+def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
+    found = Steps(action="rewind", patience_steps=3).take("...sns....")
+    assert found is not None
+    assert (found.first_step, found.last_step) == (4, 6)
+
+
+def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_anew() -> None:
+    steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
+    steps.take("." * 140 + "ss")
+    steps.monitor.watch_layers(142, {"layer_max_activation": [1.0, 2.0]})
+    saved = dataclasses.asdict(steps.monitor.state())
+    again = Steps(state_of(saved), action="lower_lr")
+    assert dataclasses.asdict(again.monitor.state()) == saved
+    assert again.monitor.lr_factor(200) < 1
+    assert again.monitor.metrics() == steps.monitor.metrics()
+    assert steps.monitor.metrics()["spike_score"] > 0  # OLMo's own rule needs no flag
+    following = Monitor(
+        again.config, dataclasses.replace(SPAN, index=2), CPU, state_of(saved), print, lambda: 7
+    )
+    assert following.metrics() == steps.monitor.metrics()
+    assert following.lr_factor(200) == 1
+    state = following.state()
+    assert (state.in_a_row, state.recent, state.layers) == (0, [], {})
+    assert state.detector is not None
+    assert state.detector["steps"] == 0
+
+
+def test_a_checkpoint_from_before_the_monitor_starts_it_afresh() -> None:
+    assert state_of({}) == MonitorState()
+
+
+# --- rewinds ------------------------------------------------------------------------------------------------
+
+SPIKE = SpikeFound(50, 52, "loss", 9.0, 5.0)
+
+
+def test_the_batches_of_all_rewinds_and_of_the_user_are_left_out() -> None:
+    config = dataclasses.replace(
+        Config(), train=dataclasses.replace(Config().train, iterations_to_skip=[3, 20])
+    )
+    rewinds = [{"first_skipped": 5, "last_skipped": 6}, {"first_skipped": 6, "last_skipped": 8}]
+    assert skipped_steps(config, rewinds) == {3, 5, 6, 7, 8, 20}
+
+
+def test_rewinds_are_bounded_and_need_an_old_checkpoint(tmp_path: Any) -> None:
+    parallel: Parallel = single_rank()
+    with pytest.raises(
+        MonitorStop, match=r"step 50: a spike \(loss 9\) after 3 rewinds \(monitor\.max_rewinds\)"
+    ):
+        rewind(SPIKE, tmp_path, [{}] * 3, Config(), parallel, 1000)
+    with pytest.raises(MonitorStop, match=r"no checkpoint of step -50 or before .*checkpoint\.every_steps"):
+        rewind(SPIKE, tmp_path, [], Config(), parallel, 1000)
+
+
+def test_a_rewind_passes_over_a_damaged_checkpoint_and_sets_newer_ones_aside(tmp_path: Path) -> None:
+    config = tiny_config(monitor={"rewind_min_steps": 10, "rewind_skip_after_steps": 4})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, config.phases[0], config)
+    folders = {step: write_checkpoint(tmp_path, step, model, optimizer, config) for step in (30, 40, 45)}
+    (folders[40] / "config.yaml").write_text("another")
+    checkpoint, done, damaged = rewind(SPIKE, tmp_path, [], config, single_rank(), last_step=53)
+    assert checkpoint == folders[30]
+    assert (done.checkpoint_step, done.spike_step, done.last_skipped) == (30, 50, 53)
+    ((name, fault),) = damaged
+    assert name == "step_00000040"
+    assert "config.yaml has 7 bytes" in fault
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "latest",
+        "rewinds.json",
+        "set_aside",
+        "step_00000030",
+        "step_00000040.damaged",
+    }
+    assert (tmp_path / "latest").read_text() == "step_00000030"
+    assert [path.name for path in (tmp_path / "set_aside").iterdir()] == ["step_00000045"]
+    (folders[30] / "config.yaml").unlink()
+    with pytest.raises(MonitorStop, match=r"step_00000030 is damaged: config\.yaml is missing"):
+        rewind(SPIKE, tmp_path, [], config, single_rank(), last_step=53)
+
+
+# --- layers -------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_jumps_is_named_and_one_that_grows_is_not() -> None:
+    watch = LayerWatch({})
+    for step in range(200):
+        values = [1.02**step, 3.0 + 0.1 * (step % 5)]
+        if step == 150:
+            values[1] = 30.0
+        jumps = watch.look({"layer_max_activation": values, "update_norm": 0.1})
+        named = [(jump["signal"], jump["layer"], jump["value"]) for jump in jumps]
+        assert named == ([("max_activation", 1, 30.0)] if step == 150 else [])
+
+
+def test_layers_without_a_value_are_left_alone() -> None:
+    watch = LayerWatch({})
+    for _ in range(40):
+        assert watch.look({"layer_indexer_kl": [math.nan, 0.5], "layer_value_gate_low": [0.0, 0.0]}) == []
+    assert [jump["layer"] for jump in watch.look({"layer_indexer_kl": [math.nan, 9.0]})] == [1]
