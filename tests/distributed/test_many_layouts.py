@@ -1,5 +1,7 @@
-"""Layouts of four ranks train what one rank trains: a tiny model, a few steps of each phase, every statistic; ten steps of the
-demo's model are in test_layouts."""
+"""Layouts of four ranks train what one rank trains: a tiny model, a few steps of each phase, every statistic.
+
+Ten steps of the demo's model are in test_layouts.
+"""
 
 from __future__ import annotations
 

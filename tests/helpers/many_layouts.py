@@ -107,7 +107,7 @@ RESHARDED = {
 
 
 def blocks(step: int) -> torch.Tensor:
-    """int32 [SEQUENCES, LENGTH + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks."""
+    """int32 [SEQUENCES, LENGTH + 1]: a batch of documents of about 12 tokens, which cross the borders of chunks."""
     generator = torch.Generator().manual_seed(step)
     shape = (SEQUENCES, LENGTH + 1)
     tokens = torch.randint(1, CONFIG.model.vocab_size, shape, generator=generator, dtype=torch.int32)
