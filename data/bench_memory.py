@@ -33,7 +33,8 @@ from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer, build_manif
 from gsa_data.corpus import Corpus
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import DataFault, Reading
-from gsa_data.reader import EncodedDocument
+from gsa_data.reader import EncodedDocument, LineSources
+from gsa_data.source_weights import NO_SOURCE
 from gsa_data.token_files import TokenFolder, identity_of, write_shard
 
 NUM_LANES = 8
@@ -92,13 +93,23 @@ def write_text(documents: list[Document], orders: Iterator[tuple[str, list[int]]
     return build_manifest(str(out))
 
 
+class _EncodedLines(list[EncodedDocument]):
+    """`ShardLines` of documents that are encoded already."""
+
+    def sources(self) -> LineSources:
+        names = sorted({line.source for line in self})
+        return LineSources(names, np.array([names.index(line.source) for line in self]))
+
+
 def write_tokens(
     documents: list[Document], tokenizer: Tokenizer, orders: Iterator[tuple[str, list[int]]], out: Path
 ) -> TokenFolder:
     """The files that `prepare.py tokens` would make of such shards, each document tokenized once."""
     eos = np.int32(tokenizer.eos_id)
     encoded = [
-        EncodedDocument(np.append(tokenizer.encode(each.text_utf8), eos), len(each.text_utf8))
+        EncodedDocument(
+            np.append(tokenizer.encode(each.text_utf8), eos), len(each.text_utf8), each.source or NO_SOURCE
+        )
         for each in documents
     ]
     all_orders = list(orders)
@@ -106,7 +117,7 @@ def write_tokens(
     identity = identity_of(manifest, tokenizer, Reading())
     records = {}
     for path, order in all_orders:
-        lines = [encoded[number] for number in order]
+        lines = _EncodedLines([encoded[number] for number in order])
         records[path] = write_shard(out, path, lines, Counter(shards_read=1), identity)
     return TokenFolder(out, identity, manifest, records)
 
