@@ -142,8 +142,12 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
 
 
 def leave_layout() -> None:
-    """Leave megatron-core's groups; `init_parallel` may then make others."""
+    """End all groups but the world; `init_parallel` may then make others."""
     mpu.destroy_model_parallel()
+    # megatron-core only forgets its groups. On CPUs each has threads, which go on waking up.
+    world = dist.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not world.default_pg]:
+        dist.destroy_process_group(group)
 
 
 def shutdown_parallel() -> None:

@@ -1,4 +1,7 @@
-"""Layouts of four ranks train what one rank trains: a tiny model, ten steps of each phase, every statistic."""
+"""Layouts of four ranks train what one rank trains: a tiny model, a few steps of each phase, every statistic.
+
+Ten steps of the demo's model are in test_layouts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from helpers.many_layouts import BASELINE, CASES, EOS, LENGTH, RESHARDED, STEPS,
 from helpers.runs import ENVIRONMENT, REPOSITORY
 from helpers.single_rank import single_rank
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("many_layouts"),
+]  # one process makes the runs for all tests
 
 NEIGHBOURS = {"adjacent_overlap", "union_ratio_32"}
 """Under context parallelism, not looked at across the borders of chunks."""

@@ -174,7 +174,9 @@ def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: 
     assert total == pytest.approx(0.01, rel=1e-4)
     for name, parameter in one.model.gpt.named_parameters():
         expected = -1e-3 * clipped[name] / (clipped[name].abs() + 1e-5)
-        torch.testing.assert_close(parameter - before[name], expected, rtol=0.02, atol=2e-8, msg=name)
+        torch.testing.assert_close(
+            parameter - before[name], expected, rtol=0.02, atol=1.2e-7, msg=name
+        )  # an ulp of a norm's weight
 
 
 @pytest.mark.parametrize("overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",)])

@@ -31,7 +31,7 @@ from gsa_train.step import evaluation_step, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
-WORLD, STEPS, LENGTH = 4, 10, 32
+WORLD, STEPS, LENGTH, SEQUENCES = 4, 6, 32, 4
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ class Case:
             "train": {
                 "seq_len_tokens": LENGTH,
                 "micro_batch_size": 1,
-                "global_batch_size": 8,
+                "global_batch_size": SEQUENCES,
                 "grad_clip": 1.0,
                 **train,
             },
@@ -107,9 +107,9 @@ RESHARDED = {
 
 
 def blocks(step: int) -> torch.Tensor:
-    """int32 [8, LENGTH + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks."""
+    """int32 [SEQUENCES, LENGTH + 1]: a batch of documents of about 12 tokens, which cross the borders of chunks."""
     generator = torch.Generator().manual_seed(step)
-    shape = (8, LENGTH + 1)
+    shape = (SEQUENCES, LENGTH + 1)
     tokens = torch.randint(1, CONFIG.model.vocab_size, shape, generator=generator, dtype=torch.int32)
     return tokens.masked_fill(torch.rand(shape, generator=generator) < 1 / 12, EOS)
 
