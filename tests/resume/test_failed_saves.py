@@ -49,7 +49,7 @@ class Failing:
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS)
+    run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, real=True)
     run.wait_until(lambda: second_rank(run))
     process = second_rank(run)
     assert process is not None
