@@ -35,7 +35,7 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m 'not gpu' --durations=15 tests/distributed tests/resume tests/e2e
 
 # A real Slurm of two nodes in a temporary folder; installs Debian's packages where they are missing (as root).
 test-slurm: setup

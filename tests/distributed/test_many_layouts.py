@@ -19,10 +19,7 @@ from helpers.many_layouts import BASELINE, CASES, EOS, LENGTH, RESHARDED, STEPS,
 from helpers.runs import ENVIRONMENT, REPOSITORY
 from helpers.single_rank import single_rank
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("many_layouts"),
-]  # one process makes the runs for all tests
+pytestmark = pytest.mark.slow
 
 NEIGHBOURS = {"adjacent_overlap", "union_ratio_32"}
 """Under context parallelism, not looked at across the borders of chunks."""

@@ -29,7 +29,7 @@ SHORT = (
     "logging.wandb=disabled",
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]  # one process makes the run for all tests
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

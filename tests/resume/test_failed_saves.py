@@ -17,10 +17,7 @@ from helpers.runs import SMALL, STEPS, Run, finished, processes_of, start
 COMMAND = (*SMALL, "checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
 RANKS = 2
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("failed_saves"),
-]  # one process makes the runs for all tests
+pytestmark = pytest.mark.slow
 
 
 def second_rank(run: Run) -> psutil.Process | None:

@@ -17,7 +17,7 @@ RANKS = 2
 TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kills")]  # one process makes the runs for all tests
+pytestmark = pytest.mark.slow
 
 
 @dataclass

@@ -18,7 +18,7 @@ COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging
 TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stops")]  # one process makes the runs for all tests
+pytestmark = pytest.mark.slow
 
 
 def start(run_dir: Path, *overrides: str) -> Run:
