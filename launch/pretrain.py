@@ -13,11 +13,15 @@ import io
 import logging
 import os
 import sys
+import time
 
 from gsa_train.cli import parse_arguments
 from gsa_train.config import ConfigError, load_config
 from gsa_train.dry_run import describe
 from gsa_train.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
+
+HEAD_START_SECONDS = 5
+"""Of rank 0 in a start that fails on every rank."""
 
 
 def main() -> int:
@@ -33,8 +37,11 @@ def main() -> int:
             arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
         )
     except ConfigError as error:
-        if is_main:  # all ranks find the same
+        # All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks.
+        if is_main:
             print(error, file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_SECONDS)
         return 2
     if arguments.dry_run:
         if is_main:
@@ -59,8 +66,11 @@ def main() -> int:
     except Stopped:
         return EXIT_STOPPED
     except (ResumeError, TokenizerError) as error:
-        if is_main:  # all ranks find the same
+        # All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks.
+        if is_main:
             print(error, file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_SECONDS)
         return 2
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same

@@ -82,7 +82,8 @@ WRONG = {
     ),
     "ranks that do not divide": (
         "parallel.tensor=3",
-        "world size = 4: not a multiple of parallel.tensor = 3 x parallel.pipeline = 1; start 3 or 6 ranks",
+        "world size = 4: not a multiple of parallel.tensor = 3 x parallel.context = 1 x parallel.pipeline = 1; "
+        "start 3 or 6 ranks",
     ),
     "no value": ("run.seed=", "run.seed = '': no value after the =; write run.seed=VALUE"),
 }
