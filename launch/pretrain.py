@@ -37,12 +37,7 @@ def main() -> int:
             arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
         )
     except ConfigError as error:
-        # All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks.
-        if is_main:
-            print(error, file=sys.stderr)
-        else:
-            time.sleep(HEAD_START_SECONDS)
-        return 2
+        return refuse(error, is_main)
     if arguments.dry_run:
         if is_main:
             print(describe(config, arguments.world_size))
@@ -66,12 +61,7 @@ def main() -> int:
     except Stopped:
         return EXIT_STOPPED
     except (ResumeError, TokenizerError) as error:
-        # All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks.
-        if is_main:
-            print(error, file=sys.stderr)
-        else:
-            time.sleep(HEAD_START_SECONDS)
-        return 2
+        return refuse(error, is_main)
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same
             print(stop, file=sys.stderr)
@@ -87,6 +77,15 @@ def main() -> int:
         print(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def refuse(error: Exception, is_main: bool) -> int:
+    """All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks."""
+    if is_main:
+        print(error, file=sys.stderr)
+    else:
+        time.sleep(HEAD_START_SECONDS)
+    return 2
 
 
 # The guard is needed: readers of text may be started as processes that import this file again.
