@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -377,7 +378,7 @@ def _blocks_in_order(samples: _RankSamples, config: StreamConfig) -> Generator[_
             prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)),
             timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
             collate_fn=_as_is,
-            worker_init_fn=_obey_the_trainer_only,
+            worker_init_fn=partial(_obey_only, os.getpid()),
             generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
         )
     )
@@ -409,15 +410,16 @@ def _next_group(groups: Any) -> list[_Block]:
     return group
 
 
-def _obey_the_trainer_only(_worker_id: int) -> None:
+def _obey_only(trainer: int, _worker_id: int) -> None:
     """Torchrun and Slurm send SIGTERM to readers, too, while the training process still needs text to stop well.
 
-    Only its own SIGTERM ends a reader; torch ends one whose training process is gone.
+    Only the SIGTERM of that process ends a reader; torch ends one whose training process is gone. By its id: with a
+    fork server it is not the reader's parent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     def wait() -> None:
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != trainer:
             pass
         os._exit(0)
 
