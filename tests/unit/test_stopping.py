@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_children_do_not_get_the_signals_and_this_process_gets_them_later(
     show = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     with children_keep_running():
         child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+        # To this thread: another one of the process, from an earlier test, would take it at any moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         assert request_to_stop.reason == 0
     assert request_to_stop.reason == signal.SIGTERM
     assert all(f"Signals.{number.name}" in child.stdout for number in STOP_SIGNALS)
