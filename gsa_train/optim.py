@@ -292,9 +292,8 @@ def repair_torch_adam(optimizer: MegatronOptimizer) -> None:
 def _use_one_kernel(adam: torch.optim.AdamW) -> None:
     """On GPUs; torch otherwise passes about ten times over the weights. Its step counts are on the device then."""
     on_gpu = torch.cuda.is_available()
-    for (
-        group
-    ) in adam.param_groups:  # also those of which this rank has no parameter: a checkpoint compares ranks
+    # Also in groups of which this rank has no parameter: a checkpoint compares the ranks.
+    for group in adam.param_groups:
         group["fused"], group["foreach"] = on_gpu, False if on_gpu else None
 
 

@@ -138,9 +138,7 @@ class SpikeDetector:
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
         """OLMo-core's rule: mean + sigmas * standard deviation of a window that keeps its spikes; nothing lasts."""
-        seen = (
-            history < torch.inf
-        )  # all but the first steps of a phase that began with steps that are not finite
+        seen = history < torch.inf  # a phase may begin with steps that are not finite
         count = seen.sum(dim=1)
         mean = torch.where(seen, history, 0).sum(dim=1) / count
         squares = torch.where(seen, history - mean[:, None], 0).square().sum(dim=1)

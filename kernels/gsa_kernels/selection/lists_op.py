@@ -20,7 +20,7 @@ from gsa_kernels.lists.triton_build import (
 from gsa_kernels.selection.op import ROW_CHUNK_BYTES, Selector, launching_on, make_selector
 
 CANDIDATES_FROM = 8192
-"""Keys of the first row that is selected by candidates: at 128K on an H200, 37 ms instead of 62."""
+"""Keys of the first row that is selected by candidates: at 128K on an H200, 33 ms instead of 62."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ def write_candidates(
     """
     batch, length, _, dim = inputs.q_idx.shape
     tiles = score_tiles(inputs)
+    assert candidates.shape[2] >= _COLUMNS, "a full list takes one more tile's candidates at its start"
     # Row tiles first: programs that run side by side add to different counts.
     grid = (
         triton.cdiv(len(rows), tiles.rows),
