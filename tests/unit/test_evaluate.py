@@ -23,7 +23,7 @@ from gsa_train.model.build import Model
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, enter_phase
 from gsa_train.step import evaluation_step
-from gsa_train.trainer import Run, run_phase
+from gsa_train.trainer import run_phase
 from helpers.single_rank import (
     EOS,
     SPARSE,
@@ -35,6 +35,7 @@ from helpers.single_rank import (
     tiny_model,
     token_losses,
 )
+from helpers.tiny_run import tiny_run
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 CONFIG = tiny_config()
@@ -152,20 +153,13 @@ def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> 
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
-    run = Run(
-        config=config,
-        parallel=single_rank(),
-        model=model,
+    run = tiny_run(
+        config,
+        model,
         batches=batches,
         validation_sets=sets,
         tokenizer=tokenizer,
-        saver=Mock(is_due=lambda step: False, ended=lambda now: []),
         sinks=Mock(log=records.append),
-        progress=Mock(),
-        wandb_run_id=None,
-        stop_vote=Mock(ask=lambda: 0),
-        watch=Mock(),
-        straggler_warning=Mock(),
     )
     run_phase(run, PhaseSpan(0, phase, 0, phase.steps), optimizer)
     close_optimizer(model, optimizer)

@@ -20,8 +20,9 @@ from gsa_train.config import Config
 from gsa_train.metrics import data_metrics, data_totals
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan
-from gsa_train.trainer import Run, run_phase
+from gsa_train.trainer import run_phase
 from helpers.single_rank import EOS, SPARSE, random_blocks, single_rank, tiny_config, tiny_model, token_losses
+from helpers.tiny_run import tiny_run
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "sample" / "tokenizer.model"
 
@@ -95,20 +96,12 @@ def steps(
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
-    run = Run(
-        config=config,
-        parallel=single_rank(),
-        model=model,
+    run = tiny_run(
+        config,
+        model,
         batches=batches,
-        validation_sets=[],
         tokenizer=tokenizer,
-        saver=Mock(is_due=lambda step: False, ended=lambda now: []),
         sinks=Mock(log=records.append),
-        progress=Mock(),
-        wandb_run_id=None,
-        stop_vote=Mock(ask=lambda: 0),
-        watch=Mock(),
-        straggler_warning=Mock(),
         step=first,
     )
     run_phase(run, PhaseSpan(0, phase, 0, last), optimizer)

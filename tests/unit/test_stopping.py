@@ -39,8 +39,9 @@ from gsa_train.stop_signals import (
     reason_in_words,
 )
 from gsa_train.stop_vote import StopVote
-from gsa_train.trainer import Run, run_phase
+from gsa_train.trainer import run_phase
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from helpers.tiny_run import tiny_run
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 PHASE = dataclasses.replace(SPARSE, steps=4)
@@ -171,20 +172,15 @@ def train_phase(
     if resume_from is not None:
         load_checkpoint(resume_from, model, optimizer, single_rank(), with_optimizer=True)
     records: list[dict[str, Any]] = []
-    run = Run(
-        config=each,
-        parallel=single_rank(),
-        model=model,
+    run = tiny_run(
+        each,
+        model,
         batches=TrainBatches(each, single_rank(), tokenizer, state.data if state else None),
         validation_sets=read_validation_sets(each, tokenizer),
         tokenizer=tokenizer,
         saver=CheckpointSaver(folder, each.checkpoint, single_rank()),
         sinks=Mock(log=records.append),
-        progress=Mock(),
-        wandb_run_id=None,
         stop_vote=Mock(ask=ask),
-        watch=Mock(),
-        straggler_warning=Mock(),
         step=state.step if state else 0,
         tokens=state.tokens if state else 0,
         validation_due=state.validation_due if state else False,

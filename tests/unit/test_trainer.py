@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +14,7 @@ from gsa_train.optim import PhaseOptimizer, build_optimizer
 from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.trainer import Run, newest_save, save, save_the_end
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from helpers.tiny_run import tiny_run
 
 
 def limit_files_to(size_bytes: int) -> None:
@@ -28,20 +28,10 @@ def run_of(folder: Path, checkpoint_config: CheckpointConfig) -> tuple[Run, Phas
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     (span,) = phase_spans(config.phases)
-    run = Run(
-        config=config,
-        parallel=single_rank(),
-        model=model,
-        batches=Mock(state=dict),
-        validation_sets=[],
-        tokenizer=Mock(),
+    run = tiny_run(
+        config,
+        model,
         saver=CheckpointSaver(folder, checkpoint_config, single_rank()),
-        sinks=Mock(),
-        progress=Mock(),
-        wandb_run_id=None,
-        stop_vote=Mock(),
-        watch=Mock(),
-        straggler_warning=Mock(),
         step=3,
     )
     return run, span, optimizer
