@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gsa_kernels import sigmoid_gate
+from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
@@ -87,7 +87,7 @@ class TritonCore:
         else:
             out = self.dense(q, k, v)
             if output_gate is not None:
-                out = sigmoid_gate(out, output_gate)
+                out = fused_sigmoid_gate(out, output_gate)
             if measured:
                 # By our kernel: what is logged must not change what the pass calculates.
                 with torch.no_grad():

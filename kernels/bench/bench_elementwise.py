@@ -1,5 +1,5 @@
 """What surrounds attention in a step, one kernel each way, beside torch, torch.compile and liger-kernel (if installed):
-SwiGLU, cross-entropy, RMSNorm, and split + rotary embedding + G2, at the 1.7B model's sizes.
+SwiGLU, cross-entropy, RMSNorm, a sigmoid gate, and split + rotary embedding + G2, at the 1.7B model's sizes.
 
     python kernels/bench/bench_elementwise.py [--tokens 16384]
 """
@@ -16,6 +16,8 @@ from cases import DEVICE, normal
 
 from gsa_kernels.cross_entropy.op import vocab_parallel_cross_entropy
 from gsa_kernels.cross_entropy.reference import cross_entropy
+from gsa_kernels.gates.op import fused_sigmoid_gate
+from gsa_kernels.gates.reference import sigmoid_gate
 from gsa_kernels.prologue.op import fused_split_rotate_gate
 from gsa_kernels.prologue.reference import split_rotate_gate
 from gsa_kernels.swiglu.op import fused_swiglu
@@ -84,6 +86,10 @@ def cases(tokens: int) -> dict[str, tuple[list[torch.Tensor], dict[str, Op]]]:
         "rms norm": (
             [normal(tokens, WIDTH), normal(WIDTH)],
             {"torch": rms_norm, "compile": torch.compile(written_out_norm)},
+        ),
+        "sigmoid gate": (
+            [normal(tokens, HEADS * HEAD_SIZE) for _ in range(2)],
+            {"ours": fused_sigmoid_gate, "torch": sigmoid_gate, "compile": torch.compile(sigmoid_gate)},
         ),
         "split, rotate, gate": (
             [normal(tokens, 1, size) for size in sizes],

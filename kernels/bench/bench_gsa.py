@@ -18,9 +18,9 @@ import harness
 import torch
 from cases import AttentionInputs, IndexerInputs, Shape
 
-from gsa_kernels import sigmoid_gate
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.selection.op import Selection, select_keys
 
@@ -57,7 +57,7 @@ class Operation:
 
     def attend(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.inputs
-        v = sigmoid_gate(x.v, x.value_gate)
+        v = fused_sigmoid_gate(x.v, x.value_gate)
         return masked_attention(x.q, x.k, v, words, output_gate_logits=x.output_gate)
 
     def kl_backward(self, words: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:

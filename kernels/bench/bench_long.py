@@ -30,9 +30,9 @@ import torch
 from cases import AttentionInputs, IndexerInputs, Shape
 from lists_for_bench import block_lists, random_lists
 
-from gsa_kernels import sigmoid_gate
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
+from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
 from gsa_kernels.lists.key_lists import KeyLists
 from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
@@ -138,7 +138,7 @@ class Gathered:
 
 
 def attend(x: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
-    v = sigmoid_gate(x.v, x.value_gate)
+    v = fused_sigmoid_gate(x.v, x.value_gate)
     return gathered_attention(x.q, x.k, v, lists, output_gate_logits=x.output_gate)
 
 

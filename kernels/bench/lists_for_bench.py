@@ -43,6 +43,7 @@ def random_lists(
         queries=queries,
         length=length,
         max_count=int(counts.max()),
+        host_counts=counts.cpu().view(batch, tiles),
     )
 
 

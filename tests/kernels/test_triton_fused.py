@@ -18,6 +18,8 @@ from gsa_kernels.cross_entropy import op as cross_entropy_op  # noqa: E402
 from gsa_kernels.cross_entropy.op import vocab_parallel_cross_entropy  # noqa: E402
 from gsa_kernels.cross_entropy.reference import cross_entropy  # noqa: E402
 from gsa_kernels.cross_entropy.triton_rows import row_statistics, write_gradient  # noqa: E402
+from gsa_kernels.gates.op import BLOCK, fused_sigmoid_gate  # noqa: E402
+from gsa_kernels.gates.reference import sigmoid_gate  # noqa: E402
 from gsa_kernels.prologue.op import fused_split_rotate_gate  # noqa: E402
 from gsa_kernels.prologue.reference import split_rotate_gate  # noqa: E402
 from gsa_kernels.swiglu.op import fused_swiglu  # noqa: E402
@@ -85,6 +87,46 @@ def test_swiglu_of_nothing(device):
     x = torch.empty(0, 8, device=device, requires_grad=True)
     fused_swiglu(x).sum().backward()
     assert x.grad.shape == (0, 8)
+
+
+# --- sigmoid gate -----------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("shape", [(2, 5, 3, 32), (1, BLOCK + 3), (7,)])
+def test_sigmoid_gate(device, shape):
+    for dtype in DTYPES[device]:
+        x, logits = ((torch.randn(shape, device=device) * 3).to(dtype) for _ in range(2))
+        logits.view(-1)[:2] = torch.tensor([30.0, -30.0])
+        grad = torch.randn(shape, device=device)
+        found, again = (run(fused_sigmoid_gate, [x, logits], [grad]) for _ in range(2))
+        exact = run(sigmoid_gate, [x.double(), logits.double()], [grad])
+        assert_as_good(found, run(sigmoid_gate, [x, logits], [grad]), exact, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@devices
+def test_sigmoid_gate_of_other_orders_of_memory(device):
+    x, logits = (torch.randn(4, 6, 32, device=device) for _ in range(2))
+    grad = torch.randn(6, 4, 32, device=device).transpose(0, 1)
+    swapped = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, logits)]
+    wanted = run(fused_sigmoid_gate, [x, logits], [grad.contiguous()])
+    leaves = [t.requires_grad_() for t in swapped]
+    out = fused_sigmoid_gate(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (torch.zeros(2, 1), "gate_logits has shape"),
+        (torch.zeros(2, 4, dtype=torch.float16), "gate_logits is torch.float16"),
+    ],
+)
+def test_sigmoid_gate_refuses(logits, message):
+    with pytest.raises(ValueError, match=message):
+        fused_sigmoid_gate(torch.zeros(2, 4), logits)
 
 
 # --- split, rotation, G2 ----------------------------------------------------------------------------------

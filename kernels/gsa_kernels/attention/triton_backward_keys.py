@@ -7,6 +7,7 @@ import triton.language as tl
 from gsa_kernels.attention.triton_tiles import (
     LOG2E,
     Tiles,
+    count_multiprocessors,
     expand_words,
     input_precision,
     is_even,
@@ -127,9 +128,7 @@ def _choose_splits(programs: int, group: int, device: torch.device) -> int:
 
     Programs differ in length by the causal triangle: with fewer, the longest one sets the time.
     """
-    multiprocessors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    )
+    multiprocessors = count_multiprocessors(device)
     fitting = (n for n in range(1, group) if group % n == 0 and programs * n >= 3 * multiprocessors)
     return next(fitting, group)
 

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
-from gsa_kernels.attention.triton_tiles import LOG2E, Tiles, input_precision
+from gsa_kernels.attention.triton_tiles import LOG2E, Tiles, count_multiprocessors, input_precision
 from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_reduce_keys import add_partials_by_key, find_key_hits
+from gsa_kernels.lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
 
 
 def backward_tiles(dtype: torch.dtype) -> Tiles:
@@ -39,7 +39,7 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and gate_logits from that of `out`.
 
-    Memory beyond the results: the gradients of k and v in fp32, and with `deterministic` about `scratch_bytes`
+    Memory beyond the results: the gradients of k and v in fp32, and with `deterministic` up to `scratch_bytes`
     of partial rows (at least one tile's).
     """
     batch, num_keys, kv_heads, head_size = k.shape
@@ -53,22 +53,21 @@ def gathered_backward(
     tensors = (q, k, v, grad_attended, delta, lse2, grad_q)
     members = heads_per_program(group, lists.queries, tiles.queries)
     parts = kv_heads * triton.cdiv(group, members)
-    num_tiles = lists.counts.numel()
     if deterministic:
-        rows_per_tile = max(1, triton.cdiv(lists.max_count, tiles.keys)) * tiles.keys
-        tile_bytes = rows_per_tile * 2 * head_size * q.element_size()
-        launches = triton.cdiv(num_tiles, max(1, scratch_bytes // tile_bytes))
-        at_once = triton.cdiv(num_tiles, launches)
-        partials = torch.empty(at_once, rows_per_tile, 2 * head_size, dtype=q.dtype, device=q.device)
-        for first in range(0, num_tiles, at_once):
-            last = min(first + at_once, num_tiles)
-            hits = find_key_hits(lists, first, last, rows_per_tile)
+        rows = scratch_bytes // (2 * head_size * q.element_size())
+        # One program has room on a multiprocessor: whole waves of them.
+        ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
+        scratch_rows = max(each.num_rows for each in ranges)
+        scratch = torch.empty(scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
+        for each in ranges:
+            hits = find_key_hits(lists, each)
+            partials = scratch[: each.num_rows]
             for part in range(parts):
-                target = partials[: last - first]
-                _launch(tensors, lists, scale, tiles, members, first, last, part, part + 1, partials=target)
-                add_partials_by_key(target, hits, sums[:, :, part * kv_heads // parts])
+                _launch(tensors, lists, scale, tiles, members, each, part, part + 1, partials=partials)
+                add_partials_by_key(partials, hits, sums[:, :, part * kv_heads // parts])
     else:
-        _launch(tensors, lists, scale, tiles, members, 0, num_tiles, 0, parts, sums=sums)
+        everything = TileRows(0, lists.counts.numel(), lists.key_starts, 0)
+        _launch(tensors, lists, scale, tiles, members, everything, 0, parts, sums=sums)
     grad_v = torch.empty_like(v).copy_(sums[..., :head_size])
     grad_k = torch.empty_like(k).copy_(sums[..., head_size:])
     return grad_q, grad_k, grad_v, grad_gate
@@ -80,8 +79,7 @@ def _launch(
     scale: float,
     tiles: Tiles,
     members: int,
-    first_tile: int,
-    last_tile: int,
+    tile_rows: TileRows,
     first_part: int,
     last_part: int,
     *,
@@ -91,14 +89,15 @@ def _launch(
     """A range of tiles of a range of parts, which are the pieces of `members` query heads of each kv head.
 
     Args:
-        partials: [tiles, rows_per_tile, 2 * D], for one part; or
+        partials: [tile_rows.num_rows, 2 * D], for one part; or
         sums: fp32 [B, Lk, Hkv, 2 * D], added to with atomics
     """
     q, k, v, grad, delta, lse2, grad_q = tensors
     length, heads, head_size = q.shape[1:]
     num_keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads
-    _backward_kernel[((last_tile - first_tile) * (last_part - first_part),)](
+    num_tiles = tile_rows.last - tile_rows.first
+    _backward_kernel[(num_tiles * (last_part - first_part),)](
         q,
         k,
         v,
@@ -124,10 +123,10 @@ def _launch(
         heads,
         kv_heads,
         lists.counts.shape[1],
-        first_tile,
-        last_tile - first_tile,
+        tile_rows.first,
+        num_tiles,
         first_part,
-        partials.shape[1] if partials is not None else 0,
+        tile_rows.starts,
         scale,
         scale * LOG2E,
         GROUP=group,
@@ -152,7 +151,7 @@ def _backward_kernel(
     stride_vb, stride_vl, stride_vh,
     stride_ub, stride_ul, stride_uh,
     stride_db, stride_dl, stride_dh,
-    length, num_keys, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, rows_per_tile,
+    length, num_keys, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, row_starts,
     scale, scale_log2,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
@@ -194,7 +193,7 @@ def _backward_kernel(
     if ATOMIC:
         target = sums + (batch64 * num_keys * kv_heads + kv_head) * (2 * D)
     else:
-        target = partials + slot.to(tl.int64) * rows_per_tile * (2 * D)
+        target = partials + tl.load(row_starts + slot) * (2 * D)
 
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
     step = tl.arange(0, KEYS)
@@ -221,16 +220,15 @@ def _backward_kernel(
         # Not accumulated by the product itself: that would still run while the next step's first one begins,
         # and the compiler then waits for each matrix instruction by itself.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
+        exists = (entries < count)[:, None]
         if ATOMIC:
-            exists = (entries < count)[:, None]
             pushed = target + (key64 * (kv_heads * 2 * D) + dims)
             tl.atomic_add(pushed, by_v, mask=exists, sem="relaxed")
             tl.atomic_add(pushed + D, by_k, mask=exists, sem="relaxed")
         else:
-            # The rows of a last step beyond the list are the tile's own: stored, never read.
             pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
-            tl.store(pushed, by_v.to(target.dtype.element_ty))
-            tl.store(pushed + D, by_k.to(target.dtype.element_ty))
+            tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
+            tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
         key = next_key
     pointers = grad_q + batch64 * stride_db + (token64 * stride_dl + head64 * stride_dh + dims)
     tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=valid[:, None])

@@ -34,6 +34,11 @@ class Tiles(NamedTuple):
     """Limit per thread, where two programs shall share a multiprocessor."""
 
 
+def count_multiprocessors(device: torch.device) -> int:
+    """1 for a device that is interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def input_precision(dtype: torch.dtype) -> str:
     """fp32 products are exact fp32 ("ieee"); the argument does not matter to bf16 and fp16."""
     return "ieee" if dtype == torch.float32 else "tf32"

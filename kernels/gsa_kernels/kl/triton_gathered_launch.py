@@ -12,7 +12,7 @@ from gsa_kernels.kl.triton_gathered_reduce import gathered_reduce_kernel
 from gsa_kernels.kl.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.kl.triton_launch import FP32_WARPS, scratch
 from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_reduce_keys import add_partials_by_key, find_key_hits
+from gsa_kernels.lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits
 
 _MIN_COLUMNS = 16
 """Of a product: fewer the matrix units do not take."""
@@ -114,6 +114,7 @@ def lists_of_chunk(inputs: GatheredInputs, tiles: torch.Tensor) -> KeyLists:
         word_starts=lists.word_starts.index_select(1, index),
         full=lists.full.index_select(1, index),
         counts=lists.counts.index_select(1, index),
+        host_counts=None,
     )
 
 
@@ -248,8 +249,9 @@ def gathered_chunk_launches(
         dk = outputs.dk
 
         def reduce_keys() -> None:
-            hits = find_key_hits(lists, 0, batch * len(tiles), max_count)
-            add_partials_by_key(dk_parts, hits, dk)
+            starts = torch.arange(batch * len(tiles), device=device) * max_count
+            everything = TileRows(0, len(starts), starts, len(starts) * max_count)
+            add_partials_by_key(dk_parts.flatten(0, 1), find_key_hits(lists, everything), dk)
 
         launches["reduce keys"] = reduce_keys
     return launches

@@ -56,6 +56,10 @@ class KeyLists:
     query_start: int = 0
     """Position of the first query: query t stands at query_start + t. Keys are their positions."""
 
+    host_counts: torch.Tensor | None = None
+    """`counts` on the host, where they are known there: buffers then have the size of the lists and not of
+    T * max_count entries."""
+
     @property
     def num_keys(self) -> int:
         """Lk: the keys up to the last query's own."""

@@ -49,7 +49,7 @@ class FilledLists:
     words: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-    max_count: int
+    host_counts: torch.Tensor
 
 
 def count_keys(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
@@ -86,7 +86,7 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def fill_lists(counted: CountedKeys) -> FilledLists:
     """Enqueue the lists, once the counts are on the host."""
-    entries, max_count = int(counted.host_counts.sum()), int(counted.host_counts.max())
+    entries = int(counted.host_counts.sum())
     words, counts = counted.words, counted.counts
     batch, tiles, pieces = counts.shape
     ends = counts.view(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
@@ -106,7 +106,8 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
         num_warps=4,
     )
     tile_starts = starts[..., 0].contiguous()
-    return FilledLists(keys, members, tile_starts, (ends[..., -1] - tile_starts).to(torch.int32), max_count)
+    tile_counts = (ends[..., -1] - tile_starts).to(torch.int32)
+    return FilledLists(keys, members, tile_starts, tile_counts, counted.host_counts)
 
 
 def join_lists(parts: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
@@ -117,6 +118,7 @@ def join_lists(parts: list[FilledLists], length: int, query_start: int = 0) -> K
         first += part.keys.numel()
     joined = torch.cat(starts, 1)
     counts = torch.cat([part.counts for part in parts], 1)
+    host_counts = torch.cat([part.host_counts for part in parts], 1)
     return KeyLists(
         keys=torch.cat([part.keys for part in parts]),
         words=torch.cat([part.words for part in parts]),
@@ -126,8 +128,9 @@ def join_lists(parts: list[FilledLists], length: int, query_start: int = 0) -> K
         counts=counts,
         queries=QUERIES,
         length=length,
-        max_count=max(part.max_count for part in parts),
+        max_count=int(host_counts.max()),
         query_start=query_start,
+        host_counts=host_counts,
     )
 
 

@@ -28,32 +28,70 @@ class KeyHits:
     """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [at least starts[-1]]: (b * T + i - first_tile) * rows_per_tile + j, ascending for each key."""
+    """int32 [num_rows, of which starts[-1] are used]: the partial rows, for each key in the order of the tiles."""
 
-    tiles: int
-    """last_tile - first_tile"""
-
-    rows_per_tile: int
+    num_rows: int
+    """Partial rows of all tiles, with those that no entry owns."""
 
 
-def find_key_hits(lists: KeyLists, first_tile: int, last_tile: int, rows_per_tile: int) -> KeyHits:
-    """Turn the lists of a range of tiles round, on the device.
+@dataclass(frozen=True)
+class TileRows:
+    """A range of tiles, first <= b * T + i < last: entry j of tile i owns the partial row starts[i - first] + j."""
 
-    Costs about 4 * tiles * max_count bytes for the result and B * Lk * tiles / 4 bytes while it runs.
+    first: int
+    last: int
+    starts: torch.Tensor
+    """int64 [last - first]"""
+    num_rows: int
+    """Rows of all of them."""
+
+
+def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
+    """Ranges of adjacent tiles with about `max_rows` partial rows each, at least one tile.
+
+    Tiles have as many rows as entries where the host knows their counts, else `max_count`.
 
     Args:
-        rows_per_tile: at least lists.max_count: entry j of a tile owns partial row tile * rows_per_tile + j
+        multiple: of tiles in a range, as far as it holds that many: a launch then keeps all multiprocessors busy
+    """
+    num_tiles, device = lists.counts.numel(), lists.counts.device
+    known = lists.host_counts is not None
+    sizes = (
+        torch.full((num_tiles,), lists.max_count)
+        if lists.host_counts is None
+        else lists.host_counts.flatten()
+    )
+    ends = sizes.cumsum(0)  # int64, on the host
+    ranges, first, before = [], 0, 0
+    while first < num_tiles:
+        last = int(torch.searchsorted(ends, before + max_rows, right=True))
+        if first + multiple <= last < num_tiles:
+            last -= (last - first) % multiple
+        last = max(last, first + 1)
+        if known:
+            counts = lists.counts.view(-1)[first:last]
+            starts = counts.cumsum(0, dtype=torch.int64) - counts
+        else:
+            starts = torch.arange(last - first, device=device) * lists.max_count
+        end = int(ends[last - 1])
+        ranges.append(TileRows(first, last, starts, end - before))
+        first, before = last, end
+    return ranges
+
+
+def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
+    """Turn the lists of a range of tiles round, on the device.
+
+    Costs 4 bytes per partial row for the result and B * Lk * tiles / 4 bytes while it runs.
     """
     batch, tiles_per_sequence = lists.counts.shape
-    tiles = last_tile - first_tile
-    check_at_least("first_tile", first_tile, 0)
-    check_at_least("last_tile - first_tile", tiles, 1)
-    check_at_least("B * T - last_tile", batch * tiles_per_sequence - last_tile, 0)
-    check_at_least("rows_per_tile", rows_per_tile, lists.max_count)
-    if tiles * rows_per_tile >= 2**31:
-        raise ValueError(
-            f"{tiles} tiles of {rows_per_tile} rows pass 2^31 rows; pass a smaller range of tiles"
-        )
+    first_tile, num_rows = tile_rows.first, tile_rows.num_rows
+    tiles = tile_rows.last - first_tile
+    check_at_least("first", first_tile, 0)
+    check_at_least("last - first", tiles, 1)
+    check_at_least("B * T - last", batch * tiles_per_sequence - tile_rows.last, 0)
+    if num_rows >= 2**31:
+        raise ValueError(f"{tiles} tiles have {num_rows} rows; pass a range of tiles with less than 2^31")
     device = lists.keys.device
     num_keys = batch * lists.num_keys
     columns = triton.cdiv(tiles, 32)
@@ -62,7 +100,7 @@ def find_key_hits(lists: KeyLists, first_tile: int, last_tile: int, rows_per_til
     marks = torch.zeros(num_keys, columns, dtype=torch.int32, device=device)
     before = torch.empty_like(marks)
     starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)
-    rows = torch.empty(max(tiles * lists.max_count, 1), dtype=torch.int32, device=device)
+    rows = torch.empty(max(num_rows, 1), dtype=torch.int32, device=device)
     grid = (tiles, triton.cdiv(max(lists.max_count, 1), _ENTRIES))
     entry_args = (lists.keys, lists.key_starts, lists.counts, first_tile, tiles_per_sequence, lists.num_keys)
     _mark_kernel[grid](*entry_args, marks, columns, ENTRIES=_ENTRIES, num_warps=4)
@@ -80,21 +118,21 @@ def find_key_hits(lists: KeyLists, first_tile: int, last_tile: int, rows_per_til
     )
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
     _place_kernel[grid](
-        *entry_args, marks, before, starts, rows, columns, rows_per_tile, ENTRIES=_ENTRIES, num_warps=4
+        *entry_args, marks, before, starts, rows, columns, tile_rows.starts, ENTRIES=_ENTRIES, num_warps=4
     )
-    return KeyHits(starts=starts, rows=rows, tiles=tiles, rows_per_tile=rows_per_tile)
+    return KeyHits(starts=starts, rows=rows, num_rows=num_rows)
 
 
 def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor) -> None:
     """out[b, s] += the sum of the partial rows of key s, in fp32 and in the order of the tiles.
 
     Args:
-        partials: [tiles, rows_per_tile, C], contiguous; C a power of two up to 1024; bf16, fp16 or fp32. Rows
-            that no entry owns are not read.
+        partials: [num_rows, C], contiguous; C a power of two up to 1024; bf16, fp16 or fp32. Rows that no entry
+            owns are not read.
         out: fp32 [B, Lk, C], the last dimension contiguous. A key without hits is left alone.
     """
-    check_shape("partials", partials, "[tiles, rows_per_tile, C]", (hits.tiles, hits.rows_per_tile, None))
-    channels = partials.shape[2]
+    check_shape("partials", partials, "[num_rows, C]", (hits.num_rows, None))
+    channels = partials.shape[1]
     check_shape("out", out, "[B, Lk, C]", (None, None, channels))
     if channels & (channels - 1) or not 16 <= channels <= 1024:
         raise ValueError(f"partials has {channels} channels; pass a power of two from 16 to 1024")
@@ -159,7 +197,7 @@ def _count_kernel(marks, before, counts, num_keys, columns, KEYS: tl.constexpr, 
 @triton.jit
 def _place_kernel(
     keys, key_starts, counts, first_tile, tiles_per_sequence, length, marks, before, starts, rows, columns,
-    rows_per_tile, ENTRIES: tl.constexpr,
+    row_starts, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     entries, valid, key = _load_entries(
         keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES
@@ -169,7 +207,7 @@ def _place_kernel(
     below = (tl.full([ENTRIES], 1, tl.int32) << (number % 32)) - 1
     place = tl.load(starts + key, mask=valid, other=0) + tl.load(before + position, mask=valid, other=0)
     place += _population(tl.load(marks + position, mask=valid, other=0) & below)
-    tl.store(rows + place, number * rows_per_tile + entries, mask=valid)
+    tl.store(rows + place, (tl.load(row_starts + number) + entries).to(tl.int32), mask=valid)
 
 
 @triton.jit
