@@ -432,6 +432,11 @@ def test_ranges_of_tiles():
         ranges = split_tiles(lists, *arguments)
         assert [each.first for each in ranges] == [0, *(each.last for each in ranges[:-1])]
         assert ranges[-1].last == tiles
+        for each in ranges:
+            sizes = lists.counts.flatten()[each.first : each.last]
+            assert sorted(each.order.tolist()) == list(range(each.last - each.first))
+            if lists.host_counts is not None:
+                assert sizes[each.order.long()].tolist() == sorted(sizes.tolist(), reverse=True)
         return ranges
 
     known = dataclasses.replace(lists, host_counts=lists.counts.cpu())
@@ -474,11 +479,12 @@ def test_errors(device):
         with pytest.raises(ValueError, match=message):
             gathered_attention(**(good | change))
     starts = torch.tensor([0, 64], device=device)
-    hits = find_key_hits(lists, TileRows(0, 2, starts, 128))
+    order = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    hits = find_key_hits(lists, TileRows(0, 2, starts, order, 128))
     out = torch.zeros(1, 40, 16, device=device)
     for call, message in [
-        (lambda: find_key_hits(lists, TileRows(1, 3, starts, 128)), "last is"),
-        (lambda: find_key_hits(lists, TileRows(0, 2, starts, 2**31)), "2147483648 rows"),
+        (lambda: find_key_hits(lists, TileRows(1, 3, starts, order, 128)), "last is"),
+        (lambda: find_key_hits(lists, TileRows(0, 2, starts, order, 2**31)), "2147483648 rows"),
         (lambda: add_partials_by_key(torch.zeros(126, 16, device=device), hits, out), "partials has shape"),
         (lambda: add_partials_by_key(torch.zeros(128, 24, device=device), hits, out[..., :1]), "out has"),
         (lambda: add_partials_by_key(torch.zeros(128, 16, device=device), hits, out.half()), "float32"),

@@ -66,7 +66,7 @@ def gathered_backward(
                 _launch(tensors, lists, scale, tiles, members, each, part, part + 1, partials=partials)
                 add_partials_by_key(partials, hits, sums[:, :, part * kv_heads // parts])
     else:
-        everything = TileRows(0, lists.counts.numel(), lists.key_starts, 0)
+        (everything,) = split_tiles(lists, lists.counts.numel() * max(lists.max_count, 1))
         _launch(tensors, lists, scale, tiles, members, everything, 0, parts, sums=sums)
     grad_v = torch.empty_like(v).copy_(sums[..., :head_size])
     grad_k = torch.empty_like(k).copy_(sums[..., head_size:])
@@ -127,6 +127,7 @@ def _launch(
         num_tiles,
         first_part,
         tile_rows.starts,
+        tile_rows.order,
         scale,
         scale * LOG2E,
         GROUP=group,
@@ -151,13 +152,13 @@ def _backward_kernel(
     stride_vb, stride_vl, stride_vh,
     stride_ub, stride_ul, stride_uh,
     stride_db, stride_dl, stride_dh,
-    length, num_keys, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, row_starts,
+    length, num_keys, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, row_starts, order,
     scale, scale_log2,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES."""
-    slot = num_tiles - 1 - tl.program_id(0) % num_tiles
+    slot = tl.load(order + tl.program_id(0) % num_tiles)
     part = first_part + tl.program_id(0) // num_tiles
     number = first_tile + slot
     batch = number // tiles_per_sequence

@@ -12,7 +12,7 @@ from gsa_kernels.kl.triton_gathered_reduce import gathered_reduce_kernel
 from gsa_kernels.kl.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.kl.triton_launch import FP32_WARPS, scratch
 from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits
+from gsa_kernels.lists.triton_reduce_keys import add_partials_by_key, find_key_hits, split_tiles
 
 _MIN_COLUMNS = 16
 """Of a product: fewer the matrix units do not take."""
@@ -249,8 +249,7 @@ def gathered_chunk_launches(
         dk = outputs.dk
 
         def reduce_keys() -> None:
-            starts = torch.arange(batch * len(tiles), device=device) * max_count
-            everything = TileRows(0, len(starts), starts, len(starts) * max_count)
+            (everything,) = split_tiles(lists, lists.counts.numel() * max(max_count, 1))
             add_partials_by_key(dk_parts.flatten(0, 1), find_key_hits(lists, everything), dk)
 
         launches["reduce keys"] = reduce_keys

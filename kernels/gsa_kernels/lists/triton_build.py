@@ -84,6 +84,11 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the host, without waiting for what the device is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def fill_lists(counted: CountedKeys) -> FilledLists:
     """Enqueue the lists, once the counts are on the host."""
     entries = int(counted.host_counts.sum())

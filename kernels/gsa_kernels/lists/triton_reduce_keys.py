@@ -9,6 +9,7 @@ range of tiles at a time.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.lists.triton_build import copy_to_device
 
 _ENTRIES = 1024
 
@@ -42,41 +44,51 @@ class TileRows:
     last: int
     starts: torch.Tensor
     """int64 [last - first]"""
+    order: torch.Tensor
+    """int32 [last - first]: the tiles, counted from the first, the longest list in front."""
     num_rows: int
     """Rows of all of them."""
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Ranges of adjacent tiles with about `max_rows` partial rows each, at least one tile.
+    """Ranges of adjacent tiles with about `max_rows` partial rows each, at least one tile. Does not wait.
 
     Tiles have as many rows as entries where the host knows their counts, else `max_count`.
 
     Args:
         multiple: of tiles in a range, as far as it holds that many: a launch then keeps all multiprocessors busy
     """
-    num_tiles, device = lists.counts.numel(), lists.counts.device
-    known = lists.host_counts is not None
-    sizes = (
-        torch.full((num_tiles,), lists.max_count)
-        if lists.host_counts is None
-        else lists.host_counts.flatten()
-    )
-    ends = sizes.cumsum(0)  # int64, on the host
-    ranges, first, before = [], 0, 0
+    num_tiles = lists.counts.numel()
+    sizes = torch.full((num_tiles,), lists.max_count)
+    if lists.host_counts is not None:
+        sizes = lists.host_counts.flatten().long()
+    ends = sizes.cumsum(0)
+    starts, orders = ends - sizes, torch.empty(num_tiles, dtype=torch.int32)
+    borders, first = [0], 0
     while first < num_tiles:
+        before = int(starts[first])
         last = int(torch.searchsorted(ends, before + max_rows, right=True))
         if first + multiple <= last < num_tiles:
             last -= (last - first) % multiple
         last = max(last, first + 1)
-        if known:
-            counts = lists.counts.view(-1)[first:last]
-            starts = counts.cumsum(0, dtype=torch.int64) - counts
-        else:
-            starts = torch.arange(last - first, device=device) * lists.max_count
-        end = int(ends[last - 1])
-        ranges.append(TileRows(first, last, starts, end - before))
-        first, before = last, end
-    return ranges
+        # Of equal ones the last first: where sizes are bounds, it has the longest list.
+        orders[first:last] = (
+            last - first - 1 - sizes[first:last].flip(0).argsort(stable=True, descending=True)
+        )
+        starts[first:last] -= before
+        borders.append(last)
+        first = last
+    there_starts, there_orders = (copy_to_device(x, lists.counts.device) for x in (starts, orders))
+    return [
+        TileRows(
+            first,
+            last,
+            there_starts[first:last],
+            there_orders[first:last],
+            int(starts[last - 1] + sizes[last - 1]),
+        )
+        for first, last in pairwise(borders)
+    ]
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:

@@ -6,6 +6,7 @@ k_t best, whatever the sample was: the result is exact. A row in which there are
 many equal scores) is scored again in full and selected by groups of keys.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ import triton
 
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
 from gsa_kernels.selection.triton_candidates import columns_per_program, write_candidates
-from gsa_kernels.selection.triton_guess import guess_thresholds
+from gsa_kernels.selection.triton_guess import SLACK, guess_thresholds
 from gsa_kernels.selection.triton_narrow import narrow_candidates
 from gsa_kernels.selection.triton_select_long import select_long_rows
 
@@ -27,8 +28,14 @@ _ENTRY_BYTES = 8
 
 
 def candidate_room(k_max: int) -> int:
-    """How many candidates of a row are kept: twice the largest budget holds what a guess lets through."""
-    return 2 * triton.next_power_of_2(max(k_max, 64))
+    """How many candidates of a row are kept: what a guess for the largest budget lets through.
+
+    A guess takes a share of the sample (`_guess_kernel`). The keys for which that stands are as many times
+    SAMPLE_STRIDE, and spread about it as counts do: three deviations leave out one row in a thousand.
+    """
+    expected = k_max / SAMPLE_STRIDE
+    sampled = (expected + 5 * expected**0.5 + 3) * (1 + SLACK.value)
+    return int(triton.next_power_of_2(math.ceil(SAMPLE_STRIDE * (sampled + 3 * sampled**0.5))))
 
 
 def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
