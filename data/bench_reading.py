@@ -3,7 +3,7 @@
     python data/bench_reading.py --data data/sample/train --tokenizer data/sample/tokenizer.model
 
     loop      decompress, parse and encode every document in a plain loop: what streaming cannot do without
-    stream    the same shards through BlockStream (shuffled, packed, with a state), with 0 workers, with 1 and with 2
+    stream    the same shards through BlockStream (shuffled, packed, with a state), at each number of --workers
     mapped    the same blocks from the folder that `prepare.py tokens` writes, here into a temporary folder
 
 Each is run --rounds times in turn, as machines have better and worse moments; the median counts, of the speeds
@@ -35,7 +35,6 @@ from gsa_data.faults import DataFault, Reading
 
 STREAMING_BAR = 0.85  # of the loop
 MAPPED_BAR = 50e6  # tokens per CPU second
-NUM_LANES = 8
 STEP_BLOCKS = 8  # a rank's blocks of one training step
 
 
@@ -86,6 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[0, 1, 2], help="reader processes; 0 reads here"
+    )
+    parser.add_argument("--lanes", type=int, default=8, help="a multiple of each number of workers")
+    parser.add_argument("--stream-epochs", type=int, default=1, help="passes over the corpus when streamed")
     parser.add_argument("--mapped-epochs", type=int, default=20, help="passes over the corpus when mapped")
     options = parser.parse_args(arguments)
     try:
@@ -97,11 +101,11 @@ def main(arguments: list[str] | None = None) -> int:
                 corpus_tokens, speed = loop(manifest, tokenizer)
                 found = {"loop": speed}
                 for name, corpus, epochs in (
-                    ("stream", manifest, 1),
+                    ("stream", manifest, options.stream_epochs),
                     ("mapped", folder, options.mapped_epochs),
                 ):
-                    for workers in (0, 1, 2):
-                        config = StreamConfig(options.seq_len, NUM_LANES, seed=0, num_workers=workers)
+                    for workers in options.workers:
+                        config = StreamConfig(options.seq_len, options.lanes, seed=0, num_workers=workers)
                         speed = stream(corpus, tokenizer, config, corpus_tokens * epochs)
                         found[f"{name}, {workers} workers"] = speed
                 print("  ".join(f"{name}: {each.per_cpu_second / 1e6:.3f}" for name, each in found.items()))
