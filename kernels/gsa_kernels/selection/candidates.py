@@ -2,8 +2,8 @@
 
 A sample of the keys gives each row a score that somewhat more than its k_t keys reach. The score kernel keeps
 these candidates only, and the k_t best are found among them. If at least k_t keys are candidates, they hold the
-k_t best, whatever the sample was: the result is exact. A row in which there are fewer (or far more, as with
-many equal scores) is scored again in full and selected by groups of keys.
+k_t best, whatever the sample was: the result is exact. A row in which there are fewer, or far more, is scored
+again in full and selected by groups of keys.
 """
 
 import math
@@ -89,7 +89,7 @@ def select_by_candidates(
         device=device,
     )
     write_scores(sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=SAMPLE_STRIDE)
-    guesses = torch.empty((batch, len(rows), 2), dtype=torch.float32, device=device)
+    guesses = torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device)
     for part, block in blocks:
         guess_thresholds(
             sample_scores,

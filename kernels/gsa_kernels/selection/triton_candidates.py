@@ -16,7 +16,7 @@ from gsa_kernels.indexer.triton_scores import (
     score_tiles,
     tile_scores,
 )
-from gsa_kernels.selection.triton_search import count_bits
+from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
 
 _COLUMNS, _MAX_REGISTERS = 32, 128
 """Keys of a tile, and registers of a thread: four programs on a multiprocessor, and the fastest on an H200 of 32 and
@@ -46,7 +46,8 @@ def write_candidates(
     """Score `rows` against all keys they see, and keep what reaches guesses[..., 0].
 
     Args:
-        guesses: fp32 [B, R, 2]: threshold and centre of each row
+        guesses: fp32 [B, R, 3]: threshold, centre and last of each row, from `guess_thresholds`. Equal to the
+            threshold suffices up to the last key's tile of columns.
         candidates: int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In
             any order, which may differ from run to run. Rows with more than C hold nothing of use.
         counts: int32 [B, R] of zeros; then the number of candidates, which may be above C
@@ -214,9 +215,11 @@ def _candidates_kernel(
     )
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
-    threshold = tl.load(guesses_ptr + chunk_row * 2, mask=row_ok, other=float("inf"))
+    threshold = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
     threshold = tl.maximum(threshold, _LOWEST)
-    centre = tl.load(guesses_ptr + chunk_row * 2 + 1, mask=row_ok, other=0.0)
+    higher = score_of_key(order_key(threshold) + 1)
+    centre = tl.load(guesses_ptr + chunk_row * 3 + 1, mask=row_ok, other=0.0)
+    last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
     # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
     candidates_ptr += (batch * list_rows + rows - row_start) * room
     # Scalars in 64 bits, offsets within the tile in 32.
@@ -252,6 +255,8 @@ def _candidates_kernel(
             visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
+        # Beyond the last of many equal scores the next higher one is asked for.
+        threshold = tl.where(col > last, higher, threshold)
         # Not below, rather than at or above: a NaN stays a candidate.
         reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
         # Distinct bits: their sum is their union, bit 31 included.

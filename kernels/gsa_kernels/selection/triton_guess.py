@@ -1,10 +1,15 @@
-"""A guess for each row, from a sample of its keys: a score that a little more than k_t keys reach."""
+"""A guess for each row, from a sample of its keys: a score that a little more than k_t keys reach.
+
+Where that many keys have one score, as when an indexer's sigmoids are saturated, the guess has a key, too: of the keys
+with just that score those up to it. As ties go to the lower index, what a guess lets through still holds the best keys
+if it is enough.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.selection.triton_search import row_budget
+from gsa_kernels.selection.triton_search import order_key, row_budget, score_of_key
 
 FEWEST_SAMPLES = 64
 """Rows with fewer have no guess: the threshold is -inf. They see few keys, which then all are candidates."""
@@ -25,13 +30,15 @@ def guess_thresholds(
     budget_rule: tuple[int, int, int, str],
     guesses: torch.Tensor,
 ) -> None:
-    """guesses[b, r - chunk_start] = threshold, centre for `rows`, all of them below `block`.
+    """guesses[b, r - chunk_start] = threshold, centre, last for `rows`, all of them below `block`.
+
+    `last`: of the keys whose score is the threshold those up to this one; infinite if it is all of them.
 
     Args:
         sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on
         positions: int32 [S], of the sampled keys: one of each `key_stride` neighbours
         document_starts: int32 [B, L]
-        guesses: fp32 [B, R, 2]
+        guesses: fp32 [B, R, 3]
     """
     k_base, k_min, k_max, mode = budget_rule
     samples = max(block // key_stride, 16)
@@ -115,7 +122,7 @@ def _guess_kernel(
     square = tl.where(visible, (distance - mean) * (distance - mean), 0.0)
     variance = tl.sum(square) / divisor
     deviation = tl.sqrt(variance)
-    guess_ptr = guesses_ptr + (batch * chunk_rows + row - chunk_start) * 2
+    guess_ptr = guesses_ptr + (batch * chunk_rows + row - chunk_start) * 3
     tl.store(guess_ptr + 1, origin + mean)
 
     # The row's variance is the sample's to a relative error of sqrt((kurtosis - 1) / samples). Three of these,
@@ -132,14 +139,23 @@ def _guess_kernel(
     expected = k.to(tl.float32) * divisor / tl.maximum(num_visible, 1).to(tl.float32)
     wanted = (expected + 5 * tl.sqrt(expected) + 3).to(tl.int32)
     threshold = float("-inf") + origin * 0
+    last = float("inf") + origin * 0
     if (found >= FEWEST) & (wanted < found):
-        threshold = _quantile(x, visible, found, wanted, origin + mean, deviation)
+        most = wanted + (wanted.to(tl.float32) * SLACK).to(tl.int32)
+        threshold, reached = _quantile(x, visible, found, wanted, most, origin + mean, deviation)
+        if reached > most:
+            equal = (visible & (x == threshold)).to(tl.int32)
+            missing = wanted - (reached - tl.sum(equal))
+            first = (equal == 1) & (tl.cumsum(equal, 0) == missing)
+            last = tl.sum(tl.where(first, position, 0)).to(tl.float32)  # exact up to 2^24
     tl.store(guess_ptr, threshold)
+    tl.store(guess_ptr + 2, last)
 
 
 @triton.jit
-def _quantile(x, visible, found, wanted, mean, deviation):
-    """A score that at least `wanted` of the visible ones reach, and if that is soon found few more."""
+def _quantile(x, visible, found, wanted, most, mean, deviation):
+    """A score that at least `wanted` of the visible ones reach, and how many do: at most `most`, unless so many
+    are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found
@@ -149,7 +165,6 @@ def _quantile(x, visible, found, wanted, mean, deviation):
     z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
     middle = mean + z * deviation
     target = wanted.to(tl.float32) * (1 + 0.5 * SLACK)
-    most = wanted + (wanted.to(tl.float32) * SLACK).to(tl.int32)
     rounds = found * 0
     while (count > most) & (rounds < _MOST_ROUNDS):
         middle = tl.minimum(tl.maximum(middle, low), high)
@@ -164,4 +179,17 @@ def _quantile(x, visible, found, wanted, mean, deviation):
         share = tl.where(rounds % 3 == 2, 0.5, tl.minimum(tl.maximum(share, 0.0625), 0.9375))
         middle = low + (high - low) * share
         rounds += 1
-    return low
+    # Scores that lie close together: by halves of the floating-point numbers in between.
+    low_bits, high_bits = order_key(low).to(tl.int64), order_key(high).to(tl.int64)
+    high_bits += (count_high == 0).to(tl.int64)  # nothing is above the maximum, but it may be what is sought
+    while (count > most) & (low_bits + 1 < high_bits):
+        middle_bits = low_bits + (high_bits - low_bits) // 2
+        middle = score_of_key(middle_bits.to(tl.int32))
+        reached = tl.sum((visible & (x >= middle)).to(tl.int32))
+        if reached >= wanted:
+            low = middle
+            low_bits = middle_bits
+            count = reached
+        else:
+            high_bits = middle_bits
+    return low, count

@@ -142,7 +142,7 @@ def _narrow_kernel(
     if starts_ptr is not None:
         start = tl.load(starts_ptr + token)
     num_visible = tl.maximum(row - start + 1, 0)
-    everything = tl.load(guesses_ptr + chunk_row * 2) == float("-inf")
+    everything = tl.load(guesses_ptr + chunk_row * 3) == float("-inf")
 
     slots = tl.arange(0, SIZE)
     listed = slots < count

@@ -29,6 +29,12 @@ def order_key(x):
 
 
 @triton.jit
+def score_of_key(key):
+    """The inverse of `order_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def find_cut(keys, indices, num_valid, k):
     """The cut (threshold, last) such that exactly min(k, num_valid) entries are on or above it.
 
