@@ -217,9 +217,8 @@ def _candidates_kernel(
     chunk_row = batch * chunk_rows + rows - row_start
     threshold = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
     threshold = tl.maximum(threshold, _LOWEST)
-    higher = score_of_key(order_key(threshold) + 1)
     centre = tl.load(guesses_ptr + chunk_row * 3 + 1, mask=row_ok, other=0.0)
-    last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
+    first_last = tl.min(tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf")))
     # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
     candidates_ptr += (batch * list_rows + rows - row_start) * room
     # Scalars in 64 bits, offsets within the tile in 32.
@@ -255,8 +254,12 @@ def _candidates_kernel(
             visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
-        # Beyond the last of many equal scores the next higher one is asked for.
-        threshold = tl.where(col > last, higher, threshold)
+        if col > first_last:
+            # Beyond the last of many equal scores the next higher one is asked for. Loaded again, since few rows need
+            # it and registers are short.
+            guess = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
+            last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
+            threshold = tl.where(col > last, score_of_key(order_key(guess) + 1), threshold)
         # Not below, rather than at or above: a NaN stays a candidate.
         reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
         # Distinct bits: their sum is their union, bit 31 included.
