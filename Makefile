@@ -10,7 +10,7 @@ CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: setup pretrain check test test-slurm test-gpu bench bench-node clean
+.PHONY: setup pretrain check test test-slurm test-gpu bench bench-node layouts-gpu clean
 
 setup: .venv/.ready
 
@@ -71,6 +71,12 @@ bench-node:
 	[ "$(GPUS)" -lt 2 ] || { $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
 		--layouts "$(LAYOUTS)" --json runs/bench_$(GPUS).json $(ARGS) && \
 		$(PYTHON) launch/bench_training.py --scaling runs/bench_1.json runs/bench_$(GPUS).json; }
+
+# Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase.
+layouts-gpu:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH \
+		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) \
+		tests/helpers/layouts_on_gpu.py --json runs/layouts_$(GPUS).json $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info
