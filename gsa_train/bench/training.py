@@ -27,7 +27,7 @@ from gsa_train.bench.step_bench import (
     time_steps,
 )
 from gsa_train.config import Config, PhaseConfig, load_config
-from gsa_train.dry_run import estimate_memory
+from gsa_train.memory import estimate_memory
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.parallel import Parallel, init_parallel, leave_layout
 
