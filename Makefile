@@ -10,7 +10,7 @@ CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: setup pretrain check test test-slurm test-gpu bench clean
+.PHONY: setup pretrain check test test-slurm test-gpu bench bench-node layouts-gpu clean
 
 setup: .venv/.ready
 
@@ -57,6 +57,26 @@ bench:
 		$(PYTHON) "kernels/bench/bench_$$name.py" || failed="$$failed bench_$$name"; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
+
+# Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
+# a dry run predicts; on one GPU, on all, and what that scales. ARGS adds options and key=value.
+GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
+LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full$(if $(filter-out 0 1,$(GPUS)),;tp=1$(comma)mbs=4$(comma)opt=off;tp=2$(comma)sp$(comma)mbs=4)
+comma := ,
+BENCH_NODE = launch/bench_training.py --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml \
+	--megatron configs/standard_1.7b.yaml
+bench-node:
+	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=1 $(BENCH_NODE) \
+		--layouts "tp=1,mbs=4" --json runs/bench_1.json $(ARGS)
+	[ "$(GPUS)" -lt 2 ] || { $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
+		--layouts "$(LAYOUTS)" --json runs/bench_$(GPUS).json $(ARGS) && \
+		$(PYTHON) launch/bench_training.py --scaling runs/bench_1.json runs/bench_$(GPUS).json; }
+
+# Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase.
+layouts-gpu:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH \
+		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) \
+		tests/helpers/layouts_on_gpu.py --json runs/layouts_$(GPUS).json $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info

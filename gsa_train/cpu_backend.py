@@ -14,6 +14,7 @@ replacement below was found by leaving it out and seeing what broke:
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, int) or str(device).startswith("cuda")
 
 
+@cache
 def install() -> None:
-    """Patch torch and megatron-core for this process; call once, before any megatron object is made.
+    """Patch torch and megatron-core for this process, before any megatron object is made; a second call does nothing.
 
     Raises:
         RuntimeError: the process has a CUDA device, where nothing may be patched.

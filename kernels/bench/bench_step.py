@@ -9,7 +9,6 @@ unlogged steps; the table by part is one profiled step, in ms per sequence: what
 """
 
 import dataclasses
-import gc
 import re
 import statistics
 import sys
@@ -27,18 +26,13 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in 
 
 import harness
 
-from gsa_train.batches import MicroBatch, to_micro_batch
-from gsa_train.config import Config, PhaseConfig, load_config
-from gsa_train.model.build import Model, build_model
+from gsa_train.batches import MicroBatch
+from gsa_train.bench.step_bench import OurTrainee, random_batches, release_memory
+from gsa_train.config import Config, load_config
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
-from gsa_train.spikes import SpikeDetector
-from gsa_train.step import train_step
+from gsa_train.parallel import init_parallel, shutdown_parallel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NO_TOKEN = -1
-"""End-of-document id that no random token equals: one document per sequence."""
 
 PARTS = (
     ("selection", r"^_?(scores_kernel|select|best_groups)"),
@@ -87,36 +81,7 @@ class Row:
     """Kernels that took longest: name, launches and ms per sequence."""
 
 
-def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """The micro-batches of one step; the same seed for every model."""
-    train = config.train
-    generator = torch.Generator(parallel.device).manual_seed(0)
-    shape = (train.global_batch_size, train.seq_len_tokens + 1)
-    blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
-    return [to_micro_batch(part, NO_TOKEN, True) for part in blocks.split(train.micro_batch_size)]
-
-
-@dataclass
-class Bench:
-    """A built model, and its step."""
-
-    config: Config
-    parallel: Parallel
-    model: Model
-    optimizer: PhaseOptimizer
-    detector: SpikeDetector
-
-    @property
-    def phase(self) -> PhaseConfig:
-        return self.optimizer.phase
-
-    def step(self, batches: list[MicroBatch]) -> None:
-        train_step(
-            self.model, self.optimizer, batches, self.phase.lr, self.config, self.parallel, 0, self.detector
-        )
-
-
-def measure(bench: Bench, name: str, steps: int, with_profile: bool) -> Row:
+def measure(bench: OurTrainee, name: str, steps: int, with_profile: bool) -> Row:
     config = bench.config
     batches = random_batches(config, bench.parallel)
     for _ in range(2):
@@ -149,7 +114,7 @@ def measure(bench: Bench, name: str, steps: int, with_profile: bool) -> Row:
     return row
 
 
-def count_synchronizations(bench: Bench, batches: list[MicroBatch]) -> int:
+def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +129,7 @@ def count_synchronizations(bench: Bench, batches: list[MicroBatch]) -> int:
     return sum(places.values())
 
 
-def add_parts(row: Row, bench: Bench, batches: list[MicroBatch]) -> None:
+def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         bench.step(batches)
         torch.cuda.synchronize()
@@ -242,21 +207,17 @@ def main() -> int:
     parallel = init_parallel(next(iter(configs.values())).parallel, seed=1)
     rows = []
     for name, config in configs.items():
-        model = build_model(config, parallel)
-        optimizer = build_optimizer(model, config.phases[-1], config)
+        bench = OurTrainee(config, config.phases[-1], parallel)
         for micro_batch in arguments.micro_batch:
             train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
-            detector = SpikeDetector(config.monitor, parallel.device)
-            bench = Bench(dataclasses.replace(config, train=train), parallel, model, optimizer, detector)
+            bench.config = dataclasses.replace(config, train=train)
             row = measure(bench, name, arguments.steps, not arguments.no_profile)
             rows.append(row)
             print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")
             for kernel, count, took in row.top[: arguments.top]:
                 print(f"  {took:8.3f} ms {count:6} x [{part_of(kernel)}] {kernel[:130]}")
-        close_optimizer(model, optimizer)
-        del model, optimizer, bench
-        gc.collect()
-        torch.cuda.empty_cache()
+        bench.close()
+        release_memory(parallel.device)
     add_to(report, rows)
     shutdown_parallel()
     return report.finish()

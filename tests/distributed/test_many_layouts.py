@@ -88,7 +88,7 @@ def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
 
 def test_documents_cross_the_borders_of_chunks() -> None:
     """Otherwise these layouts would say nothing about documents under context parallelism."""
-    ids = document_ids(blocks(0)[:, :LENGTH].long(), EOS)
+    ids = document_ids(blocks(0, CASES["context"].config())[:, :LENGTH].long(), EOS)
     for size in (2, 4):
         borders = range(LENGTH // (2 * size), LENGTH, LENGTH // (2 * size))
         assert any((ids[:, border] == ids[:, border - 1]).any() for border in borders)

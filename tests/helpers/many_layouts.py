@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,28 +107,43 @@ RESHARDED = {
 """Who writes a checkpoint, and who goes on from it."""
 
 
-def blocks(step: int) -> torch.Tensor:
-    """int32 [SEQUENCES, LENGTH + 1]: a batch of documents of about 12 tokens, which cross the borders of chunks."""
+def blocks(step: int, config: Config) -> torch.Tensor:
+    """int32 [sequences, L + 1]: a global batch of documents of about 12 tokens (a third of a longer sequence), which
+    cross the borders of chunks."""
     generator = torch.Generator().manual_seed(step)
-    shape = (SEQUENCES, LENGTH + 1)
-    tokens = torch.randint(1, CONFIG.model.vocab_size, shape, generator=generator, dtype=torch.int32)
-    return tokens.masked_fill(torch.rand(shape, generator=generator) < 1 / 12, EOS)
+    length = config.train.seq_len_tokens
+    shape = (config.train.global_batch_size, length + 1)
+    tokens = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+    return tokens.masked_fill(torch.rand(shape, generator=generator) < 1 / max(12, length // 3), EOS)
 
 
 def share(step: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
-    mine = blocks(step)[parallel.data_rank :: parallel.data_size]
+    mine = blocks(step, config)[parallel.data_rank :: parallel.data_size].to(parallel.device)
     return [to_micro_batch(part, EOS, False) for part in mine.split(config.train.micro_batch_size)]
 
 
-def train_case(config: Config, parallel: Parallel) -> list[dict[str, Any]]:
-    """Every step's numbers, STEPS of each phase, and those of a validation."""
+def train_case(
+    config: Config,
+    parallel: Parallel,
+    steps: int = STEPS,
+    prepare: Callable[[Model], None] | None = None,
+    backwards: bool = False,
+) -> list[dict[str, Any]]:
+    """Every step's numbers, `steps` of each phase, and those of a validation.
+
+    Args:
+        prepare: changes the model before it trains.
+        backwards: each step's micro-batches in the opposite order.
+    """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
+    if prepare is not None:
+        prepare(model)
     records = []
     for number, phase in enumerate(config.phases):
         optimizer = build_optimizer(model, phase, config)
-        for step in range(number * STEPS, (number + 1) * STEPS):
-            records.append(take_step(step, model, optimizer, config, parallel))
+        for step in range(number * steps, (number + 1) * steps):
+            records.append(take_step(step, model, optimizer, config, parallel, backwards))
         close_optimizer(model, optimizer)
         del optimizer
         gc.collect()
@@ -140,10 +156,17 @@ def train_case(config: Config, parallel: Parallel) -> list[dict[str, Any]]:
 
 
 def take_step(
-    step: int, model: Model, optimizer: PhaseOptimizer, config: Config, parallel: Parallel
+    step: int,
+    model: Model,
+    optimizer: PhaseOptimizer,
+    config: Config,
+    parallel: Parallel,
+    backwards: bool = False,
 ) -> dict[str, Any]:
     model.runtime.measuring = True
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
+    if backwards:
+        batches.reverse()
     result = train_step(model, optimizer, batches, 1e-3, config, parallel, step, detector)
     reduced = reduce_step(model.runtime.stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
     return {

@@ -1,0 +1,249 @@
+"""Whole models side by side, layout after layout, in one world of ranks: speed and memory of each.
+
+Ours by their configs, and megatron-core's own model with the sizes of a config (megatron_peer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsa_train.bench.layout_names import layout_overrides
+from gsa_train.bench.megatron_peer import MegatronTrainee, unsupported_by_megatron
+from gsa_train.bench.step_bench import (
+    OurTrainee,
+    Trainee,
+    over_ranks,
+    peak_memory,
+    random_batches,
+    release_memory,
+    reset_peak_memory,
+    time_steps,
+)
+from gsa_train.config import Config, PhaseConfig, load_config
+from gsa_train.memory import estimate_memory
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from gsa_train.parallel import Parallel, init_parallel, leave_layout
+
+logger = logging.getLogger(__name__)
+
+LEFT_OVER_BYTES = 64 * 2**20
+"""More than this after a model is gone is a leak: cuBLAS keeps 32 MiB of workspace."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model in a layout."""
+
+    name: str
+    """Of the model: a config's name, or megatron's with its attention."""
+    layout: str
+    config: Config
+    attention: str = ""
+    """Of megatron-core's model; empty: the model is ours."""
+
+    @property
+    def phase(self) -> PhaseConfig:
+        return self.config.phases[-1]
+
+    def build(self, parallel: Parallel) -> Trainee:
+        if self.attention:
+            return MegatronTrainee(self.config, self.phase, parallel, self.attention)
+        return OurTrainee(self.config, self.phase, parallel)
+
+
+@dataclass
+class Result:
+    """Of one variant, over all ranks."""
+
+    model: str
+    layout: str
+    world_size: int
+    data_parallel: int = 0
+    sequences: int = 0
+    """Per optimizer step, over all ranks."""
+    seq_len_tokens: int = 0
+    num_layers: int = 0
+    step_ms: float = float("nan")
+    """Median."""
+    step_ms_low: float = float("nan")
+    step_ms_high: float = float("nan")
+    tokens_per_second_per_device: float = float("nan")
+    mfu: float = float("nan")
+    """Products of matrices of the model at hand, sparse attention counted as sparse, over the device's peak."""
+    peak_gib: list[float] = field(default_factory=list)
+    """Allocated, by rank."""
+    peak_reserved_gib: list[float] = field(default_factory=list)
+    predicted_gib: list[float] = field(default_factory=list)
+    """What a dry run says, by rank; empty for megatron-core's model."""
+    loss: float = float("nan")
+    """Of the last step, on the same random tokens."""
+    failed: str = ""
+    """Why there are no figures."""
+
+    @property
+    def prediction_error(self) -> float:
+        """Largest |predicted - peak| / peak over the ranks; NaN where there is none."""
+        pairs = [(p, m) for p, m in zip(self.predicted_gib, self.peak_gib, strict=False) if m > 0]
+        return max((abs(p - m) / m for p, m in pairs), default=float("nan"))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the bench changes in every config."""
+
+    sequences_per_device: int
+    seq_len_tokens: int | None
+    num_layers: int | None
+    overrides: Sequence[str] = ()
+
+    def apply(self, path: Path, layout: str, world_size: int) -> Config:
+        """
+        Raises:
+            ConfigError: the layout does not fit the config or the world.
+        """
+        fixed = [
+            f"train.global_batch_size={self.sequences_per_device * world_size}",
+            "data.num_workers=0",
+            f"data.num_lanes={world_size}",
+            "train.micro_batch_size=1",
+        ]
+        if self.seq_len_tokens is not None:
+            fixed.append(f"train.seq_len_tokens={self.seq_len_tokens}")
+        if self.num_layers is not None:
+            fixed.append(f"model.num_layers={self.num_layers}")
+        overrides = [*fixed, *layout_overrides(layout), *self.overrides]
+        return load_config(path, overrides, world_size=world_size, need_data=False)
+
+
+def variants(
+    configs: Sequence[Path],
+    megatron: Path | None,
+    attentions: Sequence[str],
+    layouts: Sequence[str],
+    sizes: Sizes,
+    world_size: int,
+) -> list[Variant]:
+    """Layout by layout, so that each world is cut once."""
+    made = []
+    for layout in layouts:
+        made += [Variant(path.stem, layout, sizes.apply(path, layout, world_size)) for path in configs]
+        if megatron is not None:
+            config = sizes.apply(megatron, layout, world_size)
+            made += [Variant(f"megatron ({each})", layout, config, each) for each in attentions]
+    return made
+
+
+def run_variants(plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int) -> Iterator[Result]:
+    """Measure one after the other, on every rank alike. Everything of one is gone before the next begins.
+
+    A variant that runs out of memory, or that megatron-core cannot run, gives a result that says so.
+    """
+    for number, variant in enumerate(plan):
+        parallel = init_parallel(variant.config.parallel, seed)
+        yield _measure(variant, parallel, steps, warmup_steps)
+        left = release_memory(parallel.device)
+        if left > LEFT_OVER_BYTES:
+            logger.warning("%s, %s: %.2f GiB are still allocated", variant.name, variant.layout, left / 2**30)
+        if number + 1 < len(plan):
+            leave_layout()
+
+
+def _measure(variant: Variant, parallel: Parallel, steps: int, warmup_steps: int) -> Result:
+    config, train = variant.config, variant.config.train
+    result = Result(
+        model=variant.name,
+        layout=variant.layout,
+        world_size=parallel.world_size,
+        data_parallel=parallel.data_size,
+        sequences=train.global_batch_size,
+        seq_len_tokens=train.seq_len_tokens,
+        num_layers=config.model.num_layers,
+    )
+    if variant.attention and (reason := unsupported_by_megatron(config)):
+        result.failed = reason
+        return result
+    if not variant.attention:
+        memory = estimate_memory(config, variant.phase, parallel.world_size, parallel.pipeline_rank)
+        result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
+    release_memory(parallel.device)
+    reset_peak_memory(parallel.device)
+    try:
+        _fill(result, variant, parallel, steps, warmup_steps)
+    except torch.OutOfMemoryError as error:
+        result.failed = f"out of memory: {str(error).splitlines()[0]}"
+    return result
+
+
+def _fill(result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int) -> None:
+    config, device = variant.config, parallel.device
+    batches = random_batches(config, parallel)
+    trainee = variant.build(parallel)
+    try:
+        for _ in range(warmup_steps):
+            trainee.step(batches)
+        reset_peak_memory(device)
+        seconds = time_steps(lambda: trainee.step(batches), steps, device)
+        peak = peak_memory(device)
+        result.loss = trainee.loss()
+    finally:
+        trainee.close()
+    every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
+    result.peak_gib = [row[0] for row in every]
+    result.peak_reserved_gib = [row[1] for row in every]
+    slowest = [max(times) for times in zip(*(row[2:] for row in every), strict=True)]
+    result.step_ms = 1e3 * statistics.median(slowest)
+    result.step_ms_low, result.step_ms_high = 1e3 * min(slowest), 1e3 * max(slowest)
+    tokens = result.sequences * result.seq_len_tokens / parallel.world_size
+    result.tokens_per_second_per_device = tokens / statistics.median(slowest)
+    if device.type == "cuda":
+        precision = "fp32" if config.train.precision == "fp32" else "bf16"
+        rate = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
+        flops = flops_per_token(config.model, config.gsa, variant.phase, config.train.seq_len_tokens)
+        if rate is not None:
+            result.mfu = result.tokens_per_second_per_device * flops.total / rate
+
+
+def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Weak scaling: tokens per second and device of the same model and layout in the rows of two reports.
+
+    Raises:
+        ValueError: they have no model and layout in common, or other work per device.
+    """
+    rows = []
+    for row in many:
+        for other in few:
+            if (row["model"], row["layout"]) != (other["model"], other["layout"]):
+                continue
+            work = [each["sequences"] * each["seq_len_tokens"] / each["world_size"] for each in (row, other)]
+            if work[0] != work[1]:
+                raise ValueError(
+                    f"{row['model']}, {row['layout']}: {work[0]} and {work[1]} tokens per device and step; "
+                    "measure both with the same --sequences-per-device and --seq-len"
+                )
+            speeds = row["tokens_per_second_per_device"], other["tokens_per_second_per_device"]
+            if None in speeds:
+                continue
+            rows.append(
+                {
+                    "model": row["model"],
+                    "layout": row["layout"],
+                    "devices": f"{other['world_size']} -> {row['world_size']}",
+                    "tokens_per_second_per_device": speeds[0],
+                    "efficiency": speeds[0] / speeds[1],
+                }
+            )
+    if not rows:
+        raise ValueError("the two reports have no model and layout in common")
+    return rows
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """For the report: plain values, the ranks' lists as they are."""
+    return {**asdict(result), "prediction_error": result.prediction_error}

@@ -1,0 +1,150 @@
+"""Training steps of whole models on all GPUs of a node: speed, MFU and memory, beside megatron-core's own model.
+
+    torchrun --standalone --nproc_per_node=2 launch/bench_training.py \\
+        --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml --megatron configs/standard_1.7b.yaml \\
+        --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
+    python launch/bench_training.py --scaling one.json two.json     (weak scaling: two such reports)
+
+Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline; the
+same sequences per device in every layout. A layout names its sizes in short (gsa_train/bench/layout_names.py); what
+it leaves of the GPUs is data parallel. Runs on CPUs too, without memory and MFU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.extend(str(ROOT / folder) for folder in (".", "kernels", "data", "kernels/bench"))
+
+import harness  # noqa: E402  (kernels/bench)
+
+from gsa_train.bench.layout_names import layout_list  # noqa: E402
+from gsa_train.bench.megatron_peer import ATTENTIONS  # noqa: E402
+from gsa_train.bench.training import Result, Sizes, as_row, run_variants, scaling, variants  # noqa: E402
+from gsa_train.config import ConfigError  # noqa: E402
+from gsa_train.parallel import shutdown_parallel, world_size_from_environment  # noqa: E402
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench_training.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, nargs="+", default=[], metavar="FILE", help="our models")
+    parser.add_argument(
+        "--megatron", type=Path, metavar="FILE", help="megatron-core's model with these sizes"
+    )
+    parser.add_argument(
+        "--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="of megatron"
+    )
+    parser.add_argument("--layouts", default="tp=1", help='"tp=1;tp=2,sp"; see layout_names.py')
+    parser.add_argument("--steps", type=int, default=10, help="that are measured")
+    parser.add_argument("--warmup-steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="instead of the configs'")
+    parser.add_argument("--seq-len", type=int, help="tokens, instead of the configs'")
+    parser.add_argument("--sequences-per-device", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench_training.json", metavar="OUT")
+    parser.add_argument("--scaling", type=Path, nargs=2, metavar=("FEW", "MANY"), help="compare two reports")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all configs")
+    arguments = parser.parse_intermixed_args()
+    if not arguments.scaling and not arguments.config and arguments.megatron is None:
+        parser.error("name --config, --megatron or both")
+    if min(arguments.steps, arguments.sequences_per_device) < 1:
+        parser.error("--steps and --sequences-per-device must be 1 or more")
+    return arguments
+
+
+def cells_of(result: Result) -> dict[str, Any]:
+    """A line of the printed table; the file has the ranks one by one."""
+    peak, reserved, predicted = result.peak_gib, result.peak_reserved_gib, result.predicted_gib
+    return {
+        "model": result.model,
+        "layout": result.layout,
+        "dp": result.data_parallel,
+        "step_ms": result.step_ms,
+        "low": result.step_ms_low,
+        "high": result.step_ms_high,
+        "tok/s/gpu": result.tokens_per_second_per_device,
+        "mfu": result.mfu,
+        "peak_gib": max(peak, default=None),
+        "reserved": max(reserved, default=None),
+        "predicted": max(predicted, default=None),
+        "error_%": 100 * result.prediction_error,
+        "loss": result.loss,
+    }
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    world_size, is_main = world_size_from_environment(), os.environ.get("RANK", "0") == "0"
+    sizes = Sizes(arguments.sequences_per_device, arguments.seq_len, arguments.layers, arguments.overrides)
+    layouts = layout_list(arguments.layouts)
+    try:
+        plan = variants(arguments.config, arguments.megatron, arguments.attention, layouts, sizes, world_size)
+    except (ConfigError, ValueError) as error:
+        if is_main:
+            print(error, file=sys.stderr)
+        else:
+            time.sleep(5)  # torchrun ends all ranks with the first: let that be the one that speaks
+        return 2
+    about = harness.environment() | {"devices": str(world_size)}
+    if is_main:
+        print(harness.describe(about), flush=True)
+    content: dict[str, Any] = {"command": " ".join(sys.argv), "environment": about, "rows": []}
+    columns: dict[str, str] = {}
+    for result in run_variants(plan, arguments.steps, arguments.warmup_steps, seed=1):
+        if not is_main:
+            continue
+        content["rows"].append(finite(as_row(result)))
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        cells = cells_of(result)
+        if not columns:
+            columns = {"model": "<20", "layout": "<28", **dict.fromkeys(list(cells)[2:], ">9")}
+            print(harness.table_line(columns, {name: name for name in cells}))
+        print(harness.table_line(columns, finite(cells)), result.failed, flush=True)
+    shutdown_parallel()
+    if is_main:
+        print(arguments.json)
+    return 0
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {name: None if isinstance(cell, float) and cell != cell else cell for name, cell in row.items()}
+
+
+def compare(few: Path, many: Path) -> int:
+    rows = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (few, many)]
+    try:
+        found = scaling(*rows)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    columns = {name: "<28" if isinstance(cell, str) else ">9" for name, cell in found[0].items()}
+    print(harness.table_line(columns, {name: name for name in columns}))
+    for row in found:
+        print(harness.table_line(columns, row))
+    return 0
+
+
+def main() -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
+        arguments = parse_arguments()
+    if arguments.scaling:
+        return compare(*arguments.scaling)
+    return measure(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

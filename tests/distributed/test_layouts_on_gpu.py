@@ -1,0 +1,75 @@
+"""The layout table that `make layouts-gpu` runs on GPUs: its verdict, and two of its layouts on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from helpers.forked import ForkedRanks
+from helpers.layouts_on_gpu import (
+    BASELINE,
+    FACTOR,
+    FLOOR,
+    LAYOUTS,
+    METRICS,
+    ONE_RANK,
+    Series,
+    allowed,
+    deviations,
+    judge,
+    layouts_that_fit,
+)
+from helpers.runs import ENVIRONMENT, REPOSITORY
+
+STEPS = 2
+
+
+def series(*losses: float) -> Series:
+    return [dict.fromkeys(METRICS, loss) for loss in losses]
+
+
+def test_what_is_allowed_begins_anew_in_each_phase_and_never_shrinks_in_one() -> None:
+    spread = [[0.0, 0.3, 0.1, 0.2, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0], [0.1, 0.0, 0.1, 0.4, 0.0, *[0.0] * 5]]
+    expected = [0.3, 0.3, 0.3, 0.4, 0.5]
+    assert allowed(spread, steps=5) == pytest.approx([*(FACTOR * bound for bound in expected), *[FLOOR] * 5])
+
+
+@pytest.mark.parametrize(("loss", "passes"), [(1.02, True), (1.1, False), (math.nan, False)])
+def test_a_layout_fails_when_a_step_is_off(loss: float, passes: bool) -> None:
+    one_rank = {BASELINE: series(1.0, 1.0, 1.0, 1.0), "other": series(1.0, 1.01, 1.0, 1.01)}
+    row = judge(series(1.0, loss, 1.0, 1.0), one_rank, STEPS)
+    assert row["passed"] is passes
+    assert row["loss 2"]["deviation"] == 0
+
+
+@pytest.mark.parametrize(("world_size", "tensor", "pipeline"), [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 4, 4)])
+def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> None:
+    for tiny in (True, False):
+        configs = layouts_that_fit(world_size, tiny, "bf16")
+        assert max(config.parallel.tensor for config in configs.values()) == tensor
+        assert max(config.parallel.pipeline for config in configs.values()) == pipeline
+        # The tiny model has too few layers for four stages of two chunks.
+        assert world_size < 8 or set(LAYOUTS) - set(configs) == ({"pp 4, interleaved"} if tiny else set())
+
+
+def test_two_layouts_in_bf16_on_two_ranks(tmp_path: Path) -> None:
+    report, log = tmp_path / "layouts.json", tmp_path / "log"
+    layouts = ["tp 2, sp", "pp 2"]
+    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", "--steps", str(STEPS), "--json", str(report)]
+    environment = {**os.environ, **ENVIRONMENT}
+    ranks = ForkedRanks([*command, "--only", *layouts], REPOSITORY, environment, {}, log, 2, rendezvous=True)
+    assert ranks.wait(300) == 0, log.read_text()[-4000:]
+    found = json.loads(report.read_text())
+    assert set(found["one_rank"]) == set(ONE_RANK)
+    assert list(found["layouts"]) == layouts
+    for row in found["layouts"].values():
+        assert row["passed"]
+        assert len(row["series"]) == 2 * STEPS
+    # bf16 rounds, and the runs of one rank show it: the bounds are not just the floor.
+    off = deviations(found["one_rank"]["products in 2 parts"], found["one_rank"][BASELINE], "grad_norm")
+    assert 1e-5 < max(off) < 1e-1
+    assert log.read_text().count(" ok\n") == 2

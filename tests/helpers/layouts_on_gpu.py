@@ -1,0 +1,309 @@
+"""Every layout that fits the machine against one rank, in bf16: `make layouts-gpu`.
+
+    torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--json OUT] [--only "tp 2, sp" ...]
+
+In bf16 no two orders of the same sums agree, so the measure is what one rank's own training does when only roundings
+change: its micro-batches in the opposite order, two sequences at a time, and every matrix product in two and in four
+parts, each rounded to bf16 before they are added, which is what tensor parallelism does. A layout passes when in no
+step its loss, KL or gradient norm is further from one rank's than FACTOR times the furthest of these up to that step
+(of the first three steps for these: one step alone may agree by chance).
+
+The one-rank runs are shared out over the ranks, each of which is alone in its world for them; then all join, and go
+from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from gsa_train.bench.step_bench import release_memory
+from gsa_train.config import Config, ParallelConfig, PhaseConfig
+from gsa_train.config_checks import check_config
+from gsa_train.model.build import Model
+from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from helpers.many_layouts import INTERLEAVED, OVERLAP, train_case
+from helpers.single_rank import CONFIG
+
+FACTOR = 3.0
+"""A layout's furthest step over that of four runs: both are largest values of few draws."""
+FLOOR = 1e-6
+"""Relative: fp32 sums over ranks differ by as much, also where one rank's runs agree by chance."""
+SETTLED_STEPS = 3
+METRICS = ("loss", "indexer_kl", "grad_norm")
+REPLICATED = {"distributed_optimizer": False}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+NO_SP = {"sequence": False}
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp": ({}, {}),
+    "dp, replicated optimizer": (REPLICATED, {}),
+    "dp, overlapped": (OVERLAP, {}),
+    "dp, recompute full": ({}, FULL),
+    "dp, recompute selective": ({}, SELECTIVE),
+    "tp 2": ({"tensor": 2, **NO_SP}, {}),
+    "tp 2, sp": ({"tensor": 2}, {}),
+    "tp 2, sp, replicated optimizer": ({"tensor": 2, **REPLICATED}, {}),
+    "tp 2, sp, recompute full": ({"tensor": 2}, FULL),
+    "tp 4": ({"tensor": 4, **NO_SP}, {}),
+    "tp 4, sp": ({"tensor": 4}, {}),
+    "pp 2": ({"pipeline": 2}, {}),
+    "pp 2, recompute full": ({"pipeline": 2}, FULL),
+    "pp 2, interleaved": (INTERLEAVED, {}),
+    "pp 4": ({"pipeline": 4}, {}),
+    "pp 4, interleaved": ({"pipeline": 4, "virtual_pipeline": 2}, {}),
+    "cp 2": ({"context": 2}, {}),
+    "cp 2, recompute full": ({"context": 2}, FULL),
+    "cp 2, replicated optimizer": ({"context": 2, **REPLICATED}, {}),
+    "cp 4": ({"context": 4}, {}),
+    "tp 2, sp, pp 2": ({"tensor": 2, "pipeline": 2}, {}),
+    "tp 2, sp, pp 2, interleaved": ({"tensor": 2, **INTERLEAVED}, {}),
+    "tp 2, sp, cp 2": ({"tensor": 2, "context": 2}, {}),
+    "cp 2, pp 2": ({"context": 2, "pipeline": 2}, {}),
+    "tp 2, sp, cp 2, pp 2": ({"tensor": 2, "context": 2, "pipeline": 2}, {}),
+}
+"""Name -> fields of `parallel` and of `train`. Other strategies of `parallel` take their places here."""
+
+Series = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A run of one rank; without anything, what the layouts are compared to."""
+
+    backwards: bool = False
+    micro_batch_size: int = 1
+    parts: int = 1
+    """Of each matrix product. More than one needs the products' own gradients, so no fused operations."""
+
+
+BASELINE = "one rank"
+ONE_RANK = {
+    BASELINE: OneRank(),
+    "micro-batches backwards": OneRank(backwards=True),
+    "two sequences at a time": OneRank(micro_batch_size=2),
+    "products in 2 parts": OneRank(parts=2),
+    "products in 4 parts": OneRank(parts=4),
+}
+
+
+def config_of(parallel: dict[str, Any], train: dict[str, Any], tiny: bool, precision: str) -> Config:
+    """Width 256, 8 layers (four stages of two chunks), 512 tokens, budgets that leave most keys out."""
+    model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
+    if tiny:
+        sizes = {"hidden_size": 32, "head_dim": 4, "ffn_hidden_size": 48, "vocab_size": 64}
+        model |= {"num_layers": 4, "init_std": 0.1}
+        gsa = {"indexer_heads": 2, "indexer_dim": 8, "k_base": 12, "k_min": 8, "k_max": 24}
+    else:
+        sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
+        gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
+    lengths = {"seq_len_tokens": 48 if tiny else 512, "global_batch_size": 8, "micro_batch_size": 1}
+    # A peak learning rate of 1e-3 in both (many_layouts.take_step).
+    phases = [
+        PhaseConfig(name="warm-up", attention="dense", train="indexer"),
+        PhaseConfig(name="sparse", attention="sparse", train="all"),
+    ]
+    sections = {
+        "model": {**model, **sizes},
+        "gsa": gsa,
+        "parallel": parallel,
+        "train": {**lengths, "grad_clip": 1.0, "precision": precision, **train},
+    }
+    config = dataclasses.replace(CONFIG, phases=phases)
+    for name, fields in sections.items():
+        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
+    return config
+
+
+def in_parts(model: Model, parts: int) -> None:
+    """Matrix products as `parts` tensor-parallel ranks do them, on one rank: outputs of row-parallel layers and input
+    gradients of column-parallel ones are sums of rounded parts."""
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            if isinstance(module, RowParallelLinear | ColumnParallelLinear):
+                axis = 1 if isinstance(module, RowParallelLinear) else 0
+                module._forward_impl = partial(_product_in_parts, module._forward_impl, parts, axis)
+
+
+def _product_in_parts(
+    product: Callable[..., torch.Tensor], parts: int, axis: int, *, input: Any, weight: Any, **rest: Any
+) -> torch.Tensor:
+    weights = weight.chunk(parts, axis)
+    if axis == 0:
+        return torch.cat([product(input=input, weight=each, **rest) for each in weights], -1)
+    products = [
+        product(input=part, weight=each, **rest)
+        for part, each in zip(input.chunk(parts, -1), weights, strict=True)
+    ]
+    return sum(products[1:], products[0])
+
+
+@contextmanager
+def alone() -> Iterator[Parallel]:
+    """A world of this rank, on its device."""
+    world = ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+    with patch.dict(os.environ):
+        for name in world:
+            os.environ.pop(name, None)
+        yield init_parallel(ParallelConfig(), seed=1)
+        shutdown_parallel()
+
+
+def numbers(records: Series) -> Series:
+    """What is compared, of the training steps only; None where a phase has no such number."""
+    return [
+        {name: fmean(value) if isinstance(value := record.get(name), list) else value for name in METRICS}
+        for record in records[:-1]
+    ]
+
+
+def deviations(series: Series, expected: Series, metric: str) -> list[float]:
+    """Relative, per step."""
+    pairs = [(mine[metric], other[metric]) for mine, other in zip(series, expected, strict=True)]
+    return [abs(mine - other) / abs(other) if other else 0.0 for mine, other in pairs]
+
+
+def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
+    """Per step, from the deviations of the one-rank runs; each phase of `steps` steps begins anew."""
+    furthest = [max(each) for each in zip(*spread, strict=True)]
+    bounds = []
+    for step in range(len(furthest)):
+        start = step - step % steps
+        stop = max(step + 1, min(start + SETTLED_STEPS, start + steps))
+        bounds.append(max(FACTOR * max(furthest[start:stop]), FLOOR))
+    return bounds
+
+
+def judge(found: Series, one_rank: dict[str, Series], steps: int) -> dict[str, Any]:
+    """Per phase and metric: the largest deviation, and the largest share of what is allowed that a step takes."""
+    expected, row = one_rank[BASELINE], {}
+    for metric in METRICS:
+        spread = [
+            deviations(series, expected, metric) for name, series in one_rank.items() if name != BASELINE
+        ]
+        bounds, off = allowed(spread, steps), deviations(found, expected, metric)
+        for phase, start in enumerate(range(0, len(off), steps)):
+            part = slice(start, start + steps)
+            shares = [deviation / bound for deviation, bound in zip(off[part], bounds[part], strict=True)]
+            row[f"{metric} {phase + 1}"] = {"deviation": largest(off[part]), "of_allowed": largest(shares)}
+    return {**row, "passed": all(cell["of_allowed"] <= 1 for cell in row.values())}
+
+
+def largest(values: Sequence[float]) -> float:
+    """Infinity if one of them is no number: max() would pass over it."""
+    return math.inf if any(math.isnan(value) for value in values) else max(values)
+
+
+def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, Config]:
+    """Those whose sizes divide the world."""
+    configs = {
+        name: config_of(parallel, train, tiny, precision) for name, (parallel, train) in LAYOUTS.items()
+    }
+    return {name: config for name, config in configs.items() if not check_config(config, world_size)}
+
+
+def run_one_rank(rank: int, world_size: int, steps: int, tiny: bool, precision: str) -> dict[str, Series]:
+    """This rank's part of the one-rank runs."""
+    done = {}
+    for name in list(ONE_RANK)[rank::world_size]:
+        case = ONE_RANK[name]
+        train: dict[str, Any] = {"micro_batch_size": case.micro_batch_size}
+        if case.parts > 1:
+            train["fused_ops"] = "none"
+        config = config_of({}, train, tiny, precision)
+        prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
+        with alone() as parallel:
+            done[name] = numbers(train_case(config, parallel, steps, prepare, case.backwards))
+            release_memory(parallel.device)
+    return done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10, help="of each phase")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
+    parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    arguments = parser.parse_args()
+    steps, tiny, precision = arguments.steps, arguments.tiny, arguments.precision
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    configs = layouts_that_fit(world_size, tiny, precision)
+    if unknown := set(arguments.only) - set(configs):
+        parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
+
+    mine = run_one_rank(rank, world_size, steps, tiny, precision)
+    one_rank: dict[str, Series] = {}
+    rows = {}
+    for name, config in configs.items():
+        if arguments.only and name not in arguments.only:
+            continue
+        began = time.monotonic()
+        parallel = init_parallel(config.parallel, seed=1)
+        if not one_rank:
+            shared: list[Any] = [None] * world_size
+            dist.all_gather_object(shared, mine)
+            one_rank = {each: run for part in shared for each, run in part.items()}
+            if parallel.is_main:
+                report_one_rank(one_rank, steps)
+        found = numbers(train_case(config, parallel, steps))
+        rows[name] = {**judge(found, one_rank, steps), "seconds": time.monotonic() - began, "series": found}
+        if parallel.is_main:
+            print(line(name, rows[name]), flush=True)
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                content = {"world_size": world_size, "precision": precision, "layouts": rows}
+                arguments.json.write_text(json.dumps({**content, "one_rank": one_rank}, indent=1) + "\n")
+        release_memory(parallel.device)
+        leave_layout()
+    dist.barrier()
+    dist.destroy_process_group()
+    failed = [name for name, row in rows.items() if not row["passed"]]
+    if rank == 0:
+        print(
+            f"{len(rows) - len(failed)} of {len(rows)} layouts within {FACTOR:g} times the spread of one rank"
+        )
+    return 1 if failed else 0
+
+
+def report_one_rank(one_rank: dict[str, Series], steps: int) -> None:
+    print(
+        "Largest relative deviation from one rank, of the warm-up (1) and the sparse phase (2); share of the allowed"
+    )
+    print(f"{'':<32}" + "".join(f"{metric + f' {phase}':>21}" for metric in METRICS for phase in (1, 2)))
+    for name, series in one_rank.items():
+        if name == BASELINE:
+            continue
+        off = [deviations(series, one_rank[BASELINE], metric) for metric in METRICS]
+        parts = [largest(each[start : start + steps]) for each in off for start in (0, steps)]
+        print(f"{name:<32}" + "".join(f"{part:>14.1e}       " for part in parts))
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    cells = [cell for cell in row.values() if isinstance(cell, dict)]
+    shown = "".join(f"{cell['deviation']:>14.1e} ({cell['of_allowed']:4.2f})" + " " for cell in cells)
+    return f"{name:<32}{shown} {row['seconds']:6.1f} s {'ok' if row['passed'] else 'FAILED'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

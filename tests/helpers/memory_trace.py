@@ -1,0 +1,170 @@
+"""The device memory of a training step, traced without a device: `python memory_trace.py CASES.json` prints bytes.
+
+The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing, so any size and any
+rank of any layout can be looked at. What runs is the code of a run on a GPU, fused kernels included, except that
+kernels are not launched; what GPUs do otherwise than CPUs is put in the way of `_as_on_a_gpu`. Counted is every
+storage while it lives, in the allocator's blocks of 512 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels then take tensors of CPUs; read when they are imported
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+from gsa_train import cpu_backend, optim, step
+from gsa_train.bench.step_bench import random_batches
+from gsa_train.config import Config, load_config
+from gsa_train.model import build, mcore_config, weight_gradients
+from gsa_train.model.build import build_model
+from gsa_train.model.norm import RMSNorm
+from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.parallel import init_parallel, leave_layout
+from gsa_train.spikes import SpikeDetector
+
+BLOCK_BYTES = 512
+"""CUDACachingAllocator's kMinBlockSize."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        self._sizes[key] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What torch's kernel on GPUs keeps and allocates; on CPUs it is a chain of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _all_alike(results: list[Any], mine: Any, group: Any = None) -> None:
+    results[:] = [mine] * len(results)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    accumulate = weight_gradients.CublasAccumulation
+    with ExitStack() as stack:
+        for target, name, other in (
+            (interpreter.InterpretedFunction, "run", lambda self, *args, **kwargs: None),
+            (mcore_config, "uses_fused_ops", lambda config, device: config.train.fused_ops != "none"),
+            (build, "attention_implementation", lambda config, device: "triton"),
+            (build, "initialize_weights", lambda chunk, config, parallel: None),
+            (
+                torch.nn.Module,
+                "_apply",
+                lambda self, fn, recurse=True: self,
+            ),  # all is on the device, in its precision
+            (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
+            # In place, as cuBLAS does it.
+            (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
+            (dist, "all_gather_object", _all_alike),
+            (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
+            # Reductions are in place, and what follows the backward pass has more room and reads its results.
+            (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),
+            (optim, "megatron_finalize_model_grads", lambda *args, **kwargs: None),
+            (step, "reduce_grad_norm", lambda *args: (None, None)),
+            (step, "clipped_step", lambda *args: None),
+            (step, "update_variance_emas", lambda *args: None),
+            (SpikeDetector, "judge", lambda *args: Mock()),
+        ):
+            stack.enter_context(patch.object(target, name, other))
+        yield
+
+
+def traced_peak(
+    config: Config, rank: int, world_size: int, phase: int = -1, steps: int = 1
+) -> dict[str, int]:
+    """Bytes before the first step, and at the peak of the last of `steps` steps."""
+    cpu_backend.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    new_group = dist.new_group
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    with (
+        patch.object(dist, "new_group", fake_group),
+        patch.object(torch.distributed, "new_group", fake_group),
+    ):
+        parallel = init_parallel(config.parallel, seed=1)
+    live = LiveBytes()
+    with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), live:
+        model = build_model(config, parallel)
+        optimizer = build_optimizer(model, config.phases[phase], config)
+        batches = random_batches(config, parallel)
+        static = live.now
+        for _ in range(steps):
+            live.peak = live.now
+            detector = SpikeDetector(config.monitor, parallel.device)
+            step.train_step(model, optimizer, batches, 1e-3, config, parallel, 0, detector)
+        peak = live.peak
+        close_optimizer(model, optimizer)
+    leave_layout()
+    dist.destroy_process_group()
+    return {"static": static, "peak": peak}
+
+
+def main() -> None:
+    results = []
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        config = load_config(
+            case["config"], case["overrides"], world_size=case["world_size"], need_data=False
+        )
+        results.append(traced_peak(config, case["rank"], case["world_size"], case.get("phase", -1)))
+        print(case, results[-1], file=sys.stderr, flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The bench of whole models: names of layouts, and weak scaling."""
+
+from __future__ import annotations
+
+import pytest
+
+from gsa_train.bench.layout_names import layout_list, layout_overrides
+from gsa_train.bench.training import Sizes, scaling
+from gsa_train.config import ConfigError
+from helpers.runs import REPOSITORY
+
+DEMO = REPOSITORY / "configs" / "demo.yaml"
+
+
+def test_a_layout_in_short() -> None:
+    assert layout_list("tp=1; tp=2,sp ;") == ["tp=1", "tp=2,sp"]
+    sizes = Sizes(sequences_per_device=2, seq_len_tokens=64, num_layers=2)
+    config = sizes.apply(DEMO, "tp=2,sp,opt=off,recompute=full,train.grad_clip=0.5", world_size=4)
+    assert (config.parallel.tensor, config.parallel.sequence, config.parallel.pipeline) == (2, True, 1)
+    assert not config.parallel.distributed_optimizer
+    assert (config.train.recompute, config.train.grad_clip) == ("full", 0.5)
+    assert (config.train.global_batch_size, config.train.seq_len_tokens, config.model.num_layers) == (
+        8,
+        64,
+        2,
+    )
+    assert not sizes.apply(DEMO, "tp=2", world_size=2).parallel.sequence
+    with pytest.raises(ValueError, match="tpp=2: not part of a layout; name tp"):
+        layout_overrides("tpp=2")
+    with pytest.raises(ConfigError, match="world size = 2"):
+        sizes.apply(DEMO, "tp=4", world_size=2)
+
+
+def row(world_size: int, speed: float | None, **other: object) -> dict[str, object]:
+    same = {"model": "gsa", "layout": "tp=1", "seq_len_tokens": 10, "sequences": 8 * world_size}
+    return {**same, "world_size": world_size, "tokens_per_second_per_device": speed, **other}
+
+
+def test_weak_scaling_compares_equal_work_per_device() -> None:
+    (found,) = scaling(
+        [row(1, 100.0), row(1, 1.0, model="other")], [row(4, 90.0), row(4, 5.0, layout="tp=2")]
+    )
+    assert (found["devices"], found["efficiency"]) == ("1 -> 4", 0.9)
+    with pytest.raises(ValueError, match=r"80.0 and 40.0 tokens per device"):
+        scaling([row(1, 100.0, sequences=4)], [row(4, 90.0)])
+    with pytest.raises(ValueError, match="no model and layout in common"):
+        scaling([row(1, None)], [row(4, 90.0)])

@@ -1,0 +1,145 @@
+"""What a dry run says of memory: sizes that follow from each other. test_memory_trace.py has the real step."""
+
+from pathlib import Path
+
+import pytest
+
+from gsa_train.config import load_config
+from gsa_train.memory import estimate_memory
+from gsa_train.model.flops import count_parameters
+
+GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"
+HIDDEN = 2 * 4 * 4096 * 2048
+"""Bytes of what one layer hands to the next: four sequences in bf16."""
+
+
+def estimate(overrides=(), world_size=8, stage=0, phase=-1):
+    config = load_config(GSA, overrides, world_size=world_size, need_data=False)
+    return estimate_memory(config, config.phases[phase], world_size, stage)
+
+
+def test_parameters_and_their_state():
+    config = load_config(GSA)
+    count = count_parameters(config.model, config.gsa)
+    sparse = estimate()
+    assert sparse.weights == pytest.approx(2 * count.total)
+    assert sparse.gradients == pytest.approx(4 * count.total)
+    assert sparse.optimizer == pytest.approx(12 * count.total / 8)
+    assert estimate(["parallel.distributed_optimizer=off"]).optimizer == pytest.approx(12 * count.total)
+    assert estimate(["parallel.grad_reduce_dtype=bf16"]).gradients == pytest.approx(2 * count.total)
+    warmup = estimate(phase=0)
+    assert warmup.weights == sparse.weights
+    assert warmup.gradients == pytest.approx(4 * count.indexer)
+    assert warmup.activations == 0
+    single = estimate(["train.precision=fp32"])
+    assert single.weights == pytest.approx(4 * count.total)
+    assert single.optimizer == pytest.approx(8 * count.total / 8)
+
+
+@pytest.mark.parametrize("tied", ["on", "off"])
+def test_the_ranks_together_hold_the_model(tied):
+    overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"model.tie_embeddings={tied}"]
+    config = load_config(GSA, overrides)
+    count = count_parameters(config.model, config.gsa)
+    held = sum(2 * estimate(overrides, stage=stage).weights / 2 for stage in range(2))
+    replicated = count.norms + count.indexer
+    tied_copy = count.embedding if tied == "on" else 0
+    assert held == pytest.approx(count.total + replicated + tied_copy)
+
+
+def test_one_forward_one_backward_keeps_more_on_early_stages():
+    stages = [estimate(["parallel.pipeline=4", "data.num_lanes=64"], stage=stage) for stage in range(4)]
+    last = stages[-1].activations
+    sent = last + HIDDEN  # what a stage sends on it holds, too
+    assert [stage.activations for stage in stages] == pytest.approx([4 * sent, 3 * sent, 2 * sent, last])
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    few = ["parallel.pipeline=4", "train.global_batch_size=16"]  # 2 micro-batches
+    assert estimate(few).activations == pytest.approx(2 * sent)
+
+
+def test_uneven_stages_hold_and_keep_what_their_layers_need():
+    stages = [
+        estimate(["parallel.pipeline=2", "parallel.pipeline_layers=[18,6]"], stage=stage) for stage in (0, 1)
+    ]
+    even = [estimate(["parallel.pipeline=2"], stage=stage) for stage in (0, 1)]
+    # Two in flight of three times as many layers.
+    assert stages[0].activations == pytest.approx(6 * stages[1].activations + 2 * HIDDEN)
+    assert sum(s.weights for s in stages) == pytest.approx(sum(s.weights for s in even))
+    assert stages[0].weights > stages[1].weights
+
+
+def test_interleaving_keeps_more_in_flight():
+    plain, interleaved = (
+        [
+            estimate(["parallel.pipeline=4", "data.num_lanes=64", f"parallel.virtual_pipeline={v}"], stage=s)
+            for s in (0, 3)
+        ]
+        for v in (1, 2)
+    )
+    assert interleaved[0].weights == plain[0].weights
+    one = plain[1].activations  # a micro-batch
+    assert interleaved[0].activations == pytest.approx((2 * 3 + 4 + 1) / 2 * (one + HIDDEN))
+    assert interleaved[1].activations == pytest.approx((4 + 1) / 2 * one)
+
+
+REFERENCE = "gsa.attention_impl=reference"
+
+
+def test_recomputation_saves_activations():
+    modes = ("none", "selective", "full")
+    kept = {mode: estimate([REFERENCE, f"train.recompute={mode}"]).activations for mode in modes}
+    assert kept["none"] > 2 * kept["selective"] > 4 * kept["full"] > 0
+    # Whole layers: four bf16 inputs of [4096, 2048] per recomputed unit.
+    assert kept["full"] == 24 * 4 * 2 * 4096 * 2048
+    units_of_four = estimate(["train.recompute=full", "train.recompute_num_layers=4"])
+    assert units_of_four.activations == kept["full"] / 4
+    assert units_of_four.working > estimate(["train.recompute=full"]).working
+
+
+def test_squares_grow_with_the_square_of_the_length():
+    short, long = (
+        estimate([REFERENCE, "train.recompute=selective", f"train.seq_len_tokens={length}"])
+        for length in (4096, 8192)
+    )
+    assert 3 * short.working < long.working < 4 * short.working  # what grows with L alone is there, too
+    # Reference attention: two fp32 copies of [n_h, L, L], its gradients as many, and what the indexer keeps.
+    assert short.working > 4 * 2 * 8 * 16 * 4096**2
+
+
+def test_the_kernels_keep_a_selection_as_bits_and_nothing_else_square():
+    short, long = (estimate([f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
+    # Scores and targets go through in chunks.
+    assert long.working < 2 * short.working
+    assert long.activations - 2 * short.activations == pytest.approx(24 * 4 * (8192**2 - 2 * 4096**2) / 8)
+
+
+def test_lists_grow_with_the_length_and_not_with_its_square():
+    for options in (["gsa.attention_kernel=gathered"], ["gsa.selection_block=32", "gsa.local_window=64"]):
+        short, long = (estimate([f"train.seq_len_tokens={length}", *options]) for length in (32768, 65536))
+        assert long.activations == pytest.approx(2 * short.activations)
+        sums = 4 * 4 * 32768 * 2 * 4 * 128  # of dK and dV: 4 sequences, 4 heads of 128, in fp32
+        assert sums < long.working - short.working < short.working
+
+
+def test_beyond_the_longest_mask_selections_are_lists():
+    masked, lists = (estimate([f"train.seq_len_tokens={length}"]) for length in (32768, 65536))
+    assert lists.activations < 2 * masked.activations
+
+
+def test_context_parallelism_divides_what_grows_with_the_length():
+    one, two = estimate([REFERENCE]), estimate([REFERENCE, "parallel.context=2"])
+    weight = 2 * 128256 * 2048  # what stands for the gradient of the output layer's
+    assert two.logits - weight == (one.logits - weight) / 2
+    assert two.weights == one.weights
+    assert two.optimizer == one.optimizer  # over as many ranks
+    assert (
+        one.activations / 4 < two.activations < one.activations / 2
+    )  # each chunk sees the keys before its end
+    one, two = (
+        estimate([REFERENCE, "train.recompute=selective", f"parallel.context={size}"]) for size in (1, 2)
+    )
+    keys = 24 * 2 * 4 * 4096 * 64  # the indexer's stay whole, in bf16; K and V are gathered again
+    selections = 24 * 4 * 4096**2
+    assert two.activations == pytest.approx(
+        (one.activations - selections) / 2 + keys / 2 + selections * 5 / 16
+    )
