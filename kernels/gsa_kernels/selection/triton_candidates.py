@@ -65,30 +65,33 @@ def write_candidates(
         triton.cdiv(rows.stop, columns_per_program(inputs)),
         batch,
     )
-    _candidates_kernel[grid](
-        inputs.q_idx,
-        inputs.k_idx,
-        inputs.weight_logits,
-        inputs.score_bias,
-        inputs.weight_bias,
-        inputs.document_starts,
-        guesses,
-        candidates,
-        counts,
-        words,
-        sums,
-        rows.start,
-        rows.stop,
-        words_start,
-        length,
-        words.shape[1],
-        words.shape[2],
-        sums.shape[2],
-        candidates.shape[1],
-        candidates.shape[2],
-        dim**-0.5,
-        **score_options(inputs) | _options(inputs),
-    )
+    # Two kernels, since what tiles with many equal scores need costs the others a third of their time.
+    for equal in (False, True):
+        _candidates_kernel[grid](
+            inputs.q_idx,
+            inputs.k_idx,
+            inputs.weight_logits,
+            inputs.score_bias,
+            inputs.weight_bias,
+            inputs.document_starts,
+            guesses,
+            candidates,
+            counts,
+            words,
+            sums,
+            rows.start,
+            rows.stop,
+            words_start,
+            length,
+            words.shape[1],
+            words.shape[2],
+            sums.shape[2],
+            candidates.shape[1],
+            candidates.shape[2],
+            dim**-0.5,
+            EQUAL=equal,
+            **score_options(inputs) | _options(inputs),
+        )
 
 
 def _options(inputs: ScoreInputs) -> dict[str, int]:
@@ -176,8 +179,13 @@ def _candidates_kernel(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
+    EQUAL: tl.constexpr,
 ):
-    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
+    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys.
+
+    EQUAL: of the tiles of rows those with a row for which the threshold itself suffices up to some key only; else the
+    other ones.
+    """
     span = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS
@@ -189,6 +197,10 @@ def _candidates_kernel(
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     row_ok = rows < row_stop
+    guesses_ptr += (batch * (row_stop - row_start) + rows - row_start) * 3
+    last = tl.load(guesses_ptr + 2, mask=row_ok, other=float("inf"))
+    if (tl.min(last) < float("inf")) != EQUAL:
+        return
     tokens = batch * length + rows
     starts = rows * 0
     last_start = first_row * 0
@@ -215,10 +227,9 @@ def _candidates_kernel(
     )
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
-    threshold = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
+    threshold = tl.load(guesses_ptr, mask=row_ok, other=float("inf"))
     threshold = tl.maximum(threshold, _LOWEST)
-    centre = tl.load(guesses_ptr + chunk_row * 3 + 1, mask=row_ok, other=0.0)
-    first_last = tl.min(tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf")))
+    centre = tl.load(guesses_ptr + 1, mask=row_ok, other=0.0)
     # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
     candidates_ptr += (batch * list_rows + rows - row_start) * room
     # Scalars in 64 bits, offsets within the tile in 32.
@@ -254,12 +265,10 @@ def _candidates_kernel(
             visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
-        if col > first_last:
-            # Beyond the last of many equal scores the next higher one is asked for. Loaded again, since few rows need
-            # it and registers are short.
-            guess = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
-            last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
-            threshold = tl.where(col > last, score_of_key(order_key(guess) + 1), threshold)
+        if EQUAL:
+            # Beyond the last of the equal scores the next higher one is asked for.
+            threshold = tl.where(col > last, score_of_key(order_key(threshold) + 1), threshold)
+            last = tl.where(col > last, float("inf"), last)
         # Not below, rather than at or above: a NaN stays a candidate.
         reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
         # Distinct bits: their sum is their union, bit 31 included.
