@@ -13,7 +13,7 @@ from helpers.runs import ENVIRONMENT, REPOSITORY
 def test_a_short_run_says_what_it_waited_and_what_its_reader_took() -> None:
     sizes = (
         "train.seq_len_tokens=64",
-        "train.global_batch_size=2",
+        "train.global_batch_size=4",
         "model.num_layers=2",
         "data.num_workers=1",
     )
