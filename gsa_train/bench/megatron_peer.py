@@ -1,8 +1,9 @@
 """megatron-core's own GPT model, data-parallel wrapper, optimizer and schedule, with nothing of ours but the loop.
 
-Its local layer specification: what runs without Transformer Engine and Apex. So attention holds L x L matrices
-(`local`), or is torch's scaled_dot_product_attention in their place (`sdpa`), norms are torch's, which refuse
-sequence parallelism, and AdamW is torch's. Fusions that need neither library are on, as Megatron-LM has them.
+Its local layer specification: what runs without Transformer Engine and Apex. So attention is made of L x L matrices
+(`local`, computed again in the backward pass as Megatron-LM advises: all layers' would not fit), or is torch's
+scaled_dot_product_attention in their place (`sdpa`), norms are torch's, which refuse sequence parallelism, and AdamW is
+torch's. Fusions that need neither library are on, as Megatron-LM has them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class MegatronTrainee:
         assert attention in ATTENTIONS
         assert not unsupported_by_megatron(config)
         self.config, self.parallel = config, parallel
-        self.transformer = _transformer_config(config, parallel)
+        self.transformer = _transformer_config(config, attention, parallel)
         chunks = [
             _chunk(number, config, self.transformer, attention, parallel)
             for number in range(config.parallel.virtual_pipeline)
@@ -147,12 +148,14 @@ class MegatronTrainee:
         del self.ddps, self.optimizer, self.losses
 
 
-def _transformer_config(config: Config, parallel: Parallel) -> TransformerConfig:
+def _transformer_config(config: Config, attention: str, parallel: Parallel) -> TransformerConfig:
     model, on_gpu = config.model, parallel.device.type == "cuda"
     bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and on_gpu)
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = config.parallel.virtual_pipeline > 1
-    recompute = {"none": None, "selective": "selective", "full": "full"}[config.train.recompute]
+    # Not on CPUs: its causal mask, made in the backward pass, is on "cuda".
+    unasked = "selective" if attention == "local" and on_gpu else None
+    recompute = {"none": unasked, "selective": "selective", "full": "full"}[config.train.recompute]
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
+from gsa_kernels.attention import triton_gathered_backward
+from gsa_kernels.kl import triton_gathered_launch
+from gsa_kernels.lists.triton_reduce_keys import split_tiles
 from gsa_train import cpu_backend, optim, step
 from gsa_train.bench.step_bench import random_batches
 from gsa_train.config import Config, load_config
@@ -91,6 +94,16 @@ def _all_alike(results: list[Any], mine: Any, group: Any = None) -> None:
     results[:] = [mine] * len(results)
 
 
+def _with_contents(on_the_host: Callable[..., Any]) -> Callable[..., Any]:
+    """What calculates on the host needs numbers."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return on_the_host(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
     accumulate = weight_gradients.CublasAccumulation
@@ -109,6 +122,8 @@ def _as_on_a_gpu() -> Iterator[None]:
             # In place, as cuBLAS does it.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
             (dist, "all_gather_object", _all_alike),
+            (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
+            (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place, and what follows the backward pass has more room and reads its results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,42 @@ def test_every_phase_and_stage_has_a_line():
         ["only", "0"],
         ["only", "1"],
     ]
+
+
+SHIPPED = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name != "demo.yaml")
+NOTE = r"# By --dry-run (\d+) GiB of a GPU: fits 80 GB\. With 141 GB also (\S+), (\d+) GiB\."
+
+
+def peak_gib(name: str, overrides: list[str]) -> float:
+    config = load_config(CONFIGS / name, overrides, world_size=8, need_data=False)
+    report = describe(config, 8)
+    rows = report[report.index("Memory per rank") :].split("\n\n")[0].splitlines()[3:]
+    assert len(rows) == len(config.phases) * config.parallel.pipeline
+    return max(float(row.split()[-1]) for row in rows)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_config_fits_the_gpus_that_its_head_names(name: str) -> None:
+    """A tenth is left to the CUDA context, NCCL, and the allocator's gaps."""
+    head = (CONFIGS / name).read_text().split("run:")[0]
+    found = re.search(NOTE, head)
+    assert found is not None, head
+    said, override, said_with = found.groups()
+    peak, peak_with = peak_gib(name, []), peak_gib(name, [override])
+    assert (peak, peak_with) == pytest.approx((int(said), int(said_with)), abs=0.51)  # rounded to whole ones
+    assert peak * 2**30 < 0.9 * 80e9
+    assert peak < peak_with < 0.9 * 141e9 / 2**30
+    for shared in re.findall(r"gsa\.selection_block=\S+ gsa\.local_window=\S+", head):
+        assert peak_gib(name, shared.split()) < 1.1 * peak
+
+
+def test_long_contexts_come_with_their_baseline() -> None:
+    for length in ("32k", "128k"):
+        gsa, standard = (
+            load_config(CONFIGS / f"{kind}_1.7b_{length}.yaml", world_size=8, need_data=False)
+            for kind in ("gsa", "standard")
+        )
+        assert gsa.train == standard.train
+        assert gsa.model == standard.model
+        assert gsa.parallel == standard.parallel
+        assert gsa.parallel.context > 1
