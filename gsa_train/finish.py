@@ -13,6 +13,7 @@ from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.monitor import EXIT_CODE, MonitorStop
+from gsa_train.monitor_stop import note_stop
 from gsa_train.parallel import shutdown_parallel
 from gsa_train.plots import write_plots
 from gsa_train.resume import run_dir
@@ -87,6 +88,8 @@ def leave(run: Run, stop: Stopped) -> None:
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
     run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
+    if run.parallel.is_main:
+        note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
     _close(run, EXIT_CODE)
 
 
