@@ -2,9 +2,9 @@
 
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N].
 Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 13: the
-monitor stopped the run at a spike, or would again. 75: asked to stop, saved, and to be started again
-(runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for
-each, and shows its ranks'.
+monitor stopped the run at a spike, or would again. 14: it found silent data corruption. 75: asked to stop, saved, and
+to be started again (runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its data. torchrun itself
+ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def main() -> int:
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint_save import CheckpointError
+    from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
+    from gsa_train.corruption import CorruptionFound
     from gsa_train.monitor import EXIT_CODE, MonitorStop
     from gsa_train.monitor_stop import SpikeAhead
     from gsa_train.resume import ResumeError
@@ -70,6 +72,10 @@ def main() -> int:
         if is_main:  # all ranks decide the same
             print(stop, file=sys.stderr)
         return EXIT_CODE
+    except CorruptionFound as fault:
+        if is_main:  # all ranks compare the same
+            print(fault, file=sys.stderr)
+        return EXIT_CORRUPTED
     except CheckpointError as error:
         if is_main:  # all ranks agree
             print(error, file=sys.stderr)
