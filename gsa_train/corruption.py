@@ -83,6 +83,7 @@ class CorruptionCheck:
         dist.all_gather_object(places, own)
         self._places: list[Place] = places
         self._compared_step: int | None = None
+        self._noting = self._rechecked = False
         if config.recheck_every_steps or config.recheck_spikes:
             for group in (group for ddp in ddps for group in ddp.bucket_groups):
                 group.start_grad_sync = partial(self._note_and_reduce, group, group.start_grad_sync)
@@ -101,9 +102,10 @@ class CorruptionCheck:
         """
         every = self._config.recheck_every_steps
         self._rechecked = every > 0 and step % every == 0
-        if self._rechecked or self._config.recheck_spikes:
+        self._noting = self._rechecked or self._config.recheck_spikes
+        if self._noting:
             self._before = local_rng(), self._model.runtime.stats.copy()
-        self._gradient_bits.zero_()
+            self._gradient_bits.zero_()
         first = compute()
         return self._again(step, first, compute) if self._rechecked else first
 
@@ -139,7 +141,9 @@ class CorruptionCheck:
         return second
 
     def _note_and_reduce(self, group: Any, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if group.grad_reduce_handle is None:  # else this reduction is under way, and the call does nothing
+        if (
+            self._noting and group.grad_reduce_handle is None
+        ):  # else this reduction is under way, and the call does nothing
             self._gradient_bits += bits_of(bucket.grad_data for bucket in group.buckets)
         return reduce(*args, **kwargs)
 

@@ -15,6 +15,8 @@ from gsa_train.spikes import SpikeDetector, replay
 OLMO = MonitorConfig(detector="sigma", sigmas=6.0, window_steps=128, min_history_steps=64)
 """SkipStepOptimizer of OLMo-core with its defaults."""
 
+RUN_UP_STEPS = 42
+"""Before the window of the first place: a phase begins with a warm-up of the learning rate."""
 STEPS_BETWEEN_PLACES = 130
 """Between the places where a fault is put in: each has a history of its own."""
 
@@ -65,8 +67,8 @@ def try_rule(trace: torch.Tensor, config: MonitorConfig, faults: Mapping[str, Fa
     """Replay a trace fp32 [steps, (loss, gradient norm)] without and with faults, one at a time."""
     delays: dict[str, list[float]] = {name: [] for name in faults}
     longest = max((fault.steps for fault in faults.values()), default=0)
-    first_place = config.window_steps + RUN_UP_STEPS
-    for first in range(first_place, len(trace) - longest, STEPS_BETWEEN_PLACES) if faults else ():
+    places = range(config.window_steps + RUN_UP_STEPS, len(trace) - longest, STEPS_BETWEEN_PLACES)
+    for first in places if faults else ():
         detector = SpikeDetector(config, trace.device)
         for loss, norm in trace[first - config.window_steps : first]:
             detector.judge(loss, norm)
@@ -76,10 +78,6 @@ def try_rule(trace: torch.Tensor, config: MonitorConfig, faults: Mapping[str, Fa
             delays[name].append(_delay(detector, fault.put_into(trace[first:])))
     alarms = [step for step, row in enumerate(replay(trace, config)) if row.flagged]
     return Trial(alarms, delays)
-
-
-RUN_UP_STEPS = 42
-"""Behind the first window: a phase begins with a warm-up of the learning rate."""
 
 
 def _delay(detector: SpikeDetector, fault: torch.Tensor) -> float:
