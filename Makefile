@@ -10,7 +10,7 @@ CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: setup pretrain check test test-slurm test-gpu bench bench-node layouts-gpu clean
+.PHONY: setup pretrain check test test-slurm test-gpu chaos bench bench-node layouts-gpu clean
 
 setup: .venv/.ready
 
@@ -42,6 +42,10 @@ test-slurm: setup
 	command -v slurmctld >/dev/null && command -v munged >/dev/null || \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slurm --durations=5 tests/slurm
+
+# A run of four ranks that about 28 random faults hit, beside one that none does: about ten minutes on two idle cores.
+chaos: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py $(ARGS)
 
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:

@@ -225,27 +225,35 @@ def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
 
 def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
     """The generators of every rank, by rank. Collective."""
-    local = {
+    gathered: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(gathered, local_rng())
+    return gathered
+
+
+def local_rng() -> dict[str, Any]:
+    """The generators of this rank."""
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, local)
-    return gathered
 
 
 def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
     """Restore this rank's generators if the layout is the one that was saved; says whether it did."""
     if tuple(state.layout) != tuple(layout):
         return False
-    saved = state.rng[rank]
+    set_local_rng(state.rng[rank])
+    return True
+
+
+def set_local_rng(saved: dict[str, Any]) -> None:
+    """What `local_rng` returned."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(saved["tracker"])
-    return True

@@ -18,6 +18,8 @@ class Arguments:
     """Folder of the checkpoint to start from."""
     no_resume: bool
     """Start at step 0 even if the run folder has checkpoints."""
+    resume_after_stop: bool
+    """Go on although the monitor stopped the run at a spike."""
     accept_new_data: bool
     """Where the checkpoint is of other text, start that of the config instead of refusing it."""
     dry_run: bool
@@ -42,6 +44,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     resume = parser.add_mutually_exclusive_group()
     resume.add_argument("--resume-from", metavar="DIR", help="start from this checkpoint folder")
     resume.add_argument("--no-resume", action="store_true", help="ignore the checkpoints of the run folder")
+    parser.add_argument(
+        "--resume-after-stop",
+        action="store_true",
+        help="go on although the monitor stopped the run at a spike (monitor_stop.json in its folder)",
+    )
     parser.add_argument(
         "--accept-new-data",
         action="store_true",
@@ -71,6 +78,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         overrides=tuple(arguments.overrides),
         resume_from=arguments.resume_from,
         no_resume=arguments.no_resume,
+        resume_after_stop=arguments.resume_after_stop,
         accept_new_data=arguments.accept_new_data,
         dry_run=arguments.dry_run,
         world_size=world_size,

@@ -277,22 +277,23 @@ class MonitorConfig:
     out the update of each spiking step and then: `skip`, nothing else; `lower_lr`, a lower learning rate for a while;
     `rewind`, back to an earlier checkpoint, on without the batches around the spike; `stop`, end with exit code 13."""
     detector: Literal["robust", "sigma"] = "robust"
-    """`robust`: loss and log of the gradient norm against running medians, also a smaller rise that lasts. `sigma`:
-    OLMo-core's rule, mean + sigmas * standard deviation."""
+    """`robust`: loss and log of the gradient norm against running medians, also a smaller rise that lasts or is one of
+    both. `sigma`: OLMo-core's rule, mean + sigmas * standard deviation."""
     window_steps: int = 128
     """Steps of history that a step is judged by."""
     min_history_steps: int = 64
     """Steps of a phase before the first one is judged."""
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
-    lasting_sigmas: float = 3.5
+    lasting_sigmas: float = 3.0
     """Rise that makes a spike when it lasts `lasting_steps`; its least rises are half of those of a single step."""
     lasting_steps: int = 3
     """Steps in a row above `lasting_sigmas`, the last of which is a spike."""
     loss_min_rise_nats: float = 0.2
     """A loss that rises by less is no spike, however quiet it was."""
-    grad_norm_min_ratio: float = 3.0
-    """A gradient norm that rises by a smaller factor is no spike."""
+    grad_norm_min_ratio: float = 4.0
+    """A gradient norm that rises by a smaller factor is no spike. AdamW's second moment with beta 2 = 0.95 remembers 20
+    steps, which a norm 20^0.5 = 4.5 times as large outweighs; rare documents alone make factors of 3."""
     patience_steps: int = 3
     """lower_lr, rewind and stop act after this many spiking steps in a row, whose updates are left out."""
     max_skips_in_a_row: int = 50
@@ -309,6 +310,16 @@ class MonitorConfig:
     """Batches left out behind the last spiking step seen."""
     max_rewinds: int = 3
     """The spike after that many rewinds stops the run."""
+    recheck_every_steps: int = 0
+    """Steps between those computed twice, forward and backward: loss and each rank's gradients must be equal to the
+    last bit. 0: none."""
+    recheck_spikes: bool = False
+    """Compute each spiking step twice before anything is done about it; the host waits for the device at every step."""
+    compare_replicas_every_steps: int = 0
+    """Steps between comparisons of the data-parallel replicas' weights, bit by bit; also before each save. 0: none."""
+    on_corruption: Literal["stop", "log"] = "stop"
+    """When bits differ: end the run with exit code 14, to go on from the last checkpoint, or only record it (event
+    `corruption`); of a step computed twice the second numbers then count."""
 
 
 @dataclass(frozen=True)

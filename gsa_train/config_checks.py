@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from gsa_train.config_load import problem_line
 from gsa_train.kernel_checks import check_kernels
-from gsa_train.layout_checks import check_layout, chunk_in_words, nearest, undivided_chunk
+from gsa_train.layout_checks import (
+    check_layout,
+    chunk_in_words,
+    data_parallel_size,
+    nearest,
+    undivided_chunk,
+)
 from gsa_train.monitor_checks import check_monitor
 
 if TYPE_CHECKING:
@@ -27,7 +33,8 @@ AT_LEAST_ZERO = frozenset(
     run.seed run.time_limit_minutes run.slurm_margin_minutes
     data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
-    monitor.max_rewinds monitor.loss_min_rise_nats phases.warmup_steps phases.min_lr phases.kl_coeff
+    monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
+    phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
@@ -61,7 +68,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_layout(config, world_size),
         *_check_recompute(config),
         *_check_phases(config),
-        *check_monitor(config),
+        *check_monitor(config, data_parallel_size(config, world_size)),
     ]
 
 

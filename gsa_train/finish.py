@@ -11,15 +11,17 @@ import torch.distributed as dist
 from gsa_data.best_fit import packing_shares
 from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
+from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.monitor import EXIT_CODE, MonitorStop
+from gsa_train.monitor_stop import note_stop
 from gsa_train.parallel import shutdown_parallel
 from gsa_train.plots import write_plots
 from gsa_train.resume import run_dir
 from gsa_train.run_folder import STOPPED
 from gsa_train.sinks import write_atomically
 from gsa_train.stop_signals import EXIT_STOPPED, Stopped, reason_in_words
-from gsa_train.trainer import Run, validate
+from gsa_train.trainer import Run, newest_save, validate
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
@@ -87,7 +89,15 @@ def leave(run: Run, stop: Stopped) -> None:
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
     run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
+    if run.parallel.is_main:
+        note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
     _close(run, EXIT_CODE)
+
+
+def give_up_corrupted(run: Run) -> None:
+    """The same for a run whose numbers are not what they should be; the metrics have it already. Collective."""
+    newest_save(run)
+    _close(run, EXIT_CORRUPTED)
 
 
 def _close(run: Run, wandb_code: int = 0) -> None:

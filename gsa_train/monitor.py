@@ -35,6 +35,11 @@ EXIT_CODE = 13
 class MonitorStop(RuntimeError):
     """The monitor ends the run, by its policy or for want of another way. What is saved is from before the spike."""
 
+    def __init__(self, why: str, first_step: int, last_step: int) -> None:
+        """Steps, counted from 1, of the spike as far as it was read."""
+        super().__init__(why)
+        self.first_step, self.last_step = first_step, last_step
+
 
 class SpikeFound(NamedTuple):
     """A spike that asks for a rewind."""
@@ -215,16 +220,17 @@ class Monitor:
         if math.isfinite(value):
             what += f", above {threshold:.3g}"
         if config.action == "log" and not row.finite:
-            raise self._stop(what)
+            raise self._stop(what, step)
         if config.action in ("skip", "lower_lr") and state.in_a_row >= config.max_skips_in_a_row:
             raise self._stop(
                 f"{what}: the update was left out for the {state.in_a_row}th step in a row "
-                "(monitor.max_skips_in_a_row)"
+                "(monitor.max_skips_in_a_row)",
+                step,
             )
         if state.in_a_row < config.patience_steps:
             return None
         if config.action == "stop":
-            raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)")
+            raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)", step)
         if config.action == "lower_lr":
             # From a step on that no reading is too late for: a run stopped in between goes on with the same rates.
             first = step + READ_DELAY_STEPS + 1
@@ -237,10 +243,12 @@ class Monitor:
             return SpikeFound(state.first_in_a_row, step, signal, value, threshold)
         return None
 
-    def _stop(self, why: str) -> MonitorStop:
+    def _stop(self, why: str, step: int) -> MonitorStop:
         return MonitorStop(
             f"{why}. Nothing was saved after step {self._saved_step() or 0}; resume from there with a lower learning "
-            "rate, or look at the batch."
+            "rate, or look at the batch.",
+            self._state.first_in_a_row,
+            step,
         )
 
     def _counts_for_score(self, row: Row) -> bool:

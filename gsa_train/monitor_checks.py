@@ -9,12 +9,19 @@ from gsa_train.config_load import problem_line
 if TYPE_CHECKING:
     from gsa_train.config import Config
 
+UNREPEATABLE = ("cudnn", "flash_sdpa")
+"""Of `gsa.dense_attention`: their backward passes add with atomics."""
 
-def check_monitor(config: Config) -> list[str]:
-    """Lines about the fields of `monitor` and what they need of others."""
+
+def check_monitor(config: Config, replicas: int) -> list[str]:
+    """Lines about the fields of `monitor` and what they need of others.
+
+    Args:
+        replicas: data-parallel size; 0 where the layout itself is wrong.
+    """
     monitor, lines = config.monitor, []
     if monitor.window_steps < 32:
-        wrong = "too few for medians of the last 16 steps and of differences over 8"
+        wrong = "too few for medians of the last 32 steps and of differences over 8"
         lines.append(problem_line("monitor.window_steps", monitor.window_steps, wrong, "give 32 or more"))
     if not 24 <= monitor.min_history_steps <= monitor.window_steps:
         wrong = f"outside [24, monitor.window_steps = {monitor.window_steps}]"
@@ -31,6 +38,7 @@ def check_monitor(config: Config) -> list[str]:
     if not 0 < monitor.lower_lr_factor < 1:
         wrong, remedy = "outside (0, 1)", "give a number between 0 and 1"
         lines.append(problem_line("monitor.lower_lr_factor", monitor.lower_lr_factor, wrong, remedy))
+    lines += _check_corruption(config, replicas)
     last = sum(phase.steps for phase in config.phases)
     for index, step in enumerate(config.train.iterations_to_skip):
         if not 1 <= step <= last:
@@ -49,4 +57,22 @@ def check_monitor(config: Config) -> list[str]:
                 f"set it to {keep} or more",
             )
         )
+    return lines
+
+
+def _check_corruption(config: Config, replicas: int) -> list[str]:
+    """What compares bits needs something to compare, and numbers that repeat."""
+    monitor, lines = config.monitor, []
+    every = monitor.compare_replicas_every_steps
+    if every > 0 and replicas * config.parallel.context == 1:
+        wrong, remedy = "but there is one replica of the model, and nothing to compare", "set it to 0"
+        lines.append(problem_line("monitor.compare_replicas_every_steps", every, wrong, remedy))
+    dense = config.gsa.dense_attention
+    for name in ("recheck_every_steps", "recheck_spikes"):
+        if getattr(monitor, name) and dense in UNREPEATABLE:
+            wrong = (
+                f"asks for the same bits twice, and gsa.dense_attention = {dense} does not repeat bit for bit"
+            )
+            remedy = "set that to auto, or this one to its default"
+            lines.append(problem_line(f"monitor.{name}", getattr(monitor, name), wrong, remedy))
     return lines

@@ -21,6 +21,7 @@ from gsa_train.checkpoint_files import find_checkpoint, pass_over, recover_folde
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.monitor import MonitorState, state_of
+from gsa_train.monitor_stop import refuse_same_spike
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 
@@ -100,9 +101,10 @@ def _is_restart(own: Path, parallel: Parallel) -> bool:
 def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
-    The two options are for a launch's first start; its restarts go on from the run folder.
+    These options are for a launch's first start; its restarts go on from the run folder.
 
     Raises:
+        SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
         ResumeError: the checkpoint is missing or incomplete, or of another model or sequence of phases.
     """
     own = run_dir(config)
@@ -110,7 +112,8 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         recover_folder(own / "checkpoints")
     dist.barrier()
     if _is_restart(own, parallel):
-        arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False)
+        arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False, resume_after_stop=False)
+    refuse_same_spike(own, config, arguments, parallel)
     if arguments.no_resume:
         return Start()
     checksums = config.checkpoint.verify == "full"

@@ -70,7 +70,9 @@ def rewind(
     spike = f"step {found.first_step}: a spike ({found.signal.replace('_', ' ')} {found.value:g})"
     if len(rewinds) >= monitor.max_rewinds:
         raise MonitorStop(
-            f"{spike} after {len(rewinds)} rewinds (monitor.max_rewinds); nothing of it was saved"
+            f"{spike} after {len(rewinds)} rewinds (monitor.max_rewinds); nothing of it was saved",
+            found.first_step,
+            found.last_step,
         )
     newest = found.first_step - monitor.rewind_min_steps
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
@@ -82,7 +84,9 @@ def rewind(
         raise MonitorStop(
             f"{spike}: no checkpoint of step {newest} or before to go back to (monitor.rewind_min_steps = "
             f"{monitor.rewind_min_steps}{faults}); save more often (checkpoint.every_steps) or keep more "
-            "(checkpoint.keep_last)"
+            "(checkpoint.keep_last)",
+            found.first_step,
+            found.last_step,
         )
     step = step_of(checkpoint.name)
     assert step is not None

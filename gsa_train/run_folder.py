@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gsa_train.config import Config, config_to_yaml
+from gsa_train.monitor_stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
 from gsa_train.progress import Progress
 from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
@@ -51,6 +52,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
         (folder / "checkpoints").mkdir(exist_ok=True)
         write_atomically(folder / LAUNCH, launch_id() + "\n")
         (folder / STOPPED).unlink(missing_ok=True)
+        (folder / MONITOR_STOP).unlink(missing_ok=True)
         progress = Progress(total_steps, start.step)
         progress.message(config_to_yaml(config))
         progress.message(f"run folder {folder}; {parallel.describe()}")

@@ -17,11 +17,15 @@ import torch
 if TYPE_CHECKING:
     from gsa_train.config import MonitorConfig
 
-RECENT_STEPS = 16
+RECENT_STEPS = 32
 """Steps whose median follows a falling loss; half of them have to be spikes before it follows a spike."""
-LAG_STEPS = 8
-"""Distance of the values whose differences are the noise: lanes that read long documents make neighbouring batches
-alike (correlation 0.7 from step to step in the demo, 0.3 after 8), and over 8 steps a trend adds little."""
+LAGS_STEPS = (8, 32)
+"""Distances of the values whose differences are the noise; the larger one counts. Over 8 steps a trend adds little, but
+lanes that read long documents make batches alike (correlation 0.7 from step to step in the demo, 0.3 after 8, and more
+where the same lane comes again after 8)."""
+TOGETHER = 2 / 3
+"""Share of both single limits that loss and gradient norm have to rise by in the same step: each without the other has
+causes that are no faults, such as a rare document."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 
@@ -74,10 +78,13 @@ class SpikeDetector:
         """fp32 [signal, step], the newest step last; a step that is not finite repeats the one before it."""
         self._streak = torch.zeros(2, device=device)
         """fp32 [signal]: steps in a row above the limit of lasting spikes."""
-        self._no_limits = torch.full((2, 2), torch.inf, device=device)
+        self._earlier = self._history, self._streak
+        """Before the last step."""
+        self._no_limits = torch.full((3, 2), torch.inf, device=device)
         least = torch.tensor([config.loss_min_rise_nats, math.log(config.grad_norm_min_ratio)])
         factors = DEVIATIONS_PER_DIFFERENCE * torch.tensor([config.sigmas, config.lasting_sigmas])
         self._least = torch.stack([least, 0.5 * least]).to(device)
+        """fp32 [single or lasting, signal]."""
         self._factors = factors[:, None].to(device)
 
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
@@ -96,15 +103,23 @@ class SpikeDetector:
         limits = self._limits()
         above = compared > limits
         streak = (self._streak + 1) * above[1]
-        spikes = (above[0] | (streak >= self._config.lasting_steps)) & finite
+        lasts, together = streak >= self._config.lasting_steps, above[2].all()
+        spikes = (above[0] | lasts | together) & finite
         applied = finite if self._config.action == "log" else finite & ~spikes.any()
+        self._earlier = self._history, self._streak
         self._streak = torch.where(finite, streak, self._streak)
         joins = torch.where(finite, compared, self._history[:, -1])
         self._history = torch.cat([self._history[:, 1:], joins[:, None]], dim=1)
         self._steps += 1
         flags = torch.stack([spikes[0], spikes[1], finite, applied]).float()
-        shown = torch.where(spikes & ~above[0], limits[1], limits[0])
+        lower = torch.where(lasts, limits[1], limits[2])
+        shown = torch.where(spikes & ~above[0], lower, limits[0])
         return Verdict(applied, torch.cat([values[:2], shown, flags]))
+
+    def take_back(self) -> None:
+        """Forget the last step judged, once."""
+        self._history, self._streak = self._earlier
+        self._steps -= 1
 
     def row(self, values: list[float]) -> Row:
         """From `Verdict.row`, with limits in the units of the metrics."""
@@ -115,7 +130,7 @@ class SpikeDetector:
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
     def _limits(self) -> torch.Tensor:
-        """fp32 [2, signal]: above what the next step is a spike by itself, and above what with those before it."""
+        """fp32 [3, signal]: above what the next step is a spike by itself, with those before it, with both signals."""
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
             return self._no_limits
@@ -127,14 +142,19 @@ class SpikeDetector:
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Median + max(sigmas * deviation, least rise).
 
-        The median is the lower of that of the window and that of the last 16 steps: a falling loss is compared with
-        where it is now, one that creeps up with where it was. The deviation comes from the differences of steps 8
-        apart about their median, so that neither a trend widens it nor an earlier spike.
+        The median is the lower of that of the window and that of the last 32 steps: a falling loss is compared with
+        where it is now, one that creeps up with where it was. The deviation comes from the differences of steps 8 and
+        32 apart about their median, so that neither a trend widens it nor an earlier spike.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
-        differences = history[:, LAG_STEPS:] - history[:, :-LAG_STEPS]
-        spread = _median((differences - _median(differences)[:, None]).abs())
-        return level + torch.maximum(self._factors * spread, self._least)
+        spread = torch.zeros_like(level)
+        for lag in LAGS_STEPS:
+            if history.shape[1] >= 2 * lag:  # else there are too few differences
+                differences = history[:, lag:] - history[:, :-lag]
+                deviations = (differences - _median(differences)[:, None]).abs()
+                spread = torch.maximum(spread, _median(deviations))
+        single, lasting = torch.maximum(self._factors * spread, self._least)
+        return level + torch.stack([single, lasting, TOGETHER * single])
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
         """OLMo-core's rule: mean + sigmas * standard deviation of a window that keeps its spikes; nothing lasts."""
@@ -142,7 +162,8 @@ class SpikeDetector:
         count = seen.sum(dim=1)
         mean = torch.where(seen, history, 0).sum(dim=1) / count
         squares = torch.where(seen, history - mean[:, None], 0).square().sum(dim=1)
-        return torch.stack([mean + self._config.sigmas * (squares / (count - 1)).sqrt(), self._no_limits[1]])
+        limit = mean + self._config.sigmas * (squares / (count - 1)).sqrt()
+        return torch.cat([limit[None], self._no_limits[1:]])
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint, bit for bit. Waits for the device."""

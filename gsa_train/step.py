@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gsa_train.batches import MicroBatch
 from gsa_train.config import Config
+from gsa_train.corruption import Computed, CorruptionCheck
 from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
@@ -52,6 +53,8 @@ def train_step(
     parallel: Parallel,
     step: int,
     detector: SpikeDetector,
+    check: CorruptionCheck | None = None,
+    saves: bool = False,
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
@@ -61,7 +64,43 @@ def train_step(
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
         detector: judges the step before its update.
+        check: computes it again, or compares the replicas' weights, where that is due; both raise CorruptionFound.
+        saves: what the step makes of the weights will be saved.
     """
+    optimizer = phase_optimizer.optimizer
+    loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    model.work_time.end()
+    dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+    model.work_time.begin()
+    set_learning_rate(optimizer, lr, config.train.weight_decay)
+
+    compute = partial(_compute, model, phase_optimizer, micro_batches, loss_tokens, config, parallel, step)
+    computed = compute() if check is None else check.compute(step + 1, compute)
+    verdict = detector.judge(computed.loss, computed.grad_norm)
+    if check is not None:
+        if check.suspects(verdict):
+            computed = check.compute_again(step + 1, computed, compute)
+            detector.take_back()
+            verdict = detector.judge(computed.loss, computed.grad_norm)
+        check.compare_replicas(step + 1, saves)
+    clipped_step(optimizer, computed.grad_norm, config.train.grad_clip, verdict.applied)
+    update_variance_emas(
+        model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
+    )
+    model.runtime.shared_selection = None
+    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict)
+
+
+def _compute(
+    model: Model,
+    phase_optimizer: PhaseOptimizer,
+    micro_batches: Sequence[MicroBatch],
+    loss_tokens: torch.Tensor,
+    config: Config,
+    parallel: Parallel,
+    step: int,
+) -> Computed:
+    """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
     runtime, ddps, optimizer = model.runtime, phase_optimizer.ddps, phase_optimizer.optimizer
     phase = phase_optimizer.phase
     local = phase.train == "indexer"
@@ -81,28 +120,15 @@ def train_step(
         ddp.zero_grad_buffer()
         ddp.train()
     optimizer.zero_grad()
-    loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
-    model.work_time.end()
-    dist.all_reduce(loss_tokens, group=parallel.groups.dp)
-    model.work_time.begin()
-
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with torch.no_grad() if local else nullcontext():
         losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
     if local:
         finalize_gradients(model.work_time, ddps, None)
-
-    set_learning_rate(optimizer, lr, config.train.weight_decay)
     loss_sum = _sum_of(losses, parallel)
     grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
-    verdict = detector.judge(loss, grad_norm)
-    clipped_step(optimizer, grad_norm, config.train.grad_clip, verdict.applied)
-    update_variance_emas(
-        model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
-    )
-    runtime.shared_selection = None
-    return StepResult(loss_sum, loss_tokens, grad_norm, verdict)
+    return Computed(loss_sum, grad_norm, loss)
 
 
 @torch.no_grad()

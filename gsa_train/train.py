@@ -18,8 +18,9 @@ from gsa_train.checkpoint import load_checkpoint
 from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
+from gsa_train.corruption import CorruptionFound
 from gsa_train.evaluate import describe
-from gsa_train.finish import finish, give_up, leave
+from gsa_train.finish import finish, give_up, give_up_corrupted, leave
 from gsa_train.model.build import build_model
 from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.optim import build_optimizer, close_optimizer
@@ -41,6 +42,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     Raises:
         Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
         MonitorStop: a spike ended the run; what is on disk is from before it, and the process group is left.
+        CorruptionFound: a device or a weight is not what it should be; the process group is left.
     """
     parallel = init_parallel(config.parallel, config.run.seed)
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
@@ -102,6 +104,9 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         raise
     except MonitorStop as stop:
         give_up(run, stop, next(span.phase for span in spans if run.step <= span.end))
+        raise
+    except CorruptionFound:
+        give_up_corrupted(run)
         raise
     finally:
         run.saver.close()  # whatever stops the training, the save under way is finished

@@ -14,6 +14,7 @@ from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, gather_rng
 from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
 from gsa_train.config import Config, PhaseConfig, config_to_yaml
+from gsa_train.corruption import CorruptionCheck, needs_check
 from gsa_train.evaluate import evaluate
 from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
 from gsa_train.model.build import Model
@@ -78,11 +79,16 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
 
     Raises:
         MonitorStop: a spike ends the run.
+        CorruptionFound: so do numbers that are not what they should be.
         Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
     """
     config, parallel = run.config, run.parallel
     monitor = Monitor(config.monitor, span, parallel.device, run.monitor, run.log, partial(newest_save, run))
     clock = IntervalClock(parallel.device)
+    check = None
+    if needs_check(config.monitor):
+        ddps = phase_optimizer.ddps
+        check = CorruptionCheck(config.monitor, run.model, ddps, parallel, run.log, span.phase.name)
 
     def stop(reason: int, in_validation: bool = False) -> NoReturn:
         """Every step has been read."""
@@ -113,7 +119,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         logged = trains and _is_logged(run.step + 1, span, config)
         if trains:
             lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
-            result = _train(run, phase_optimizer, monitor, clock, lr, logged)
+            result = _train(run, phase_optimizer, monitor, clock, lr, logged, check)
         else:
             clock.pause()
             _leave_out(run, span)
@@ -149,7 +155,13 @@ def newest_save(run: Run) -> int | None:
 
 
 def _train(
-    run: Run, phase_optimizer: PhaseOptimizer, monitor: Monitor, clock: IntervalClock, lr: float, logged: bool
+    run: Run,
+    phase_optimizer: PhaseOptimizer,
+    monitor: Monitor,
+    clock: IntervalClock,
+    lr: float,
+    logged: bool,
+    check: CorruptionCheck | None,
 ) -> StepResult:
     """One step."""
     config = run.config
@@ -159,7 +171,16 @@ def _train(
     micro_batches = run.batches.next_step()
     run.watch.note(run.step, "training")
     result = train_step(
-        run.model, phase_optimizer, micro_batches, lr, config, run.parallel, run.step, monitor.detector
+        run.model,
+        phase_optimizer,
+        micro_batches,
+        lr,
+        config,
+        run.parallel,
+        run.step,
+        monitor.detector,
+        check,
+        run.saver.is_due(run.step + 1),
     )
     run.step += 1
     tokens = config.train.global_batch_size * config.train.seq_len_tokens

@@ -1,9 +1,10 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
-Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
+Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N].
 Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 13: the
-monitor stopped the run at a spike. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json
-remains). 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
+monitor stopped the run at a spike, or would again. 14: it found silent data corruption. 75: asked to stop, saved, and
+to be started again (runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its data. torchrun itself
+ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def main() -> int:
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint_save import CheckpointError
+    from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
+    from gsa_train.corruption import CorruptionFound
     from gsa_train.monitor import EXIT_CODE, MonitorStop
+    from gsa_train.monitor_stop import SpikeAhead
     from gsa_train.resume import ResumeError
     from gsa_train.train import train
 
@@ -62,10 +66,16 @@ def main() -> int:
         return EXIT_STOPPED
     except (ResumeError, TokenizerError) as error:
         return refuse(error, is_main)
+    except SpikeAhead as error:
+        return refuse(error, is_main, EXIT_CODE)
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same
             print(stop, file=sys.stderr)
         return EXIT_CODE
+    except CorruptionFound as fault:
+        if is_main:  # all ranks compare the same
+            print(fault, file=sys.stderr)
+        return EXIT_CORRUPTED
     except CheckpointError as error:
         if is_main:  # all ranks agree
             print(error, file=sys.stderr)
@@ -79,13 +89,13 @@ def main() -> int:
     return 0
 
 
-def refuse(error: Exception, is_main: bool) -> int:
+def refuse(error: Exception, is_main: bool, code: int = 2) -> int:
     """All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks."""
     if is_main:
         print(error, file=sys.stderr)
     else:
         time.sleep(HEAD_START_SECONDS)
-    return 2
+    return code
 
 
 # The guard is needed: readers of text may be started as processes that import this file again.

@@ -1,45 +1,66 @@
-"""Judge a finished run by spike detectors: python launch/spikes.py RUN_FOLDER [monitor.sigmas=5 ...]
+"""Judge runs by spike detectors: python launch/spikes.py RUN_FOLDER [--faults] [monitor.sigmas=5 ...]
 
 Replays the logged losses and gradient norms of a run that logged every step (logging.every_steps=1) through our rule
-and through OLMo-core's, phase by phase, and prints the steps that each calls spikes. Overrides change `monitor`.
+and through OLMo-core's, phase by phase, and prints the steps that each calls spikes. --faults also puts faults into the
+run and prints how many of them each rule finds, and after how many steps. Overrides change `monitor`. Instead of a run
+folder, FILE.npz with an array [steps, (loss, gradient norm)] per run: tests/unit/clean_traces.npz.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gsa_train.config import MonitorConfig, load_config
 from gsa_train.sinks import read_records
-from gsa_train.spikes import replay
+from gsa_train.spike_trials import FAULTS, OLMO, table, try_rule
+
+DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="spikes.py", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--faults", action="store_true", help="also put faults into the run")
     parser.add_argument("overrides", nargs="*", metavar="monitor.field=value")
-    arguments = parser.parse_args()
-    monitor = load_config(arguments.run / "config.yaml", arguments.overrides).monitor
-    records = [record for record in read_records(arguments.run / "metrics.jsonl") if "event" not in record]
-    print(f"{'phase':<10} {'detector':<8} {'steps':>6} {'spiking':>7}  at")
+    arguments = parser.parse_intermixed_args()
+    torch.set_num_threads(1)  # the tensors are tiny
+    is_folder = arguments.run.is_dir()
+    monitor = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides).monitor
+    rules: dict[str, MonitorConfig] = {monitor.detector: monitor, "OLMo-core": OLMO}
+    for name, (first, trace) in (of_folder if is_folder else of_file)(arguments.run).items():
+        trials = {
+            rule: try_rule(trace, config, FAULTS if arguments.faults else {})
+            for rule, config in rules.items()
+        }
+        print(f"{name}: {len(trace)} steps")
+        for rule, trial in trials.items():
+            steps = [first + alarm for alarm in trial.false_alarms]
+            shown = " ".join(map(str, steps[:12])) + (" ..." if len(steps) > 12 else "")
+            print(f"  {rule:<10} {len(steps):>4} flagged  {shown}")
+        if arguments.faults:
+            print(table(trials) + "\n")
+
+
+def of_folder(run: Path) -> dict[str, tuple[int, torch.Tensor]]:
+    """Phase -> its first step, and its trace."""
+    records = [record for record in read_records(run / "metrics.jsonl") if "event" not in record]
+    traces = {}
     for phase, group in itertools.groupby(records, key=lambda record: record["phase"]):
         of_phase = list(group)
         trace = torch.tensor([[record["loss"], record["grad_norm"]] for record in of_phase])
-        for config in (monitor, OLMO):
-            rows = replay(trace, config)
-            steps = [record["step"] for record, row in zip(of_phase, rows, strict=True) if row.flagged]
-            shown = " ".join(map(str, steps[:12])) + (" ..." if len(steps) > 12 else "")
-            print(f"{phase:<10} {config.detector:<8} {len(rows):>6} {len(steps):>7}  {shown}")
+        traces[phase] = (of_phase[0]["step"], trace)
+    return traces
 
 
-OLMO = dataclasses.replace(
-    MonitorConfig(), detector="sigma", sigmas=6.0, window_steps=128, min_history_steps=64
-)
-"""SkipStepOptimizer of OLMo-core with its defaults."""
+def of_file(path: Path) -> dict[str, tuple[int, torch.Tensor]]:
+    with np.load(path) as arrays:
+        return {name: (1, torch.from_numpy(arrays[name])) for name in arrays.files}
+
 
 if __name__ == "__main__":
     main()

@@ -54,6 +54,14 @@ class LayerStats:
         self._counts.zero_()
         self._extremes.fill_(-torch.inf)
 
+    def copy(self) -> tuple[torch.Tensor, ...]:
+        """What was recorded so far, for `restore`."""
+        return self._sums.clone(), self._counts.clone(), self._extremes.clone()
+
+    def restore(self, copy: tuple[torch.Tensor, ...]) -> None:
+        """Forget what was recorded since."""
+        torch._foreach_copy_([self._sums, self._counts, self._extremes], list(copy))
+
     def reduce(
         self, extra_sums: torch.Tensor, extra_maxima: torch.Tensor
     ) -> tuple[dict[str, list[float]], list[float], list[float]]:

@@ -32,6 +32,10 @@ if [ -e "$folder/complete" ]; then
     say "the run is complete"
     exit 0
 fi
+if [ -e "$folder/stopped_by_monitor" ]; then  # the job before this one in the chain
+    say "the monitor stopped the run at a spike ($run_dir/monitor_stop.json); not started"
+    exit 13
+fi
 cd __WORKING_DIR__ || exit 1
 export PYTHONPATH="$folder/source:$folder/source/kernels:$folder/source/data"
 # Else torchrun's ranks find the addresses of the start before, after a restart of several nodes.
@@ -80,7 +84,11 @@ say "srun ended with code $code; asked to stop: ${asked:-no}; latest checkpoint:
 if [ "$state" != RUNNING ]; then
     exit "$code"  # cancelled, or Slurm is requeueing it already
 fi
-if [ -n "$asked" ] || [ -e "$run_dir/stopped.json" ]; then
+if [ -e "$run_dir/monitor_stop.json" ]; then  # torchrun makes the monitor's exit code 1
+    touch "$folder/stopped_by_monitor"
+    say "the monitor stopped the run at a spike (monitor_stop.json); not started again"
+    exit 13
+elif [ -n "$asked" ] || [ -e "$run_dir/stopped.json" ]; then
     say "stopped as asked; back into the queue"
 elif [ "$after" != "$before" ]; then
     say "failed after a new checkpoint; back into the queue"

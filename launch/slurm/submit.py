@@ -82,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
         "--chain", type=positive, default=1, metavar="K", help="jobs, each after the one before (default: 1)"
     )
     parser.add_argument("--resume-from", metavar="DIR", help="for the first start")
+    parser.add_argument("--resume-after-stop", action="store_true", help="for the first start")
     parser.add_argument("--accept-new-data", action="store_true")
     parser.add_argument(
         "--allow-uncommitted", action="store_true", help="freeze the source as it is, not the commit"
@@ -122,6 +123,7 @@ def script_words(
     options += [f"--time={arguments.time}"] if arguments.time else []
     options += [f"--partition={arguments.partition}"] if arguments.partition else []
     passed_on = ["--accept-new-data"] if arguments.accept_new_data else []
+    passed_on += ["--resume-after-stop"] if arguments.resume_after_stop else []
     if arguments.resume_from:
         passed_on += ["--resume-from", str(Path(arguments.resume_from).absolute())]
     return {

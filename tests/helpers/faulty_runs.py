@@ -9,7 +9,8 @@ to PLAN.codes.
 Faults (steps count from 1):
     random_tokens: [[first, last], ...]   the corpus has uniformly random tokens where these steps read it
     nan_gradient: [step, rank]            one element of a weight's gradient is NaN on that rank, before any reduction
-    flipped_bit: [step, bit]              a bit of one weight flips before that step, once
+    flipped_bit: [step, bit, rank]        a bit of one weight flips before that step, once; without rank on all
+    wrong_gradient: [step, rank]          a bit of one element of a weight's gradient is wrong on that rank, once
 """
 
 from __future__ import annotations
@@ -63,19 +64,23 @@ def faulty(faults: dict[str, Any]) -> Iterator[None]:
     def faulty_step(model: Any, *arguments: Any) -> Any:
         step = arguments[5] + 1
         weight = next(p for name, p in model.gpt.named_parameters() if name.endswith("linear_fc2.weight"))
-        at, rank = faults.get("nan_gradient", (0, 0))
+        own_rank = int(os.environ["RANK"])
         hook = None
-        if step == at and "nan" not in done and rank == int(os.environ["RANK"]):
-            done.add("nan")
+        for name in ("nan_gradient", "wrong_gradient"):
+            if faults.get(name) == [step, own_rank]:
 
-            def spoil(gradient: torch.Tensor) -> torch.Tensor:
-                spoilt = gradient.clone()
-                spoilt.view(-1)[0] = torch.nan
-                return spoilt
+                def spoil(gradient: torch.Tensor, name: str = name) -> torch.Tensor:
+                    spoilt = gradient.clone()
+                    if name not in done and name == "nan_gradient":
+                        spoilt.view(-1)[0] = torch.nan
+                    elif name not in done:
+                        spoilt.view(-1).view(torch.int32)[0] ^= 1 << 20
+                    done.add(name)
+                    return spoilt
 
-            hook = weight.register_hook(spoil)
-        at, bit = faults.get("flipped_bit", (0, 0))
-        if step == at and "bit" not in done:
+                hook = weight.register_hook(spoil)
+        at, bit, *ranks = faults.get("flipped_bit", (0, 0))
+        if step == at and "bit" not in done and own_rank in (ranks or [own_rank]):
             done.add("bit")
             weight.data.view(torch.int32).view(-1)[0] ^= 1 << bit
         result = train_step(model, *arguments)

@@ -128,6 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [run("clean"), run("skip", skip, faults=TEXT)],
         [run("rewind", rewind, EVERY_FIFTH, faults=TEXT), run("stop", stop, EVERY_FIFTH, faults=TEXT)],
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
+        [goes_on("stop, again", "stop", stop, EVERY_FIFTH)],
         [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, faults=TEXT)],
         [run("bit", rewind, saves_often, faults=FLIPPED), run("bit, log", faults=FLIPPED)],
         [run("text, log", faults=TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=63")],
@@ -234,6 +235,16 @@ def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
     assert stop.checkpoints == ["step_00000040"]
     assert max(stop.losses()) == 45  # the spike's third step is read at step 49
     assert [record["step"] for record in stop.records("stop")] == [49]
+
+
+def test_the_same_command_does_not_run_into_the_same_spike(runs):
+    """`restart` does, without its batches."""
+    stop, again, restart = runs["stop"], runs["stop, again"], runs["restart"]
+    assert again.codes == [EXIT_CODE]
+    assert "the monitor stopped this run" in again.log
+    assert "train.iterations_to_skip=[45,46,47]\n" in again.log
+    assert again.numbers(0) == stop.numbers(0)  # untouched
+    assert [(run.folder / "monitor_stop.json").exists() for run in (stop, again, restart)] == [1, 1, 0]
 
 
 def test_the_learning_rate_is_lowered_for_a_while(runs):

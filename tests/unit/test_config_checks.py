@@ -194,6 +194,18 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["train.iterations_to_skip.1 = 21", "no step of this run, which has 20"],
     ),
     (["train.iterations_to_skip=[3,0]"], ["train.iterations_to_skip.1 = 0", "no step"]),
+    (["monitor.recheck_every_steps=-1"], ["monitor.recheck_every_steps = -1", "negative"]),
+    *(
+        (
+            [override, "gsa.dense_attention=cudnn", "data.attend_across_documents=true"],
+            [override.partition("=")[0], "gsa.dense_attention = cudnn", "bit for bit", "auto"],
+        )
+        for override in ("monitor.recheck_every_steps=10", "monitor.recheck_spikes=true")
+    ),
+    (
+        ["monitor.compare_replicas_every_steps=5", "parallel.tensor=2", "parallel.pipeline=4"],
+        ["monitor.compare_replicas_every_steps = 5", "one replica"],
+    ),
     # phases
     (["phases=[]"], ["phases = []", "no phase"]),
     (["phases.1.name=warmup"], ["phases = warmup", "2 phases"]),

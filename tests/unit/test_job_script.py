@@ -61,6 +61,7 @@ def job(tmp_path: Path) -> Job:
 
 SAVE = 'echo step_00000005 > "$RUN/checkpoints/latest"; '
 STOP = 'touch "$RUN/stopped.json"; '
+SPIKE = 'touch "$RUN/monitor_stop.json"; '
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ STOP = 'touch "$RUN/stopped.json"; '
         (SAVE + "exit 1", "RUNNING", 1, True),
         (STOP + "exit 1", "RUNNING", 1, True),
         (SAVE + STOP + "exit 1", "COMPLETING", 1, False),  # cancelled
+        (SAVE + SPIKE + "exit 1", "RUNNING", 13, False),  # it would spike again
     ],
 )
 def test_a_job_comes_back_where_that_helps(
@@ -84,6 +86,14 @@ def test_a_job_comes_back_where_that_helps(
 def test_a_job_of_a_complete_run_starts_nothing(job: Job) -> None:
     assert job.start("exit 0").wait(60) == 0
     assert job.start("exit 1").wait(60) == 0
+    assert job.log.read_text().count("started") == 1
+
+
+def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> None:
+    """Not even where the user meanwhile goes on by a command of their own."""
+    assert job.start(SPIKE + "exit 1").wait(60) == 13
+    (job.run_dir / "monitor_stop.json").unlink()
+    assert job.start("exit 0").wait(60) == 13
     assert job.log.read_text().count("started") == 1
 
 

@@ -40,7 +40,7 @@ def config(written: Path, tmp_path: Path) -> Config:
 
 
 def start_of(config: Config, **arguments: Any) -> Start:
-    defaults = Arguments("", (), None, False, False, False, 1)
+    defaults = Arguments("", (), None, False, False, False, False, 1)
     return choose_start(
         config, dataclasses.replace(defaults, **arguments), phase_spans(config.phases), single_rank()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,24 @@ import pytest
 import torch
 
 from gsa_train.config import MonitorConfig
-from gsa_train.spikes import Row, SpikeDetector, replay
+from gsa_train.spike_trials import FAULTS, OLMO, Fault, table, try_rule
+from gsa_train.spikes import SpikeDetector, replay
 
 ROBUST = MonitorConfig()
-OLMO = MonitorConfig(detector="sigma")
-"""SkipStepOptimizer of OLMo-core with its defaults."""
 RULES = {"robust": ROBUST, "sigma": OLMO}
-CLEAN = Path(__file__).parent / "clean_trace.npy"
-"""fp32 [steps, (loss, gradient norm)]: `demo.yaml` at 128 tokens, from the first step of its sparse phase on."""
+CLEAN = Path(__file__).parent / "clean_traces.npz"
+"""Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on. `demo`: demo.yaml at 128
+tokens. The others have 2 layers of width 64 and batches of 4 short sequences, which makes them noisy: `dense`
+attention; `small`, sparse with a constant rate; `hot`, with a rate of 0.01; `indexer`, a warm-up; `packed`, one layer
+on data.packing=best_fit. The rule's constants were chosen on the first four."""
+SPIKING = "packed"
+"""Its text makes gradient norms of 4 to 6 times the usual one at two places, larger than the faults put in here."""
 
 
-def clean_trace() -> torch.Tensor:
-    return torch.from_numpy(np.load(CLEAN))
+@cache
+def traces() -> dict[str, torch.Tensor]:
+    with np.load(CLEAN) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
 def noise(steps: int, seed: int = 0, trend: float = 0.0) -> torch.Tensor:
@@ -64,10 +71,22 @@ def test_a_small_rise_is_a_spike_once_it_has_lasted() -> None:
 def test_least_rises_hold_however_quiet_the_run_was() -> None:
     trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
     trace[150, 0] = 4.19
-    trace[170, 1] = 1.45
+    trace[170, 1] = 1.95
     assert not flagged(trace, ROBUST)
-    trace[150, 0], trace[170, 1] = 4.21, 1.55
+    trace[150, 0], trace[170, 1] = 4.21, 2.05
     assert flagged(trace, ROBUST) == [150, 170]
+
+
+def test_loss_and_norm_together_are_a_spike_where_neither_is_by_itself() -> None:
+    trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
+    trace[150, 0] = trace[160, 0] = trace[170, 0] = 4.14
+    trace[160, 1] = 1.2
+    trace[170, 1] = trace[180, 1] = 1.3
+    rows = replay(trace, ROBUST)
+    assert [step for step, row in enumerate(rows) if row.flagged] == [170]
+    assert (rows[170].loss_limit, rows[170].grad_norm_limit) == pytest.approx(
+        (4 + 0.4 / 3, 0.5 * 4 ** (2 / 3))
+    )
 
 
 def test_nothing_is_judged_before_there_is_enough_history() -> None:
@@ -170,59 +189,31 @@ def test_another_window_or_rule_goes_on_with_what_was_saved() -> None:
 # --- against OLMo-core's rule -------------------------------------------------------------------------------
 
 
-def test_a_clean_run_raises_no_alarm() -> None:
-    trace = clean_trace()
-    assert len(trace) > 1700
-    assert not flagged(trace, ROBUST)
-    assert flagged(trace, OLMO)
+def test_clean_runs_raise_no_alarm() -> None:
+    clean = [trace for name, trace in traces().items() if name != SPIKING]
+    assert sum(map(len, clean)) > 8000
+    for trace in clean:
+        assert not flagged(trace, ROBUST)
 
 
-FAULTS = {
-    f"{what}, {length} steps": (loss, norm, length)
-    for what, loss, norm in (("loss +1", 1.0, 1.0), ("loss +2, norm x3", 2.0, 3.0), ("norm x5", 0.0, 5.0))
-    for length in (1, 3, 20)
-}
-CREEPING = "loss creeps, 60 steps"
-FAULTS[CREEPING] = (0.05, 1.0, 60)
-"""What happens -> rise of the loss in nats, factor on the gradient norm, steps."""
+def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> None:
+    """Seen with -s, and of all runs by `python launch/spikes.py tests/unit/clean_traces.npz --faults`."""
+    for name in ("demo", SPIKING):
+        trials = {"robust": try_rule(traces()[name], ROBUST), "OLMo-core": try_rule(traces()[name], OLMO)}
+        print(f"\n{name}\n{table(trials)}")
+        robust, olmo = trials.values()
+        assert len(robust.false_alarms) < len(olmo.false_alarms)
+        for fault in FAULTS:
+            assert len(robust.found(fault)) >= len(olmo.found(fault))
+        assert robust.steps_lost() < olmo.steps_lost()
 
 
-def delay(detector: SpikeDetector, fault: torch.Tensor) -> float:
-    """Steps from the fault's first one to its first flag; infinite if none of its steps is flagged."""
-    rows: list[Row] = [detector.row(detector.judge(loss, norm).row.tolist()) for loss, norm in fault]
-    return next((late for late, row in enumerate(rows) if row.flagged), math.inf)
-
-
-def test_faults_in_the_clean_trace_are_found_sooner_and_more_often() -> None:
-    """Seen with -s. A fault is added to the clean trace at 12 places; last, a loss that creeps up by 0.05 a step."""
-    trace, places = clean_trace(), range(170, 1700, 130)
-    found: dict[str, dict[str, list[float]]] = {fault: {rule: [] for rule in RULES} for fault in FAULTS}
-    for rule, config in RULES.items():
-        for first in places:
-            detector = SpikeDetector(config, trace.device)
-            for loss, norm in trace[first - config.window_steps : first]:
-                detector.judge(loss, norm)
-            state = detector.state()
-            for fault, (rise, factor, length) in FAULTS.items():
-                changed = trace[first : first + length].clone()
-                changed[:, 0] += rise * torch.arange(1, length + 1) if fault == CREEPING else rise
-                changed[:, 1] *= factor
-                detector.load(state)
-                found[fault][rule].append(delay(detector, changed))
-    print(f"\n{'fault':<26}" + "".join(f"{rule:>10} found, delay" for rule in RULES))
-    for fault, by_rule in found.items():
-        seen = {rule: [late for late in lates if math.isfinite(late)] for rule, lates in by_rule.items()}
-        cells = [
-            f"{len(of_rule):>14}/{len(places)} {sum(of_rule) / max(1, len(of_rule)):>7.1f}"
-            for of_rule in seen.values()
-        ]
-        print(f"{fault:<26}" + "".join(cells))
-        assert len(seen["robust"]) >= len(seen["sigma"])
-    alarms = {rule: len(flagged(trace, config)) for rule, config in RULES.items()}
-    print(f"{f'false alarms in {len(trace)}':<26}" + "".join(f"{count:>24}" for count in alarms.values()))
-    assert alarms["robust"] < alarms["sigma"]
-    late = {
-        rule: sum(min(late, FAULTS[fault][2]) for fault in FAULTS for late in found[fault][rule])
-        for rule in RULES
-    }
-    assert late["robust"] < late["sigma"]
+def test_a_trial_counts_what_is_found_and_what_is_not() -> None:
+    trace = noise(700)
+    trace[300] *= 9
+    faults = {"large": Fault(3.0, 1.0, 5), "none": Fault(0.0, 1.0, 3)}
+    trial = try_rule(trace, ROBUST, faults)
+    assert trial.false_alarms == [300]
+    places = (170, 300, 430, 560, 690)
+    assert trial.delays["large"] == [0.0] * len(places)
+    assert trial.delays["none"] == [0.0 if first == 300 else math.inf for first in places]

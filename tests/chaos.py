@@ -1,0 +1,395 @@
+"""A run that faults hit again and again ends by itself, with the weights of one that nothing disturbed: `make chaos`.
+
+Four ranks under torchrun train a small model on the bundled text, some of whose shards are damaged
+(data.on_bad_shard=skip). A plan drawn from a seed says at which step what happens: a rank or torchrun killed, a stop by
+SIGTERM, a rank frozen, the newest checkpoint damaged, a disk that is full. Nobody helps: torchrun starts its ranks
+again, and where it has itself ended, this script starts the same command again, as a Slurm job would.
+
+Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again.
+Exit code 0 if the last checkpoint is that of the undisturbed run, bit for bit, with all its logged numbers. Filling a
+disk takes a file system of its own, and that takes root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from helpers.launchers import launch, ranks_of
+from helpers.runs import REPOSITORY, SMALL, Run, kill, processes_of
+
+RANKS = 4
+SAVE_EVERY_STEPS = 5
+MODEL = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.num_heads=2",
+    "model.head_dim=32",
+    "model.ffn_hidden_size=64",
+    "gsa.indexer_heads=1",
+    "gsa.indexer_dim=8",
+    "gsa.k_min=8",
+    "gsa.k_base=16",
+    "gsa.k_max=32",
+    "train.seq_len_tokens=64",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "phases.1.min_lr=0",
+    "evaluate.split_by_source=false",
+    "evaluate.max_blocks=4",
+    "data.on_bad_shard=skip",
+    f"checkpoint.every_steps={SAVE_EVERY_STEPS}",
+    "checkpoint.keep_last=3",
+    "checkpoint.save_retries=50",
+    "checkpoint.retry_after_steps=1",
+)
+COUNTS = {
+    "rank killed": 10,
+    "torchrun killed": 4,
+    "SIGTERM": 4,
+    "checkpoint damaged": 5,
+    "disk full": 3,
+    "rank frozen": 2,
+}
+DISK_BYTES = 256 << 20
+LEFT_BYTES = 256 << 10
+"""On the full disk: room for lines of metrics, not for a checkpoint."""
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
+
+
+@dataclass(frozen=True)
+class Planned:
+    kind: str
+    step: int
+    """It happens once this step is logged, counted from 1."""
+    rank: int
+    delay_seconds: float
+
+
+@dataclass(frozen=True)
+class Happened:
+    kind: str
+    step: int
+    """Last one logged before it."""
+    noticed: str
+    seconds: float
+    """Until a step was trained again; of a full disk, until a checkpoint was saved again."""
+    steps_lost: int
+
+
+def draw_plan(counts: dict[str, int], seed: int, steps: int, number: int | None = None) -> list[Planned]:
+    """Faults in an order by chance, each at a step of its own between the second save and the run's end.
+
+    Args:
+        number: so many of them; None for all.
+    """
+    chance = random.Random(seed)
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    chance.shuffle(kinds)
+    kinds = kinds[:number]
+    first = 2 * SAVE_EVERY_STEPS + 1
+    room = (steps - SAVE_EVERY_STEPS - first) // len(kinds)
+    assert room > 0, f"{steps} steps have no room for {len(kinds)} faults"
+    return [
+        Planned(
+            kind,
+            first + place * room + chance.randrange(room),
+            chance.randrange(RANKS),
+            chance.uniform(0, 0.1),
+        )
+        for place, kind in enumerate(kinds)
+    ]
+
+
+class Disturbed:
+    """The run, from start to start; and what happens to it."""
+
+    def __init__(self, folder: Path, command: tuple[str, ...], patience_seconds: float, seed: int) -> None:
+        """
+        Args:
+            folder: on the disk that is filled, if any is.
+            patience_seconds: for any single thing to happen.
+        """
+        self._folder, self._command, self._patience = folder, command, patience_seconds
+        self._chance = random.Random(seed + 1)
+        self._starts: list[Run] = []
+        self._start()
+
+    # --- what the run does -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=100")
+        # Under load a save may take longer than the half minute that torchrun gives its ranks.
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self._patience))}
+        self._starts.append(launch(self._folder, *self._command, torchrun=torchrun, environment=environment))
+
+    @property
+    def run(self) -> Run:
+        """The newest start."""
+        return self._starts[-1]
+
+    @property
+    def _output(self) -> str:
+        return "".join(run.output for run in self._starts)
+
+    def last_step(self) -> int:
+        """The last one logged; 0 before the first."""
+        path = self.run.folder / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20000))
+            found = re.findall(rb'^\{"step": (\d+)', file.read(), re.MULTILINE)
+        return int(found[-1]) if found else 0
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Poll; start the command again where it has ended, as whoever looks after jobs would.
+
+        Raises:
+            RuntimeError: it takes too long, or the run is over.
+        """
+        deadline = time.monotonic() + self._patience
+        while not condition():
+            assert self.run.process is not None
+            code = self.run.process.poll()
+            if code is not None and not processes_of(self.run):
+                if condition():
+                    return
+                if code == 0:
+                    raise RuntimeError(f"the run was over before this: {what}\n{self.run.output[-2000:]}")
+                self._start()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"too long without this: {what}\n{self._output[-5000:]}")
+            time.sleep(0.1)
+
+    def finish(self) -> None:
+        """Wait for the end."""
+        self.wait_until(lambda: self.run.process is not None and self.run.process.poll() == 0, "the end")
+
+    def end(self) -> None:
+        """No process is left."""
+        for run in self._starts:
+            kill(run)
+
+    @property
+    def starts(self) -> tuple[int, int]:
+        """By this script, and all."""
+        return len(self._starts), 1 + self._resumes()
+
+    def _resumes(self) -> int:
+        return self._output.count("resuming from")
+
+    def _goes_on(self) -> bool:
+        """A step was trained after the last resume."""
+        return (
+            re.search(r"^step +\d+/.* gnorm ", self._output.rpartition("resuming from")[2], re.MULTILINE)
+            is not None
+        )
+
+    # --- what happens to it ----------------------------------------------------------------------------------
+
+    def suffer(self, planned: Planned) -> Happened:
+        """Wait for the step, do it, and wait until all is well again."""
+        self.wait_until(lambda: self.last_step() >= planned.step, f"step {planned.step}")
+        time.sleep(planned.delay_seconds)
+        if planned.kind == "disk full":
+            return self._fill_disk(planned)
+        resumes, seen = self._resumes(), len(self._output)
+        damage = self._damage_newest() if planned.kind == "checkpoint damaged" else ""
+        self._strike(planned)
+        before, began = self.last_step(), time.monotonic()
+        self.wait_until(lambda: self._resumes() > resumes and self._goes_on(), f"a restart after: {planned}")
+        seconds = time.monotonic() - began
+        resumed = int(re.findall(r"resuming from \S+ at step (\d+)", self._output)[-1])
+        noticed = self._noticed(planned, self._output[seen:], damage)
+        return Happened(planned.kind, before, noticed, seconds, max(0, before - resumed))
+
+    def _strike(self, planned: Planned) -> None:
+        assert self.run.process is not None
+        if planned.kind in ("rank killed", "checkpoint damaged", "rank frozen"):
+            self.wait_until(lambda: planned.rank in ranks_of(self.run), f"rank {planned.rank}")
+            how = signal.SIGSTOP if planned.kind == "rank frozen" else signal.SIGKILL
+            ranks_of(self.run)[planned.rank].send_signal(how)
+        else:
+            how = signal.SIGKILL if planned.kind == "torchrun killed" else signal.SIGTERM
+            self.run.process.send_signal(how)
+
+    def _damage_newest(self) -> str:
+        """Flip a bit of, cut, or remove a file of the newest checkpoint, right after it was written."""
+        before = self.run.latest
+        self.wait_until(lambda: self.run.latest != before, "the next checkpoint")
+        path = self._chance.choice(sorted((self.run.checkpoints / self.run.latest).glob("*.distcp")))
+        how = self._chance.choice(["a bit of {} flipped", "{} cut", "{} removed"])
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        if how.endswith("removed"):
+            path.unlink()
+        else:
+            path.write_bytes(data if "flipped" in how else data[: len(data) // 2])
+        return f"{self.run.latest}: {how.format(path.name)}"
+
+    def _fill_disk(self, planned: Planned) -> Happened:
+        def events(kind: str) -> int:
+            return sum(record.get("event") == kind for record in self.run.records())
+
+        before, failed, began = self.last_step(), events("checkpoint_failed"), time.monotonic()
+        ballast = self._folder / "ballast"
+        with ballast.open("wb") as file:
+            free = shutil.disk_usage(self._folder).free
+            while free > LEFT_BYTES:
+                file.write(bytes(min(free - LEFT_BYTES, 1 << 20)))
+                file.flush()
+                free = shutil.disk_usage(self._folder).free
+        self.wait_until(lambda: events("checkpoint_failed") > failed, "a save that fails")
+        error = [r["checkpoint_error"] for r in self.run.records() if r.get("event") == "checkpoint_failed"][
+            -1
+        ]
+        ballast.unlink()
+        saved = events("checkpoint")
+        self.wait_until(lambda: events("checkpoint") > saved, "a save that succeeds again")
+        noticed = re.sub(r"\S+/", "", error)[:60]
+        return Happened(planned.kind, before, noticed, time.monotonic() - began, 0)
+
+    def _noticed(self, planned: Planned, output: str, damage: str) -> str:
+        """The line that says so; a fault that nothing noticed says that."""
+        patterns = {
+            "rank killed": r"Signal 9 \(SIGKILL\) received by PID \d+|exitcode: -9|\(exitcode: -9\)",
+            "torchrun killed": r"torchrun is gone",
+            "SIGTERM": r"stopped by SIGTERM after step \d+",
+            "checkpoint damaged": r"checkpoint \S+ is damaged: [^\n]*",
+            "rank frozen": r"rank \d+ on \S+ \(process \d+\): [^\n]*<--",
+        }
+        found = re.search(patterns[planned.kind], output)
+        text = found[0] if found else "nothing said"
+        if planned.kind == "rank frozen":
+            text = re.sub(r" on \S+ \(process \d+\)", "", text)
+        return f"{damage}; {text}" if damage else text
+
+
+@contextmanager
+def disk(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A file system of its own."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def damaged_corpus(folder: Path) -> None:
+    """The bundled text, every third shard of which is cut in its first half."""
+    shutil.copytree(REPOSITORY / "data" / "sample" / "train", folder)
+    for shard in sorted(folder.rglob("*.jsonl.zst"))[::3]:
+        shard.write_bytes(shard.read_bytes()[:2000])
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    """Every logged number that is not a time; saves apart."""
+    return [
+        {key: value for key, value in record.items() if key not in TIMING}
+        for record in run.records()
+        if not str(record.get("event", "")).startswith("checkpoint")
+    ]
+
+
+def tensors_of(run: Run, scratch: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the last checkpoint, by name."""
+    dcp_to_torch_save(run.checkpoints / run.latest, scratch)
+    loaded: dict[str, Any] = torch.load(scratch, weights_only=False)
+    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="chaos.py", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--faults", type=int, metavar="N", help="only the first N (default: all)")
+    parser.add_argument("--timeout-minutes", type=float, default=0.5, help="of the hang watch (default: 0.5)")
+    parser.add_argument("--patience-seconds", type=float, default=300, help="for one thing to happen")
+    arguments = parser.parse_args()
+    counts = dict(COUNTS)
+    if os.geteuid() != 0:
+        print("not root: no disk is filled")
+        del counts["disk full"]
+    plan = draw_plan(counts, arguments.seed, arguments.steps, arguments.faults)
+    with tempfile.TemporaryDirectory(prefix="gsa_chaos_") as name:
+        scratch = Path(name)
+        damaged_corpus(scratch / "text")
+        command = (
+            *SMALL,
+            *MODEL,
+            f"phases.1.steps={arguments.steps - 10}",
+            f"data.train_dir={scratch / 'text'}",
+        )
+        command += (f"parallel.timeout_minutes={arguments.timeout_minutes}",)
+        if os.geteuid() != 0:
+            return go(scratch, scratch, command, plan, arguments)
+        with disk(scratch / "disk", DISK_BYTES) as folder:
+            return go(scratch, folder, command, plan, arguments)
+
+
+def go(
+    scratch: Path, folder: Path, command: tuple[str, ...], plan: list[Planned], arguments: argparse.Namespace
+) -> int:
+    torchrun = ("--standalone", f"--nproc_per_node={RANKS}")
+    began = time.monotonic()
+    calm = launch(scratch / "calm", *command, torchrun=torchrun).wait(seconds=6 * arguments.patience_seconds)
+    print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+    began = time.monotonic()
+    disturbed = Disturbed(folder / "disturbed", command, arguments.patience_seconds, arguments.seed)
+    try:
+        happened = []
+        print(f"{'':>2} {'fault':<18} {'step':>4} {'seconds':>7} {'lost':>4}  noticed", flush=True)
+        for number, planned in enumerate(plan, start=1):
+            each = disturbed.suffer(planned)
+            happened.append(each)
+            print(
+                f"{number:>2} {each.kind:<18} {each.step:>4} {each.seconds:>7.1f} {each.steps_lost:>4}  {each.noticed}",
+                flush=True,
+            )
+        disturbed.finish()
+    finally:
+        disturbed.end()
+    by_script, all_starts = disturbed.starts
+    skipped = disturbed.run.series("data_skipped_shards")[-1]
+    print(
+        f"{len(happened)} faults, {dict(Counter(each.kind for each in happened))}, and {skipped} damaged shards left "
+        f"out: finished after {all_starts} starts ({by_script} of torchrun) in {time.monotonic() - began:.0f} s, "
+        f"{sum(each.steps_lost for each in happened)} steps trained again"
+    )
+    expected, found = (tensors_of(run, scratch / "tensors.pt") for run in (calm, disturbed.run))
+    same = expected.keys() == found.keys() and all(
+        torch.equal(expected[key].reshape(-1).view(torch.uint8), found[key].reshape(-1).view(torch.uint8))
+        for key in expected
+    )
+    logged = numbers(calm) == numbers(disturbed.run)
+    unnoticed = [each for each in happened if each.noticed.endswith("nothing said")]
+    print(f"{len(expected)} tensors of the last checkpoint {'equal, bit for bit' if same else 'DIFFER'}")
+    print(f"logged numbers of all {arguments.steps} steps {'equal' if logged else 'DIFFER'}")
+    print(f"faults that nothing noticed: {len(unnoticed)}")
+    return 0 if same and logged and skipped and not unnoticed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""A bit that is wrong on one rank is found and the rank named; a clean run is left as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.corruption import EXIT_CODE
+from gsa_train.sinks import read_records
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+SECTIONS: dict[str, Any] = {
+    "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 128},
+    "gsa": {"indexer_heads": 2, "indexer_dim": 16, "k_base": 16, "k_min": 8, "k_max": 32},
+    "train": {"seq_len_tokens": 64, "micro_batch_size": 1, "global_batch_size": 12},
+    "data": {"num_lanes": 12},
+    "evaluate": {"every_steps": 0, "max_blocks": 8, "ngram_baselines": False},
+    "checkpoint": {"every_steps": 100},
+    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False, "plots": False},
+}
+PHASES = [
+    {"name": "warm-up", "steps": 3, "attention": "dense", "train": "indexer", "lr": 1e-3},
+    {"name": "sparse", "steps": 7, "lr": 2e-3},
+]
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "tflops_per_second")
+TIMING += ("tflops_per_second_dense_equivalent", "slowest_rank", "slowest_rank_ratio")
+TWICE, LOG = "monitor.recheck_every_steps=1", "monitor.on_corruption=log"
+SPIKES = "monitor.recheck_spikes=true"
+REPLICAS = "monitor.compare_replicas_every_steps=4"
+OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
+COPIES = "parallel.distributed_optimizer=false"
+"""Each replica updates its weights itself, so that a wrong one stays."""
+
+
+class Finished:
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.codes, self.log = codes, folder.with_suffix(".log.0").read_text()
+        records = read_records(folder / "metrics.jsonl")
+        self.found = [record for record in records if record.get("event") == "corruption"]
+        self.numbers = [
+            {key: value for key, value in record.items() if key not in TIMING}
+            for record in records
+            if record.get("event") not in ("corruption", "checkpoint")
+        ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """All runs of this file, from one process that has imported everything."""
+    folder = tmp_path_factory.mktemp("corruption")
+    config = yaml.safe_load((REPOSITORY / CONFIG).read_text())
+    for section, fields in SECTIONS.items():
+        config[section] = {**config.get(section, {}), **fields}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"phases": PHASES}))
+
+    def run(name: str, *overrides: str, ranks: int = 2, **faults: Any) -> dict[str, Any]:
+        arguments = ["--config", str(folder / "config.yaml"), f"run.dir={folder}", f"run.name={name}"]
+        log = str(folder / f"{name}.log")
+        return {
+            "name": name,
+            "ranks": ranks,
+            "arguments": [*arguments, *overrides],
+            "faults": faults,
+            "log": log,
+        }
+
+    waves = [
+        [run("clean"), run("checked", TWICE, SPIKES, REPLICAS)],
+        [run("overlap", TWICE, *OVERLAP, wrong_gradient=[7, 1]), run("nan", SPIKES, nan_gradient=[5, 1])],
+        [run("log", TWICE, LOG, wrong_gradient=[7, 0])],
+        [run("weight", REPLICAS, COPIES, ranks=3, flipped_bit=[6, 3, 1])],
+        [run("split", TWICE, REPLICAS, "parallel.tensor=2", ranks=4, flipped_bit=[8, 3, 2])],
+    ]
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(waves))
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
+        check=True,
+        timeout=400,
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    codes = json.loads(plan.with_suffix(".codes").read_text())
+    return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
+
+
+def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Finished]) -> None:
+    """Of both phases: in the warm-up layers run their own backward passes."""
+    assert runs["checked"].codes == [0, 0]
+    assert not runs["checked"].found
+    assert len(runs["clean"].numbers) > 10
+    assert runs["checked"].numbers == runs["clean"].numbers
+
+
+def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
+    runs: dict[str, Finished],
+) -> None:
+    """Before the reduction spreads it, which here goes on during the backward pass."""
+    wrong = runs["overlap"]
+    assert wrong.codes == [EXIT_CODE, EXIT_CODE]
+    (event,) = wrong.found
+    assert (event["step"], event["ranks"], event["corruption"]) == (7, [1], "recheck")
+    assert "silent data corruption at step 7" in wrong.log
+    assert f"rank 1 on {os.uname().nodename}: gradients" in wrong.log
+    assert [record["step"] for record in wrong.numbers] == [1, 2, 3, 4, 5, 6]
+
+
+def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finished]) -> None:
+    logged = runs["log"]
+    assert logged.codes == [0, 0]
+    assert [(event["step"], event["ranks"], event["action"]) for event in logged.found] == [(7, [0], "log")]
+    assert logged.numbers == runs["clean"].numbers
+
+
+def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Finished]) -> None:
+    """A NaN, which monitor.action = log would end with exit code 13 and no name."""
+    nan = runs["nan"]
+    assert nan.codes == [EXIT_CODE, EXIT_CODE]
+    assert [(event["step"], event["ranks"]) for event in nan.found] == [(5, [1])]
+
+
+def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str, Finished]) -> None:
+    """Among three replicas by majority; the step's own update is not made."""
+    weight = runs["weight"]
+    assert weight.codes == [EXIT_CODE] * 3
+    (event,) = weight.found
+    assert (event["step"], event["ranks"], event["corruption"]) == (8, [1], "weights")
+    assert "what was saved after step 4 may hold them" in weight.log
+
+
+def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finished]) -> None:
+    """Tensor parallel: ranks 0 and 2 are replicas, 1 and 3 hold the other half. No recheck can see this fault."""
+    split = runs["split"]
+    assert split.codes == [EXIT_CODE] * 4
+    assert [(event["step"], event["ranks"]) for event in split.found] == [(8, [0, 2])]
