@@ -347,6 +347,19 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    start_step: int = 0
+    """First step that torch's profiler traces, counted from 1 as in the metrics; 0 = none. Logged steps measure the
+    attention, too, and so take longer than the others."""
+    steps: int = 3
+    """Steps traced, of which 5 are plenty: files grow by megabytes a step."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that trace, each to files of its own; empty: all."""
+    memory_snapshot: bool = False
+    """Also record every allocation on the CUDA device in these steps, with its Python stack."""
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -359,6 +372,7 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def load_config(

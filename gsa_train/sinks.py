@@ -239,7 +239,15 @@ def _drop_after(path: Path, step: int) -> None:
     )
 
 
-OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "summary.json", "tensorboard", "plots", "checkpoints")
+OUTPUTS = (
+    "metrics.jsonl",
+    "metrics_rewound.jsonl",
+    "summary.json",
+    "tensorboard",
+    "plots",
+    "profile",
+    "checkpoints",
+)
 
 
 def _move_aside(run_dir: Path) -> None:

@@ -88,19 +88,21 @@ def train_step(
 
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
-    with torch.no_grad() if local else nullcontext():
-        losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
-    if local:
-        finalize_gradients(model.work_time, ddps, None)
+    with model.work_time.part("forward_backward"):
+        with torch.no_grad() if local else nullcontext():
+            losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
+        if local:
+            finalize_gradients(model.work_time, ddps, None)
 
-    set_learning_rate(optimizer, lr, config.train.weight_decay)
-    loss_sum = _sum_of(losses, parallel)
-    grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
-    verdict = detector.judge(loss, grad_norm)
-    clipped_step(optimizer, grad_norm, config.train.grad_clip, verdict.applied)
-    update_variance_emas(
-        model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
-    )
+    with model.work_time.part("optimizer"):
+        set_learning_rate(optimizer, lr, config.train.weight_decay)
+        loss_sum = _sum_of(losses, parallel)
+        grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
+        verdict = detector.judge(loss, grad_norm)
+        clipped_step(optimizer, grad_norm, config.train.grad_clip, verdict.applied)
+        update_variance_emas(
+            model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
+        )
     runtime.shared_selection = None
     return StepResult(loss_sum, loss_tokens, grad_norm, verdict)
 

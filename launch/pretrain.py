@@ -1,9 +1,10 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
 Options: --resume-from DIR, --no-resume, --accept-new-data, --dry-run [--world-size N].
-Exit code 2: wrong use, config, tokenizer, or a checkpoint that does not fit. 3: checkpoints cannot be written. 13: the
-monitor stopped the run at a spike. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json
-remains). 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
+Exit code 2: wrong use, config, tokenizer, profile, or a checkpoint that does not fit. 3: checkpoints cannot be written.
+13: the monitor stopped the run at a spike. 75: asked to stop, saved, and to be started again
+(runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for
+each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> int:
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint_save import CheckpointError
     from gsa_train.monitor import EXIT_CODE, MonitorStop
+    from gsa_train.profiler import ProfileError
     from gsa_train.resume import ResumeError
     from gsa_train.train import train
 
@@ -60,7 +62,7 @@ def main() -> int:
         train(config, arguments, request)
     except Stopped:
         return EXIT_STOPPED
-    except (ResumeError, TokenizerError) as error:
+    except (ResumeError, TokenizerError, ProfileError) as error:
         return refuse(error, is_main)
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same
