@@ -296,7 +296,7 @@ def _check_profile(config: Config, world_size: int) -> list[str]:
     profile, lines = config.profile, []
     last = sum(phase.steps for phase in config.phases)
     for index, rank in enumerate(profile.ranks):
-        if not 0 <= rank < world_size:
+        if not 0 <= rank < max(world_size, 1):  # a wrong world size is reported elsewhere
             wrong = f"no rank of this run, which has {world_size}"
             remedy = f"give ranks from 0 to {world_size - 1}, or none for all"
             lines.append(problem_line(f"profile.ranks.{index}", rank, wrong, remedy))

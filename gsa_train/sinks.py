@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from gsa_train.config import LoggingConfig
+from gsa_train.panels import tag_of, tensorboard_layout
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -142,38 +143,21 @@ class Sinks:
         self.close(exit_code=0 if kind is None else 1)
 
 
-# Names in TensorBoard and W&B: train/loss, gsa/recall, gsa_layers/recall/layer_00, system/mfu, lr/gates.
-# Keys of a step that are in no set below describe the attention.
-TRAIN_KEYS = frozenset({"loss", "grad_norm", "update_norm", "lr", "tokens", "max_activation"})
-MONITOR_KEYS = frozenset({"spikes", "spikes_per_100k_steps", "spike_score", "skipped_updates", "rewinds"})
-SYSTEM_KEYS = frozenset(
-    {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
-    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds", "slowest_rank", "slowest_rank_ratio"}
-    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries", "data_checksum"}
-    | {"checkpoint_stall_seconds", "checkpoint_save_seconds", "checkpoint_bytes", "checkpoint_failures"}
-)
-
-
 def to_scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under the names shown by TensorBoard and W&B; None and text have none."""
+    """The numbers of a record by their tags (gsa_train.panels); None and text have none."""
     scalars: dict[str, float | None] = {}
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
         if key == "step" or isinstance(value, str):
             continue
+        tag = tag_of(key)
         if isinstance(value, list):
-            name = key.removeprefix("layer_")
-            scalars.update({f"gsa_layers/{name}/layer_{i:02d}": v for i, v in enumerate(value)})
+            scalars.update({f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)})
         elif isinstance(value, dict):
-            folder = "lr" if key == "lrs" else key.replace("validation_", "validation/", 1)
-            scalars.update({f"{folder}/{name}": v for name, v in value.items()})
-        elif record.get("event") == "validation":
-            scalars[f"validation/{key.removeprefix('validation_')}"] = value
-        else:
-            groups = {"train": TRAIN_KEYS, "monitor": MONITOR_KEYS, "system": SYSTEM_KEYS}
-            group = next((name for name, keys in groups.items() if key in keys), "gsa")
-            scalars[f"{group}/{key}"] = value
+            scalars.update({f"{tag}/{name}": v for name, v in value.items()})
+        elif key != "tokens" or "event" not in record:  # of an event they are only where it stands
+            scalars[tag] = value
     return {name: value for name, value in scalars.items() if value is not None}
 
 
@@ -239,15 +223,8 @@ def _drop_after(path: Path, step: int) -> None:
     )
 
 
-OUTPUTS = (
-    "metrics.jsonl",
-    "metrics_rewound.jsonl",
-    "summary.json",
-    "tensorboard",
-    "plots",
-    "profile",
-    "checkpoints",
-)
+FILES = ("metrics.jsonl", "metrics_rewound.jsonl", "summary.json", "starts.jsonl", "report.html")
+OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints")
 
 
 def _move_aside(run_dir: Path) -> None:
@@ -292,7 +269,9 @@ def _open_tensorboard(run_dir: Path, resume_step: int | None) -> SummaryWriter:
 
     # TensorBoard hides what earlier event files hold from purge_step on.
     purge_step = None if resume_step is None else resume_step + 1
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+    writer.add_custom_scalars(tensorboard_layout())
+    return writer
 
 
 def _open_wandb(

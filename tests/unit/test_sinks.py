@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import struct
 import sys
 import time
@@ -10,8 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gsa_train.config import LoggingConfig
+from gsa_train.panels import SECTIONS
 from gsa_train.sinks import (
     Sinks,
     open_sinks,
@@ -157,7 +160,7 @@ def test_names_of_scalars():
         "gsa_layers/recall/layer_00": 0.5,
     }
     validation = {"event": "validation", "step": 5, "phase": "sparse", "validation_loss": 2.0, "tokens": 7}
-    assert to_scalars(validation) == {"validation/loss": 2.0, "validation/tokens": 7}
+    assert to_scalars(validation) == {"validation/loss": 2.0}
     validation = {"event": "validation", "validation_set": "web", "step": 5, "phase": "sparse"}
     validation |= {"validation_loss_by_source": {"C4": 1.0}, "validation_code_loss": 3.0}
     assert to_scalars(validation) == {"validation/loss_by_source/C4": 1.0, "validation/code_loss": 3.0}
@@ -174,6 +177,21 @@ def test_names_of_validation_sets(tmp_path):
     assert validation_prefixes(read) == {"validation": "NaN", "validation_a": "a", "validation_b": "b"}
     assert math.isnan(read["validation_a_loss_by_source"]["C4"])
     assert validation_prefixes(step_record(1)) == {}
+
+
+def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
+    with open_run(tmp_path, logging=LoggingConfig(tensorboard=True, wandb="disabled")) as sinks:
+        sinks.log(step_record(1, loss=1.0, lrs={"base": 1.0}))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (tensor,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(tensor.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(SECTIONS.values())
+    losses, _, _, rates = layout.category[0].chart[:4]
+    assert re.match(losses.multiline.tag[0], "train/loss")
+    assert re.match(losses.multiline.tag[1], "validation/code_loss")
+    assert not any(re.match(tag, "validation/loss_by_source/C4") for tag in losses.multiline.tag)
+    assert re.match(rates.multiline.tag[0], "lr/base")
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
