@@ -340,6 +340,12 @@ class LoggingConfig:
     """`auto`: online when an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Weights & Biases project."""
+    wandb_entity: str = ""
+    """User or team that the project belongs to; empty: W&B's default."""
+    wandb_group: str = ""
+    """Group of runs that W&B shows together, as the arms of one comparison; empty: none."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Words to find the run by in W&B."""
     straggler_ratio: float = 1.5
     """Warn when a rank works so many times as long as the median rank, without what it waits for others."""
     plots: bool = True

@@ -23,16 +23,19 @@ def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> 
         on_gpu: time of the device's kernels, by where they were launched from; else of the CPU in each operation
             itself. Kernels that run side by side, as communication does, count each.
     """
+    events = list(events)
     on_host = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
+    # The profiler also draws ranges on the device, as if they were kernels.
+    ranges = {event.name for event in events if event.is_user_annotation}
     parts = _forward_parts(on_host)
     by_part: dict[str, float] = defaultdict(float)
     by_operation: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for event in on_host:
         part = _part(event, parts) or OTHER
-        for name, microseconds in _times(event, on_gpu):
+        for name, microseconds in _times(event, on_gpu, ranges):
             where = "communication" if "nccl" in name.lower() else part
             by_part[where] += microseconds
-            if not _is_range(event):
+            if name not in ranges:
                 total, count = by_operation[name, where]
                 by_operation[name, where] = total + microseconds, count + 1
     whole = sum(by_part.values()) or 1.0
@@ -58,15 +61,11 @@ def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> 
     return "\n".join(lines) + "\n"
 
 
-def _times(event: Any, on_gpu: bool) -> list[tuple[str, float]]:
+def _times(event: Any, on_gpu: bool, ranges: set[str]) -> list[tuple[str, float]]:
     """(name, microseconds) that count for this event and not for one inside it."""
     if on_gpu:
-        return [(kernel.name, kernel.duration) for kernel in event.kernels]
+        return [(kernel.name, kernel.duration) for kernel in event.kernels if kernel.name not in ranges]
     return [(event.name, event.self_cpu_time_total)]
-
-
-def _is_range(event: Any) -> bool:
-    return bool(event.is_user_annotation)
 
 
 def _forward_parts(events: Iterable[Any]) -> dict[int, str]:

@@ -222,7 +222,8 @@ function addChart(panel) {
     panel.series.forEach((line, index) => {
       const style = look(line, index), key = html("span", "key", legend), sample = html("i", "", key);
       sample.style.borderTopColor = style.stroke;
-      if (style["stroke-dasharray"]) sample.style.borderTopStyle = "dashed";
+      const dash = DASHES.indexOf(style["stroke-dasharray"]);
+      sample.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][dash];
       html("span", "", key, line.name);
     });
   svg.addEventListener("pointermove", (event) => hover(chart, event));

@@ -1,23 +1,30 @@
-"""A profiled run trains what an unprofiled one trains, and its traces show the parts of a step."""
+"""What is seen of a run: a profiled one trains what an unprofiled one trains, and every panel has a metric to show."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from gsa_train.config import ProfileConfig
+from gsa_data.best_fit import COUNTERS
+from gsa_train.config import DataConfig, ProfileConfig
+from gsa_train.metrics import data_metrics, data_totals
+from gsa_train.model.stats import MEANS
+from gsa_train.panels import BEST, LAYERS, PANELS, tag_of
 from gsa_train.profiler import ProfileError, StepProfiler
+from gsa_train.sinks import to_scalars
 from helpers.cpu_only import cpu_only  # noqa: F401
 from helpers.runs import SMALL, TIMING, finished, start, train
 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_profiling_changes_no_number(tmp_path: Path) -> None:
     """Steps 10 and 11: the last one of the warm-up and the first one of the sparse phase."""
     run = train(tmp_path, *SMALL, "profile.start_step=10", "profile.steps=2")
@@ -87,3 +94,23 @@ def test_only_the_ranks_asked_for(tmp_path: Path) -> None:
     assert profile_steps(tmp_path / "b", ProfileConfig(start_step=1, steps=1, ranks=[]), 1, 2) != []
     with pytest.raises(ProfileError, match=r"profile\.memory_snapshot = true"):
         StepProfiler(ProfileConfig(start_step=1, memory_snapshot=True), tmp_path, 0, CPU)
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
+    records = finished().records()
+    keys = {key for record in records for key in record}
+    tags = {tag for record in records for tag in to_scalars(record)}
+    # What this run does not use: other packing, weights of sources, the kernels of GPUs.
+    used = DataConfig(packing="best_fit", source_weights={"a": 1.0})
+    elsewhere = {*data_metrics(data_totals(dict.fromkeys(COUNTERS, 1), used)), *MEANS}
+    for panel in PANELS:
+        known = keys | elsewhere if panel.conditional else keys
+        missing = {*panel.keys, *filter(None, [panel.per_entry])} - known
+        # The first set is `validation_loss`; in a run without a CUDA device some are there without a value.
+        assert not missing, f"{panel.label}: no run logs {missing}"
+        if panel.per_set:
+            pattern = f"({'|'.join(panel.tags)})"
+            assert any(re.fullmatch(pattern, tag) for tag in tags - {"train/loss"}), panel.label
+    assert set(LAYERS) | set(BEST) <= keys
+    assert {tag_of("phase_index"), tag_of("lrs")} == {"train/phase_index", "lr"}
