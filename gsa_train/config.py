@@ -349,7 +349,7 @@ class LoggingConfig:
     straggler_ratio: float = 1.5
     """Warn when a rank works so many times as long as the median rank, without what it waits for others."""
     plots: bool = True
-    """Write plots/*.png at the end of the run."""
+    """Write plots/*.png and report.html at the end of the run."""
 
 
 @dataclass(frozen=True)

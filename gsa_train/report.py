@@ -35,6 +35,8 @@ MOST_POINTS = 600
 """Of a line; a plot is 530 pixels wide."""
 MOST_COLUMNS = 160
 """Of a picture by layers."""
+MOST_MARKS = 400
+"""Along the x axis."""
 MOST_EVENTS = 300
 """Rows of a run's table."""
 SPIKE = (
@@ -133,13 +135,22 @@ def _data(runs: list[RunFiles]) -> dict[str, Any]:
                 "first": first_step(run.records),
                 "last": run.last_step,
                 "phases": run.phases,
-                "marks": [[event.step, event.kind] for event in run.events if event.step is not None],
+                "marks": _marks(run),
             }
             for run in runs
         ],
         "panels": [data for panel in PANELS if (data := _panel(panel, runs))],
         "layers": [data for number, run in enumerate(runs) for data in _layers(number, run)],
     }
+
+
+def _marks(run: RunFiles) -> list[tuple[int, str]]:
+    """One of each kind per part of the axis: a spike of a thousand steps is one mark, not a thousand in every plot."""
+    width = run.last_step / MOST_MARKS
+    found = {
+        (event.step // width, event.kind): event for event in reversed(run.events) if event.step is not None
+    }
+    return sorted((event.step, event.kind) for event in found.values() if event.step is not None)
 
 
 def _panel(panel: Panel, runs: list[RunFiles]) -> dict[str, Any] | None:

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_profiling_changes_no_number(tmp_path: Path) -> None:
     """Steps 10 and 11: the last one of the warm-up and the first one of the sparse phase."""
-    run = train(tmp_path, *SMALL, "profile.start_step=10", "profile.steps=2")
-    plain = finished()
+    run = train(tmp_path, *SMALL, "profile.start_step=10", "profile.steps=2", "profile.ranks=[]", ranks=2)
+    plain = finished(ranks=2)
     for mine, theirs in zip(run.steps(), plain.steps(), strict=True):
         assert mine.keys() == theirs.keys()
         assert {key: mine[key] for key in mine if key not in TIMING} == {
@@ -36,8 +36,9 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
         }
 
     folder = run.folder / "profile" / "steps_00000010-00000011"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank_00000.json.gz", "rank_00000.txt"]
-    with gzip.open(folder / "rank_00000.json.gz") as file:
+    written = [f"rank_0000{rank}.{ending}" for rank in (0, 1) for ending in ("json.gz", "txt")]
+    assert sorted(path.name for path in folder.iterdir()) == written
+    with gzip.open(folder / "rank_00001.json.gz") as file:
         events = json.load(file)["traceEvents"]
     named = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
     assert {name: named[name] for name in ("ProfilerStep#10", "ProfilerStep#11", "optimizer", "data")} == {
@@ -46,10 +47,10 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
         "optimizer": 2,
         "data": 2,
     }
-    # 4 layers and 4 micro-batches in each of the two steps; the warm-up selects only because it is measured.
+    # 4 layers and 2 micro-batches in each of the two steps; the warm-up selects only because it is measured.
     per_layer = ("attention", "indexer", "selection", "mlp")
-    assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 32)
-    table = (folder / "rank_00000.txt").read_text()
+    assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 16)
+    table = (folder / "rank_00001.txt").read_text()
     milliseconds = {row.split()[0]: float(row.split()[1]) for row in table.splitlines()[4:16]}
     assert not table.startswith("steps 10 to 11: 0.0 ms"), table
     for part in ("attention", "indexer", "selection", "kl", "mlp", "loss", "communication", "optimizer"):
@@ -98,7 +99,7 @@ def test_only_the_ranks_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
-    records = finished().records()
+    records = finished(ranks=2).records()
     keys = {key for record in records for key in record}
     tags = {tag for record in records for tag in to_scalars(record)}
     # What this run does not use: other packing, weights of sources, the kernels of GPUs.

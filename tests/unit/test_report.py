@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gsa_train.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
-from gsa_train.report import _thin, write_report
+from gsa_train.report import MOST_EVENTS, _thin, write_report
 from gsa_train.starts import read_starts, source_commit
 
 PHASES = ((30, "warm-up"), (60, "sparse"))
@@ -130,6 +130,17 @@ def test_a_long_line_keeps_its_peaks_and_its_gaps():
     assert {0, 4321, 7000, 9999} <= set(kept)
     assert kept == sorted(kept)
     assert _thin(values[:600], 600) == list(range(600))
+
+
+def test_thousands_of_flagged_steps_are_few_marks(tmp_path):
+    spikes = [{**SPIKE, "step": step, "action": "log"} for step in range(1000, 9000)]
+    write_run(tmp_path / "run", *spikes, every=10)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    marks = numbers_in(page)["runs"][0]["marks"]
+    assert 300 < len(marks) <= 401
+    assert marks[0] == [1000, "spike"]
+    assert page.count("loss 9 above") == MOST_EVENTS
+    assert f"and {8000 - MOST_EVENTS} more" in page
 
 
 def test_the_list_of_panels_is_one():
