@@ -85,7 +85,7 @@ class StepProfiler:
             self._last = 0  # steps that a rewind repeats are not profiled again
 
     def close(self) -> None:
-        """A run that ends inside the window, by an error, too, leaves what there is."""
+        """A run that ends inside the window leaves what there is, also one that ran out of memory."""
         if self._running is not None:
             self.after(self._last)
 

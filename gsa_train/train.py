@@ -107,8 +107,8 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         give_up(run, stop, next(span.phase for span in spans if run.step <= span.end))
         raise
     finally:
-        run.profiler.close()
         run.saver.close()  # whatever stops the training, the save under way is finished
+        run.profiler.close()
     run.stop_vote.close()
     run.watch.close()
     dist.barrier()  # the first one to leave may take the store along
