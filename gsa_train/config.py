@@ -351,10 +351,29 @@ class LoggingConfig:
     """`auto`: online when an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Weights & Biases project."""
+    wandb_entity: str = ""
+    """User or team that the project belongs to; empty: W&B's default."""
+    wandb_group: str = ""
+    """Group of runs that W&B shows together, as the arms of one comparison; empty: none."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Words to find the run by in W&B."""
     straggler_ratio: float = 1.5
     """Warn when a rank works so many times as long as the median rank, without what it waits for others."""
     plots: bool = True
-    """Write plots/*.png at the end of the run."""
+    """Write plots/*.png and report.html at the end of the run."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    start_step: int = 0
+    """First step that torch's profiler traces, counted from 1 as in the metrics; 0 = none. Logged steps measure the
+    attention, too, and so take longer than the others."""
+    steps: int = 3
+    """Steps traced, of which 5 are plenty: files grow by megabytes a step."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that trace, each to files of its own; empty: all."""
+    memory_snapshot: bool = False
+    """Also record every allocation on the CUDA device in these steps, with its Python stack."""
 
 
 @dataclass(frozen=True)
@@ -370,6 +389,7 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def load_config(

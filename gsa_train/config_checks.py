@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
     """
-    run.seed run.time_limit_minutes run.slurm_margin_minutes
+    run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
     data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
@@ -69,6 +69,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
+        *_check_profile(config, world_size),
     ]
 
 
@@ -295,6 +296,30 @@ def _check_recompute(config: Config) -> list[str]:
                 f"set it to {nearest(train.recompute_num_layers, reuse)}",
             )
         )
+    return lines
+
+
+def _check_profile(config: Config, world_size: int) -> list[str]:
+    profile, lines = config.profile, []
+    last = sum(phase.steps for phase in config.phases)
+    for index, rank in enumerate(profile.ranks):
+        if not 0 <= rank < max(world_size, 1):  # a wrong world size is reported elsewhere
+            wrong = f"no rank of this run, which has {world_size}"
+            remedy = f"give ranks from 0 to {world_size - 1}, or none for all"
+            lines.append(problem_line(f"profile.ranks.{index}", rank, wrong, remedy))
+    if profile.start_step > last:
+        wrong = f"behind the last step of the run, {last} (phases.*.steps)"
+        lines.append(problem_line("profile.start_step", profile.start_step, wrong, "give an earlier step"))
+    elif profile.start_step > 0 and profile.start_step + profile.steps - 1 > last:
+        wrong = (
+            f"from profile.start_step = {profile.start_step} on go beyond the last step of the run, {last}"
+        )
+        remedy = f"set it to {last - profile.start_step + 1} or less"
+        lines.append(problem_line("profile.steps", profile.steps, wrong, remedy))
+    if profile.memory_snapshot and profile.start_step == 0:
+        wrong = "needs the steps to look at, and profile.start_step = 0"
+        remedy = "set profile.start_step, or this to false"
+        lines.append(problem_line("profile.memory_snapshot", True, wrong, remedy))
     return lines
 
 

@@ -237,7 +237,8 @@ def _build_values(value_hint: Any, value: object, problems: Problems, field: str
         return [_typed(section, "item", value_hint, item) for item in value]
     except ValidationError:
         wrong = f"not a list of which each item is {_type_in_words(value_hint)}"
-        problems.add(field, value, wrong, f"write for example '{field}=[1, 2]'")
+        example = "[a, b]" if value_hint is str else "[1, 2]"
+        problems.add(field, value, wrong, f"write for example '{field}={example}'")
         return []
 
 

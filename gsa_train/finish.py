@@ -17,6 +17,7 @@ from gsa_train.monitor import EXIT_CODE, MonitorStop
 from gsa_train.monitor_stop import note_stop
 from gsa_train.parallel import shutdown_parallel
 from gsa_train.plots import write_plots
+from gsa_train.report import write_report
 from gsa_train.resume import run_dir
 from gsa_train.run_folder import STOPPED
 from gsa_train.sinks import write_atomically
@@ -72,7 +73,8 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
                 label = f"{name} {part}".strip()
                 run.progress.message(f"{label:>20}  {'--' if number is None else number}")
         if config.logging.plots:
-            for path in write_plots(run_dir(config)):
+            folder = run_dir(config)
+            for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
                 run.progress.message(f"wrote {path}")
     dist.barrier()
 

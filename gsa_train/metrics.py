@@ -18,7 +18,7 @@ from gsa_train.config import Config, DataConfig, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.model.stats import EXTREMES, LayerStats
 from gsa_train.parallel import Parallel
-from gsa_train.work_time import slowest
+from gsa_train.work_time import STEP_PARTS, Worked, slowest
 
 
 class IntervalClock:
@@ -78,6 +78,8 @@ class Reduced:
     """Of the step's text and its order (gsa_data.stream)."""
     work_seconds: list[float]
     """By rank."""
+    part_seconds: dict[str, float]
+    """Of the interval: waiting for text, and work_time.STEP_PARTS; largest over the ranks."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
     """Largest over the ranks; None on CPUs."""
@@ -91,7 +93,7 @@ def reduce_step(
     parallel: Parallel,
     data_totals: Mapping[str, int] | None = None,
     checksum: int = 0,
-    work_seconds: float = 0.0,
+    worked: Worked | None = None,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -101,19 +103,21 @@ def reduce_step(
         interval: None for a validation.
         data_totals: what this process read and left out of the text; the same names on every rank.
         checksum: of this process's part of the step's text.
-        work_seconds: that this rank worked without waiting for others (work_time.py).
+        worked: what this rank's WorkTime read; None for a validation.
     """
     on_gpu = parallel.device.type == "cuda"
     data_totals = data_totals or {}
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
+    worked = worked or Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0))
+    parts = {"data_wait": interval.wait_seconds if interval else 0.0, **worked.parts}
     work = torch.zeros(parallel.world_size, dtype=torch.float64)
-    work[parallel.rank] = work_seconds
+    work[parallel.rank] = worked.seconds
     host_sums = torch.cat([torch.tensor([checksum, *data_totals.values()], dtype=torch.float64), work])
     layers, sums, maxima = stats.reduce(
         # fp64 holds the sum of two million CRC-32s exactly.
         torch.cat([loss_sum.double().reshape(1), host_sums.to(loss_sum.device)]),
-        torch.tensor([wait, *memory], dtype=torch.float64, device=parallel.device),
+        torch.tensor([wait, *memory, *parts.values()], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
     return Reduced(
@@ -123,6 +127,7 @@ def reduce_step(
         data_totals={name: int(total) for name, total in zip(data_totals, sums[2:], strict=False)},
         data_checksum=int(sums[1]),
         work_seconds=sums[2 + len(data_totals) :],
+        part_seconds=dict(zip(parts, maxima[3:], strict=True)),
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
     )
@@ -204,6 +209,7 @@ def step_record(
         "tokens": tokens,
         "tokens_per_second": tokens_per_second,
         "step_seconds": interval.seconds / interval.steps,
+        **{f"{part}_seconds": value / interval.steps for part, value in reduced.part_seconds.items()},
         "tflops_per_second": per_device * flops.total / 1e12,
         "tflops_per_second_dense_equivalent": per_device * flops.dense_equivalent / 1e12,
         "mfu": None if peak is None else per_device * flops.total / peak,

@@ -94,7 +94,8 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
 def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
     """megatron-core's reduction of the gradients, before which a rank has done its own work. Collective."""
     work_time.end()
-    megatron_finalize_model_grads(*args, **kwargs)
+    with work_time.part("gradient_reduction"):
+        megatron_finalize_model_grads(*args, **kwargs)
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:

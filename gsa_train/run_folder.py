@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from gsa_train.config import Config, config_to_yaml
@@ -14,6 +16,7 @@ from gsa_train.parallel import Parallel
 from gsa_train.progress import Progress
 from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
 from gsa_train.sinks import Sinks, open_sinks, write_atomically
+from gsa_train.starts import note_start
 from gsa_train.stop_signals import children_keep_running
 
 STOPPED = "stopped.json"
@@ -49,6 +52,9 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
                 wandb_run_id=start.state.wandb_run_id if continues and start.state else None,
             )
         write_atomically(folder / "config.yaml", config_to_yaml(config))
+        on_gpu = parallel.device.type == "cuda"
+        device = torch.cuda.get_device_name() if on_gpu else platform.machine()
+        note_start(folder, start.step, parallel.describe(), device)
         (folder / "checkpoints").mkdir(exist_ok=True)
         write_atomically(folder / LAUNCH, launch_id() + "\n")
         (folder / STOPPED).unlink(missing_ok=True)

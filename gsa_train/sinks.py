@@ -16,29 +16,23 @@ parser, and what `float()` and JavaScript's `Number()` accept. `read_records` tu
 from __future__ import annotations
 
 import json
-import logging
 import math
-import netrc
 import os
 import re
-import sys
-import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from gsa_train.config import LoggingConfig
+from gsa_train.panels import tag_of, tensorboard_layout
+from gsa_train.wandb_sink import WandbSink, open_wandb
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-    from wandb import Run
 
 Record = dict[str, Any]
-
-logger = logging.getLogger(__name__)
 
 
 def open_sinks(
@@ -57,40 +51,53 @@ def open_sinks(
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     # W&B first: it is the one that can refuse, and then the folder is as it was.
-    wandb_run = _open_wandb(logging_config, run_dir, run_name, resolved_config, wandb_run_id)
+    wandb = open_wandb(logging_config, run_dir, run_name, resolved_config, wandb_run_id)
+    phases = [phase["name"] for phase in resolved_config.get("phases", [])]
     metrics_path = run_dir / "metrics.jsonl"
     if resume_step is None:
         _move_aside(run_dir)
     elif metrics_path.exists():
         _drop_after(metrics_path, resume_step)
     tensorboard = _open_tensorboard(run_dir, resume_step) if logging_config.tensorboard else None
-    return Sinks(run_dir, metrics_path.open("a", encoding="utf-8"), tensorboard, wandb_run)
+    return Sinks(run_dir, metrics_path.open("a", encoding="utf-8"), tensorboard, wandb, phases)
 
 
 class Sinks:
     """Use as a context manager, or end with `finish` (the run is complete) or `close` (it is not)."""
 
     def __init__(
-        self, run_dir: Path, metrics: IO[str], tensorboard: SummaryWriter | None, wandb_run: Run | None
+        self,
+        run_dir: Path,
+        metrics: IO[str],
+        tensorboard: SummaryWriter | None,
+        wandb: WandbSink | None,
+        phases: Sequence[str] = (),
     ):
+        """
+        Args:
+            phases: names, in their order.
+        """
         self.run_dir = run_dir
-        self.wandb_run_id: str | None = wandb_run.id if wandb_run else None
+        self.wandb_run_id: str | None = wandb.id if wandb else None
         """Belongs into every checkpoint, so that a restart continues the same W&B run."""
         self._metrics = metrics
         self._tensorboard = tensorboard
-        self._wandb_run = wandb_run
+        self._wandb = wandb
+        self._phases = list(phases)
 
     def log(self, record: Record) -> None:
         """Every sink is flushed: a run killed right after this call has lost nothing."""
         self._metrics.write(_to_json(record) + "\n")
         self._metrics.flush()
         scalars = to_scalars(record)
+        if record["phase"] in self._phases and "event" not in record:
+            scalars[tag_of("phase_index")] = self._phases.index(record["phase"])
         if self._tensorboard:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, record["step"])
             self._tensorboard.flush()
-        if self._wandb_run:
-            self._tell_wandb("log", {**scalars, "step": record["step"], "phase": record["phase"]})
+        if self._wandb:
+            self._wandb.log(record, scalars)
 
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
@@ -108,8 +115,8 @@ class Sinks:
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close."""
         write_atomically(self.run_dir / "summary.json", _to_json(summary, indent=2) + "\n")
-        if self._wandb_run:
-            self._tell_wandb("summary.update", summary)
+        if self._wandb:
+            self._wandb.finish(summary)
         self.close()
 
     def close(self, exit_code: int = 0) -> None:
@@ -118,20 +125,9 @@ class Sinks:
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = None
-        if self._wandb_run:
-            self._tell_wandb("finish", exit_code=exit_code)
-            self._wandb_run = None
-
-    def _tell_wandb(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """W&B's service is a process of its own, and ends by the signal that asks training to save and stop: its
-        death must not cost that save. The next start opens the same W&B run again."""
-        import wandb
-
-        try:
-            attrgetter(method)(self._wandb_run)(*args, **kwargs)
-        except (wandb.Error, OSError) as error:
-            logger.error("W&B gets no more records in this start, its service failed: %s", error)
-            self._wandb_run = None
+        if self._wandb:
+            self._wandb.close(exit_code)
+            self._wandb = None
 
     def __enter__(self) -> Sinks:
         return self
@@ -142,38 +138,21 @@ class Sinks:
         self.close(exit_code=0 if kind is None else 1)
 
 
-# Names in TensorBoard and W&B: train/loss, gsa/recall, gsa_layers/recall/layer_00, system/mfu, lr/gates.
-# Keys of a step that are in no set below describe the attention.
-TRAIN_KEYS = frozenset({"loss", "grad_norm", "update_norm", "lr", "tokens", "max_activation"})
-MONITOR_KEYS = frozenset({"spikes", "spikes_per_100k_steps", "spike_score", "skipped_updates", "rewinds"})
-SYSTEM_KEYS = frozenset(
-    {"tokens_per_second", "mfu", "data_wait", "tflops_per_second", "tflops_per_second_dense_equivalent"}
-    | {"memory_allocated_bytes", "memory_peak_bytes", "step_seconds", "slowest_rank", "slowest_rank_ratio"}
-    | {"data_skipped_documents", "data_skipped_shards", "data_read_retries", "data_checksum"}
-    | {"checkpoint_stall_seconds", "checkpoint_save_seconds", "checkpoint_bytes", "checkpoint_failures"}
-)
-
-
 def to_scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under the names shown by TensorBoard and W&B; None and text have none."""
+    """The numbers of a record by their tags (gsa_train.panels); None and text have none."""
     scalars: dict[str, float | None] = {}
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
         if key == "step" or isinstance(value, str):
             continue
+        tag = tag_of(key)
         if isinstance(value, list):
-            name = key.removeprefix("layer_")
-            scalars.update({f"gsa_layers/{name}/layer_{i:02d}": v for i, v in enumerate(value)})
+            scalars.update({f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)})
         elif isinstance(value, dict):
-            folder = "lr" if key == "lrs" else key.replace("validation_", "validation/", 1)
-            scalars.update({f"{folder}/{name}": v for name, v in value.items()})
-        elif record.get("event") == "validation":
-            scalars[f"validation/{key.removeprefix('validation_')}"] = value
-        else:
-            groups = {"train": TRAIN_KEYS, "monitor": MONITOR_KEYS, "system": SYSTEM_KEYS}
-            group = next((name for name, keys in groups.items() if key in keys), "gsa")
-            scalars[f"{group}/{key}"] = value
+            scalars.update({f"{tag}/{name}": v for name, v in value.items()})
+        elif key != "tokens" or "event" not in record:  # of an event they are only where it stands
+            scalars[tag] = value
     return {name: value for name, value in scalars.items() if value is not None}
 
 
@@ -239,15 +218,15 @@ def _drop_after(path: Path, step: int) -> None:
     )
 
 
-OUTPUTS = (
+FILES = (
     "metrics.jsonl",
     "metrics_rewound.jsonl",
     "monitor_stop.json",
     "summary.json",
-    "tensorboard",
-    "plots",
-    "checkpoints",
+    "starts.jsonl",
+    "report.html",
 )
+OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints")
 
 
 def _move_aside(run_dir: Path) -> None:
@@ -284,7 +263,7 @@ def _numbers_back(value: Any, key: str = "") -> Any:
     return value
 
 
-# --- TensorBoard and W&B: imported here, so that readers of metrics.jsonl need not wait for them ---------
+# --- TensorBoard: imported here, so that readers of metrics.jsonl need not wait for it ---------------------
 
 
 def _open_tensorboard(run_dir: Path, resume_step: int | None) -> SummaryWriter:
@@ -292,69 +271,6 @@ def _open_tensorboard(run_dir: Path, resume_step: int | None) -> SummaryWriter:
 
     # TensorBoard hides what earlier event files hold from purge_step on.
     purge_step = None if resume_step is None else resume_step + 1
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-
-
-def _open_wandb(
-    config: LoggingConfig, run_dir: Path, run_name: str, resolved_config: dict[str, Any], run_id: str | None
-) -> Run | None:
-    mode = wandb_mode(config.wandb, os.environ)
-    if mode == "disabled":
-        return None
-    import wandb
-
-    try:
-        run = wandb.init(
-            project=config.wandb_project,
-            name=run_name,
-            id=run_id,
-            resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
-            dir=str(run_dir),
-            config=without_credentials(resolved_config),
-            mode="online" if mode == "online" else "offline",
-            settings=wandb.Settings(
-                silent=mode == "offline",
-                console="off",  # the job's own log has the console output
-                x_disable_meta=without_credentials(sys.argv) != sys.argv,  # W&B would upload the command line
-            ),
-        )
-    except (wandb.Error, OSError, ValueError) as error:
-        raise RuntimeError(
-            f"Weights & Biases did not start (logging.wandb={config.wandb}, mode {mode}): {error}. "
-            f"To run without it, set logging.wandb=disabled; to keep its files for a later upload, "
-            f"logging.wandb=offline."
-        ) from error
-    # W&B's own counter only grows, but steps after a checkpoint run again: `step` is the x axis instead.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
-
-
-def wandb_mode(choice: str, environ: Mapping[str, str]) -> str:
-    """`auto` is what W&B's own variable WANDB_MODE says, else online when an API key is configured."""
-    if choice != "auto":
-        return choice
-    return environ.get("WANDB_MODE") or ("online" if _has_wandb_key(environ) else "offline")
-
-
-def _has_wandb_key(environ: Mapping[str, str]) -> bool:
-    if environ.get("WANDB_API_KEY"):
-        return True
-    host = environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    path = Path(environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        return host in netrc.netrc(path).hosts
-    except FileNotFoundError:
-        return False
-    except (netrc.NetrcParseError, OSError) as error:
-        warnings.warn(f"W&B stays offline: cannot read its API key from {path}: {error}", stacklevel=2)
-        return False
-
-
-def without_credentials(value: Any) -> Any:
-    """`user:password@` is cut out of addresses (data folders may be fsspec addresses)."""
-    if isinstance(value, dict):
-        return {key: without_credentials(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_credentials(item) for item in value]
-    return re.sub(r"://[^/\s@]+@", "://", value) if isinstance(value, str) else value
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+    writer.add_custom_scalars(tensorboard_layout())
+    return writer

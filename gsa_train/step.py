@@ -83,10 +83,11 @@ def train_step(
             detector.take_back()
             verdict = detector.judge(computed.loss, computed.grad_norm)
         check.compare_replicas(step + 1, saves)
-    clipped_step(optimizer, computed.grad_norm, config.train.grad_clip, verdict.applied)
-    update_variance_emas(
-        model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
-    )
+    with model.work_time.part("optimizer"):
+        clipped_step(optimizer, computed.grad_norm, config.train.grad_clip, verdict.applied)
+        update_variance_emas(
+            model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
+        )
     model.runtime.shared_selection = None
     return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict)
 
@@ -122,12 +123,14 @@ def _compute(
     optimizer.zero_grad()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
-    with torch.no_grad() if local else nullcontext():
-        losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
-    if local:
-        finalize_gradients(model.work_time, ddps, None)
-    loss_sum = _sum_of(losses, parallel)
-    grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
+    with model.work_time.part("forward_backward"):
+        with torch.no_grad() if local else nullcontext():
+            losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
+        if local:
+            finalize_gradients(model.work_time, ddps, None)
+    with model.work_time.part("optimizer"):
+        loss_sum = _sum_of(losses, parallel)
+        grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
     return Computed(loss_sum, grad_norm, loss)
 
 

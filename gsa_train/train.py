@@ -26,6 +26,7 @@ from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.parallel import collective_timeout, init_parallel, shutdown_parallel
 from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.profiler import StepProfiler
 from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
 from gsa_train.rewind import known_rewinds, rewind, skipped_steps
 from gsa_train.run_folder import open_run_folder
@@ -55,6 +56,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         run_dir(config) / "faults",
         start.step,
     )
+    profiler = StepProfiler(config.profile, run_dir(config) / "profile", parallel.rank, parallel.device)
     tokenizer = load_tokenizer(config)
     validation_sets = read_validation_sets(config, tokenizer)
     batches = open_batches(config, arguments, start, tokenizer, parallel)
@@ -79,6 +81,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         progress=folder.progress,
         wandb_run_id=folder.wandb_run_id,
         watch=watch,
+        profiler=profiler,
         straggler_warning=StragglerWarning(config.logging.straggler_ratio),
         stop_vote=StopVote(request, collective_timeout(config.parallel)),
         step=start.step,
@@ -110,6 +113,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         raise
     finally:
         run.saver.close()  # whatever stops the training, the save under way is finished
+        run.profiler.close()
     run.stop_vote.close()
     run.watch.close()
     dist.barrier()  # the first one to leave may take the store along
@@ -155,6 +159,7 @@ def go_back(run: Run, found: SpikeFound, arguments: Arguments, spans: list[Phase
     """
     report_saves(run, run.saver.ended(now=run.step, wait=True))
     run.watch.note(run.step, "starting")
+    run.profiler.close()
     rewinds = run.monitor.rewinds
     checkpoint, done, damaged = rewind(
         found, run.saver.checkpoints, rewinds, run.config, run.parallel, spans[-1].end

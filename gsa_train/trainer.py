@@ -22,9 +22,11 @@ from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFoun
 from gsa_train.optim import PhaseOptimizer, lr_multipliers, update_norm
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
+from gsa_train.profiler import StepProfiler
 from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
+from gsa_train.spans import span as part
 from gsa_train.step import StepResult, train_step
 from gsa_train.stop_signals import Stopped
 from gsa_train.stop_vote import StopVote
@@ -51,6 +53,7 @@ class Run:
     """On every rank."""
     stop_vote: StopVote
     watch: Watch
+    profiler: StepProfiler
     straggler_warning: StragglerWarning
     step: int = 0
     """Optimizer steps done."""
@@ -117,6 +120,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         run.watch.note(run.step, "reading text")
         trains = run.step + 1 not in run.skipped_steps
         logged = trains and _is_logged(run.step + 1, span, config)
+        run.profiler.before(run.step + 1)
         if trains:
             lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
             result = _train(run, phase_optimizer, monitor, clock, lr, logged, check)
@@ -132,8 +136,10 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
             if found is not None:
                 return found
         if logged:
-            _log(run, span.phase, phase_optimizer, monitor, clock, lr, result)
+            with part("logging"):
+                _log(run, span.phase, phase_optimizer, monitor, clock, lr, result)
             report_saves(run, run.saver.ended(now=run.step))
+        run.profiler.after(run.step)
         if validates:
             clock.pause()
             validate(run, span.phase.name, stop_validation_if_asked)
@@ -168,7 +174,8 @@ def _train(
     run.model.runtime.measuring = logged
     waited = run.batches.wait_seconds
     run.model.work_time.begin()
-    micro_batches = run.batches.next_step()
+    with part("data"):
+        micro_batches = run.batches.next_step()
     run.watch.note(run.step, "training")
     result = train_step(
         run.model,

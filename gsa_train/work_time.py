@@ -1,16 +1,33 @@
-"""How long a rank itself works on a step, without the time in which it waits for others: who holds up the run?"""
+"""How long a rank itself works on a step, without the time in which it waits for others: who holds up the run? And
+what a step's time goes to, with that time."""
 
 from __future__ import annotations
 
 import logging
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
+from gsa_train.spans import span
+
 logger = logging.getLogger(__name__)
+
+
+STEP_PARTS = ("forward_backward", "gradient_reduction", "optimizer")
+"""What `WorkTime.part` times, each apart from the others."""
+
+
+class Worked(NamedTuple):
+    """Seconds since the last reading."""
+
+    seconds: float
+    """Between each `begin` and the next `end`."""
+    parts: dict[str, float]
+    """Of STEP_PARTS, waiting for other ranks included."""
 
 
 class WorkTime:
@@ -20,6 +37,7 @@ class WorkTime:
         self._on_gpu = device.type == "cuda"
         self._began: Any = None
         self._spans: list[tuple[Any, Any]] = []
+        self._parts: dict[str, list[tuple[Any, Any]]] = {name: [] for name in STEP_PARTS}
 
     def begin(self) -> None:
         """Where this rank no longer waits for another."""
@@ -31,15 +49,29 @@ class WorkTime:
             self._spans.append((self._began, self._now()))
             self._began = None
 
-    def read_and_reset(self) -> float:
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Times one of STEP_PARTS; the gradient reduction is inside forward and backward, and counts for itself."""
+        began = self._now()
+        with span("communication" if name == "gradient_reduction" else name):
+            yield
+        self._parts[name].append((began, self._now()))
+
+    def read_and_reset(self) -> Worked:
         """Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
-            seconds = sum(begin.elapsed_time(end) / 1000 for begin, end in self._spans)
-        else:
-            seconds = sum(end - begin for begin, end in self._spans)
-        self._spans.clear()
-        return float(seconds)
+        parts = {name: self._sum(spans) for name, spans in self._parts.items()}
+        parts["forward_backward"] -= parts["gradient_reduction"]
+        worked = Worked(self._sum(self._spans), parts)
+        for spans in (self._spans, *self._parts.values()):
+            spans.clear()
+        return worked
+
+    def _sum(self, spans: list[tuple[Any, Any]]) -> float:
+        if self._on_gpu:
+            return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1000
+        return float(sum(end - begin for begin, end in spans))
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -1,4 +1,8 @@
-"""Draw the figures of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...]"""
+"""Draw the figures of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
+
+With --html one page that needs no server and no network, with all figures to zoom into, config, events and restarts:
+RUN_DIR/report.html of one run, comparison.html in the first one's folder of several.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import sys
 from pathlib import Path
 
 from gsa_train.plots import write_comparison, write_plots
+from gsa_train.report import write_report
 from gsa_train.sinks import read_records
 
 
@@ -14,8 +19,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the figures of runs into their plots/ folders.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")
     parser.add_argument(
-        "--out", type=Path, help="folder of the comparison (default: plots/ of the first run)"
+        "--out",
+        type=Path,
+        help="folder of the comparison (default: plots/ of the first run, with --html the run)",
     )
+    parser.add_argument("--html", action="store_true", help="write one HTML page instead of pictures")
     arguments = parser.parse_args()
     run_dirs: list[Path] = arguments.run_dirs
     if arguments.out and len(run_dirs) == 1:
@@ -24,6 +32,11 @@ def main() -> int:
         if problem := find_problem(run_dir):
             parser.error(problem)
 
+    if arguments.html:
+        several = len(run_dirs) > 1
+        folder = arguments.out or run_dirs[0]
+        print(write_report(run_dirs, folder / ("comparison.html" if several else "report.html")))
+        return 0
     written = [path for run_dir in run_dirs for path in write_plots(run_dir)]
     if len(run_dirs) > 1:
         written.append(write_comparison(run_dirs, arguments.out or run_dirs[0] / "plots"))

@@ -16,6 +16,7 @@ from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.init import initialize_weights
 from gsa_train.model.mcore_config import GSATransformerConfig, to_mcore_config
+from gsa_train.model.named_parts import NamedGPTModel
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
@@ -99,7 +100,7 @@ def _build_chunk(
     context: AttentionContext,
     parallel: Parallel,
 ) -> GPTModel:
-    model_class = GPTModel
+    model_class = NamedGPTModel
     if mcore_config.fused_ops:
         from gsa_train.model.language_model import FusedLossGPTModel  # imports Triton
 

@@ -33,6 +33,7 @@ from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore_config import GSATransformerConfig
 from gsa_train.model.norm import RMSNorm
 from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.spans import span
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ class GSASelfAttention(MegatronModule):
         projections = selected = None
         if self.runtime.uses_indexer:
             if self.indexer is not None:
-                projections = self._index(hidden_states)
-                self.runtime.shared_selection = self._select(projections, attention_mask)
+                with span("indexer"):
+                    projections = self._index(hidden_states)
+                with span("selection"):
+                    self.runtime.shared_selection = self._select(projections, attention_mask)
             selected = self.runtime.shared_selection
 
         queries, keys, weight_logits = projections or (None, None, None)
@@ -188,7 +191,7 @@ class GSASelfAttention(MegatronModule):
         out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         if not losses:
             return out
-        with indexer_graph(self.runtime):
+        with indexer_graph(self.runtime), span("kl"):
             return train_indexer(self.runtime, out, torch.stack(losses).sum())
 
     def _runs(self, length: int) -> list[QueryRun]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from gsa_kernels.cross_entropy.op import vocab_parallel_cross_entropy
+from gsa_train.model.named_parts import NamedGPTModel
 
 
-class FusedLossGPTModel(GPTModel):
+class FusedLossGPTModel(NamedGPTModel):
     """The same parameters under the same names; only the loss is calculated otherwise.
 
     megatron-core's holds a copy of the logits in fp32 and passes over it about ten times.

@@ -29,6 +29,7 @@ from gsa_kernels import (
 from gsa_kernels.kl.sampling import row_ranges
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.indexer import IndexerProjections
+from gsa_train.spans import span
 
 if TYPE_CHECKING:
     from gsa_train.model.gsa_attention import GSASelfAttention
@@ -138,7 +139,7 @@ class ReferenceCore:
             assert queries is not None
             assert keys is not None
             assert weight_logits is not None
-            with indexer_graph(runtime):
+            with indexer_graph(runtime), span("kl"):
                 rows = self._indexer_loss(IndexerProjections(queries, keys, weight_logits), probs, mask)
                 kl, logged = self._sum_or_estimate(rows)
             if measured:

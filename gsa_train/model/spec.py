@@ -8,10 +8,11 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.mcore_config import GSATransformerConfig
+from gsa_train.model.named_parts import NamedTransformerLayer
 from gsa_train.model.norm import RMSNorm
 
 
@@ -29,7 +30,7 @@ def decoder_spec(
 
         activation = FusedSwiGLU
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=NamedTransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(

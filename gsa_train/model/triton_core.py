@@ -13,6 +13,7 @@ from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
 from gsa_train.model.supports import AllVisible, LossInputs, Selected, SelectedLists, Support
+from gsa_train.spans import span
 
 if TYPE_CHECKING:
     from gsa_train.model.gsa_attention import GSASelfAttention
@@ -101,7 +102,7 @@ class TritonCore:
             assert queries is not None
             assert keys is not None
             assert weight_logits is not None
-            with indexer_graph(runtime):
+            with indexer_graph(runtime), span("kl"):
                 projections = self._of_rows(IndexerProjections(queries, keys, weight_logits))
                 kl, rows = self._indexer_loss(support, projections, q, k, lse, starts)
             if measured:

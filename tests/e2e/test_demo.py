@@ -102,6 +102,7 @@ def test_plots_and_tensorboard_are_written(demo):
     plots = [*(demo.folder / "plots").glob("*.png")]
     assert plots
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+    assert "spikes per 100K steps" in (demo.folder / "report.html").read_text()
     events = EventAccumulator(str(demo.folder / "tensorboard"))
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("train/loss")]

@@ -61,6 +61,11 @@ rates rise as at the demo's beginning, but more gently: every step multiplies wh
 
 STEPS = 20
 
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait_seconds")
+TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
+"""What differs between two runs of the same steps."""
+
 QUICK = ("train.global_batch_size=4", "checkpoint.every_steps=1000")
 """Half the sequences, and one checkpoint at the end."""
 

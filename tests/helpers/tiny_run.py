@@ -23,6 +23,7 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
         "wandb_run_id": None,
         "stop_vote": Mock(ask=lambda: 0),
         "watch": Mock(),
+        "profiler": Mock(),
         "straggler_warning": Mock(),
     }
     return Run(config=config, parallel=single_rank(), model=model, **{**defaults, **fields})

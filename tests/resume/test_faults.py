@@ -13,13 +13,11 @@ import psutil
 import pytest
 
 from helpers.launchers import free_port, launch, ranks_of
-from helpers.runs import SMALL, STEPS, Run, finished, kill, processes_of
+from helpers.runs import SMALL, STEPS, TIMING, Run, finished, kill, processes_of
 
 RANKS = 2
 SECONDS = 500
 """For one start of a run, on a busy machine."""
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
-TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
 pytestmark = pytest.mark.slow
 

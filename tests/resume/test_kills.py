@@ -10,12 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.runs import SMALL, STEPS, Run, finished, kill, processes_of, start
+from helpers.runs import SMALL, STEPS, TIMING, Run, finished, kill, processes_of, start
 
 COMMAND = (*SMALL, "data.num_workers=1", "logging.wandb=offline")
 RANKS = 2
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
-TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
 pytestmark = pytest.mark.slow
 

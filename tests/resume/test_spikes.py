@@ -15,7 +15,7 @@ import yaml
 
 from gsa_train.monitor import EXIT_CODE
 from gsa_train.sinks import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TIMING
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +48,6 @@ EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
 """2 steps before the spike's first one, 45, to 4 behind the third, after which the run goes back."""
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "tflops_per_second")
-TIMING += ("tflops_per_second_dense_equivalent", "slowest_rank", "slowest_rank_ratio")
 
 
 @dataclass

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import SMALL, STEPS, Run, finished, processes_of
+from helpers.runs import SMALL, STEPS, TIMING, Run, finished, processes_of
 
 RANKS = 2
 SECONDS = 500
 """For one start of a run, on a busy machine."""
 COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
-TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
 pytestmark = pytest.mark.slow
 

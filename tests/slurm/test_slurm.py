@@ -17,10 +17,8 @@ import pytest
 from cluster import Cluster, wait_for
 
 from gsa_train.sinks import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, finished
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, TIMING, finished
 
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
-TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 SLOW_SECONDS = 600
 """For one start of a run, on a busy machine."""
 

@@ -9,18 +9,13 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from gsa_train.plots import (
-    PANELS,
-    _flat,
-    _with_all_lines,
-    phase_starts,
-    series,
-    write_comparison,
-    write_plots,
-)
+from gsa_train.panels import PANELS
+from gsa_train.plots import write_comparison, write_plots
+from gsa_train.run_series import flat, phase_starts, series, with_all_lines
 
 PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
-ALL = ["budget", "gates", "indexer", "layers", "loss", "optimizer", "selection", "sink", "throughput"]
+ALWAYS = ["checkpoints", "data", "gates", "loss", "optimizer", "sink", "stability", "step_time", "throughput"]
+ALL = sorted(["budget", "indexer", "layers", "selection", *ALWAYS])
 
 SEVERAL_SETS = {
     "event": "validation",
@@ -42,6 +37,7 @@ def write_run(run_dir, steps=60, every=10, sparse=True, tail=""):
         phase = "warm-up" if step <= 20 else "sparse"
         record = {"step": step, "phase": phase, "loss": 8.0 - step / 20, "tokens": 2048 * step}
         record |= {"lr": 3e-4, "lrs": {"base": 3e-4, "indexer": 0.0}, "grad_norm": 1.0}
+        record |= {"spikes": 0, "step_seconds": 0.2, "checkpoint_stall_seconds": 0.1}
         record |= {"tokens_per_second": 1e4, "mfu": None, "data_wait": 0.01}
         record |= {"value_gate_mean": 0.5, "output_gate_low": 0.1, "max_activation": 30.0}
         keys = ("indexer_kl", "recall", "random_recall", "adjacent_overlap", "union_ratio_32")
@@ -82,7 +78,7 @@ def test_every_figure_of_a_complete_run(tmp_path):
 
 def test_a_line_for_each_validation_set_and_source():
     losses, by_source, bits = (panel for panel in PANELS if panel.figure == "loss")
-    lines = [_with_all_lines(panel, [_flat(SEVERAL_SETS)]).lines for panel in (losses, by_source, bits)]
+    lines = [with_all_lines(panel, [flat(SEVERAL_SETS)]).lines for panel in (losses, by_source, bits)]
     expected = {
         "loss": "train",
         "validation_loss": "validation web",
@@ -95,7 +91,7 @@ def test_a_line_for_each_validation_set_and_source():
 
 def test_figures_without_data_are_left_out(tmp_path):
     write_run(tmp_path / "run", sparse=False)
-    assert names(write_plots(tmp_path / "run")) == ["gates", "loss", "optimizer", "sink", "throughput"]
+    assert names(write_plots(tmp_path / "run")) == ALWAYS
 
 
 @pytest.mark.parametrize("steps", [10, 60])
@@ -108,7 +104,7 @@ def test_a_killed_run(tmp_path, steps):
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_diverged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "phase": "a", "loss": 3.0, "grad_norm": "Infinity", "lr": 0.0}\n'
+        '{"step": 1, "phase": "a", "loss": 3.0, "grad_norm": "Infinity", "lrs": {"base": 0.0}}\n'
         '{"step": 2, "phase": "a", "loss": "NaN", "grad_norm": "NaN", "lr": 0.0}\n'
         '{"step": 3, "phase": "a", "loss": "Infinity", "grad_norm": "NaN", "lr": 0.0}\n'
     )
@@ -156,7 +152,7 @@ def test_command_draws_every_run_and_the_comparison(tmp_path):
     done = run_plot(tmp_path / "a", tmp_path / "b")
     assert (done.returncode, done.stderr) == (0, "")
     written = [Path(line) for line in done.stdout.splitlines()]
-    assert len(written) == 11
+    assert len(written) == 2 * len(ALWAYS) + 1
     assert written[-1] == tmp_path / "a" / "plots" / "comparison.png"
     assert all(path.is_file() for path in written)
 

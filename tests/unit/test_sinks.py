@@ -3,23 +3,20 @@
 import json
 import math
 import random
+import re
 import struct
-import sys
-import time
-from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gsa_train.config import LoggingConfig
+from gsa_train.panels import SECTIONS
 from gsa_train.sinks import (
-    Sinks,
     open_sinks,
     read_records,
     to_scalars,
     validation_prefixes,
-    wandb_mode,
-    without_credentials,
 )
 
 JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
@@ -157,7 +154,7 @@ def test_names_of_scalars():
         "gsa_layers/recall/layer_00": 0.5,
     }
     validation = {"event": "validation", "step": 5, "phase": "sparse", "validation_loss": 2.0, "tokens": 7}
-    assert to_scalars(validation) == {"validation/loss": 2.0, "validation/tokens": 7}
+    assert to_scalars(validation) == {"validation/loss": 2.0}
     validation = {"event": "validation", "validation_set": "web", "step": 5, "phase": "sparse"}
     validation |= {"validation_loss_by_source": {"C4": 1.0}, "validation_code_loss": 3.0}
     assert to_scalars(validation) == {"validation/loss_by_source/C4": 1.0, "validation/code_loss": 3.0}
@@ -176,6 +173,21 @@ def test_names_of_validation_sets(tmp_path):
     assert validation_prefixes(step_record(1)) == {}
 
 
+def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
+    with open_run(tmp_path, logging=LoggingConfig(tensorboard=True, wandb="disabled")) as sinks:
+        sinks.log(step_record(1, loss=1.0, lrs={"base": 1.0}))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (tensor,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(tensor.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(SECTIONS.values())
+    losses, _, _, rates = layout.category[0].chart[:4]
+    assert re.match(losses.multiline.tag[0], "train/loss")
+    assert re.match(losses.multiline.tag[1], "validation/code_loss")
+    assert not any(re.match(tag, "validation/loss_by_source/C4") for tag in losses.multiline.tag)
+    assert re.match(rates.multiline.tag[0], "lr/base")
+
+
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
     logging = LoggingConfig(tensorboard=True, wandb="disabled")
     with open_run(tmp_path, logging=logging) as sinks:
@@ -191,74 +203,6 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
         *((step, 2.0) for step in range(4, 9)),
     ]
     assert [event.step for event in events.Scalars("gsa_layers/recall/layer_01")] == list(range(1, 9))
-
-
-def test_wandb_offline_run_keeps_its_id_after_a_resume(tmp_path, monkeypatch, capfd):
-    secret = "hunter2"
-    address = f"s3://key:{secret}@bucket/shards"
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", f"data.train_dir={address}"])
-    config = {"run": {"name": "test"}, "data": {"train_dir": address}}
-    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="unit")
-    with open_run(tmp_path, logging=logging, config=config) as sinks:
-        run_id = sinks.wandb_run_id
-        sinks.log(step_record(1, loss=math.nan, layer_recall=[0.5]))
-        sinks.log(step_record(2))
-    assert run_id
-    with open_run(tmp_path, 1, logging, config, wandb_run_id=run_id) as sinks:
-        assert sinks.wandb_run_id == run_id
-        sinks.log(step_record(2))  # runs again: not refused, as a repeated W&B step would be
-        sinks.finish({"steps": 2})
-
-    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
-    assert len(folders) == 2
-    for folder in folders:
-        path = folder / f"run-{run_id}.wandb"
-        deadline = (
-            time.monotonic() + 30
-        )  # W&B's own process writes the file, some time after it said it finished
-        while not all(word in path.read_bytes() for word in (b"train/loss", b"s3://bucket/shards")):
-            assert time.monotonic() < deadline, path.read_bytes()
-            time.sleep(0.05)
-    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
-    assert not [path for path in files if secret.encode() in path.read_bytes()]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_wandb_that_cannot_start_names_the_remedy(tmp_path):
-    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="no/such:project")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(RuntimeError, match=r"logging\.wandb=disabled"):
-        open_run(tmp_path, logging=logging)
-    assert steps_of(tmp_path) == [1]
-
-
-def test_wandb_auto_is_online_only_with_a_key(tmp_path):
-    netrc = tmp_path / "netrc"
-    environ = {"NETRC": str(netrc)}
-    assert wandb_mode("auto", environ) == "offline"
-    assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x"}) == "online"
-    assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}) == "offline"
-    assert wandb_mode("disabled", environ | {"WANDB_API_KEY": "x"}) == "disabled"
-
-    netrc.write_text(
-        "machine api.wandb.ai login user password x\nmachine localhost:8080 login user password x"
-    )
-    assert wandb_mode("auto", environ) == "online"
-    assert wandb_mode("auto", environ | {"WANDB_BASE_URL": "http://localhost:8080/"}) == "online"
-    assert wandb_mode("auto", environ | {"WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
-
-    netrc.write_text("machine api.wandb.ai nonsense x")
-    with pytest.warns(UserWarning, match="cannot read its API key"):
-        assert wandb_mode("auto", environ) == "offline"
-
-
-def test_credentials_are_cut_out_of_addresses():
-    config = {"data": [{"dir": "filecache::https://u:p@host/a"}, "s3://k@bucket"], "seed": 1, "at": "a@b"}
-    assert without_credentials(config) == {
-        "data": [{"dir": "filecache::https://host/a"}, "s3://bucket"],
-        "seed": 1,
-        "at": "a@b",
-    }
 
 
 def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
@@ -282,15 +226,3 @@ def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-2:] == [(4, 9.0), (5, 9.0)]
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert [event.step for event in events.Scalars("events/rewind")] == [3]
-
-
-def test_a_run_outlives_its_wandb_service(tmp_path, caplog):
-    service = Mock(id="abc")
-    service.log.side_effect = ConnectionResetError("connection lost")
-    sinks = Sinks(tmp_path, (tmp_path / "metrics.jsonl").open("a"), None, service)
-    for step in (1, 2):
-        sinks.log(step_record(step))
-    sinks.close()
-    assert steps_of(tmp_path) == [1, 2]
-    assert caplog.messages == ["W&B gets no more records in this start, its service failed: connection lost"]
-    service.finish.assert_not_called()

@@ -87,5 +87,18 @@ def test_only_the_time_between_begin_and_end_counts(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         work.begin()
         work.end()
-    assert work.read_and_reset() == 2 + 5
-    assert work.read_and_reset() == 0
+    assert work.read_and_reset().seconds == 2 + 5
+    assert work.read_and_reset().seconds == 0
+
+
+def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 2.0, 5.0, 11.0, 20.0, 24.0])
+    monkeypatch.setattr("gsa_train.work_time.time.perf_counter", lambda: next(clock))
+    work = WorkTime(torch.device("cpu"))
+    with work.part("forward_backward"), work.part("gradient_reduction"):
+        pass  # from 1 to 11, of which 2 to 5 are the inner one
+    with work.part("optimizer"):
+        pass
+    expected = {"forward_backward": 10 - 3, "gradient_reduction": 3, "optimizer": 4}
+    assert work.read_and_reset().parts == expected
+    assert set(work.read_and_reset().parts.values()) == {0}

@@ -1,0 +1,34 @@
+"""megatron-core's layer and model with the names of their parts in traces (gsa_train.spans)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from gsa_train.spans import span
+
+
+class NamedTransformerLayer(TransformerLayer):
+    """Norm and residual connection belong to the part that they are of."""
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        with span("attention"):
+            return super()._forward_attention(*args, **kwargs)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        with span("mlp"):
+            return super()._forward_mlp(*args, **kwargs)
+
+
+class NamedGPTModel(GPTModel):
+    """Embedding; output layer and cross-entropy together."""
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        with span("embedding"):
+            return super()._preprocess(*args, **kwargs)
+
+    def _postprocess(self, *args: Any, **kwargs: Any) -> Any:
+        with span("loss"):
+            return super()._postprocess(*args, **kwargs)

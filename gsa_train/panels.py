@@ -1,0 +1,198 @@
+"""Which metrics are shown together: the one list behind plots/*.png, the HTML report, TensorBoard and W&B.
+
+A metric is a key of the records in metrics.jsonl (README explains each). TensorBoard and W&B know it by its tag, which
+begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates, validation/loss, system/mfu.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SECTIONS = {
+    "train": "Training",
+    "gsa": "GSA attention",
+    "stability": "Stability",
+    "system": "System",
+    "data": "Data",
+}
+"""Beginning of the tags -> title."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    section: str
+    figure: str
+    """Panels of the same figure stand below each other; a key of TITLES, and the name of the file in plots/."""
+    label: str
+    """Y axis."""
+    lines: dict[str, str]
+    """Key of the record -> name in the legend."""
+    scale: str = "linear"
+    """`linear`, `log`, `count` (from 0, as 12k), `share` (0 to 1), or `percent`."""
+    band: tuple[str, str] | None = None
+    """Keys of the lower and the upper edge of a shaded band."""
+    per_set: str = ""
+    """Score of which each validation set, or each of its sources, gets a line."""
+    per_entry: str = ""
+    """Key of a dict of which each entry gets a line."""
+    conditional: bool = False
+    """Some configs never log it: where they do not use what it shows."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of numbers, apart from `per_set` and `per_entry`."""
+        return (*self.lines, *(self.band or ()))
+
+    @property
+    def tags(self) -> list[str]:
+        """Regular expressions of the whole tags of all lines."""
+        patterns = [re.escape(tag_of(key)) for key in self.keys]
+        if self.per_set:
+            entries = "/.+" if self.per_set.endswith("_by_source") else ""
+            patterns.append(rf"validation/(\w+_)?{self.per_set}{entries}")
+        if self.per_entry:
+            patterns.append(f"{re.escape(tag_of(self.per_entry))}/.+")
+        return patterns
+
+
+TITLES = {
+    "loss": "Loss",
+    "optimizer": "Optimizer",
+    "indexer": "Indexer",
+    "budget": "Keys per query",
+    "selection": "Selections of neighbouring queries",
+    "gates": "Gates",
+    "sink": "Attention sink and activations",
+    "stability": "Stability",
+    "throughput": "Throughput",
+    "step_time": "Time of a step",
+    "checkpoints": "Checkpoints",
+    "data": "Data",
+}
+RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall": "random choice"}
+GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
+LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
+LEFT_OUT = {"spikes": "spikes", "skipped_updates": "updates left out", "rewinds": "rewinds"}
+SPEED = {"tflops_per_second": "done", "tflops_per_second_dense_equivalent": "dense equivalent"}
+MFU = {"mfu": "MFU", "mfu_dense_equivalent": "dense equivalent"}
+MEMORY = {"memory_allocated_bytes": "allocated", "memory_peak_bytes": "peak"}
+STEP_TIME = {
+    "step_seconds": "step",
+    "forward_backward_seconds": "forward and backward",
+    "gradient_reduction_seconds": "gradient reduction",
+    "optimizer_seconds": "optimizer",
+    "data_wait_seconds": "waiting for data",
+}
+SAVES = {"checkpoint_stall_seconds": "training waited", "checkpoint_save_seconds": "until durable"}
+FAULTS = {
+    "data_skipped_documents": "documents left out",
+    "data_skipped_shards": "shards left out",
+    "data_read_retries": "reads tried again",
+}
+PACKING = {"packing_filler_share": "filler", "packing_cut_share": "documents cut"}
+PANELS = (
+    Panel("train", "loss", "loss (nats per token)", {"loss": "train"}, per_set="loss"),
+    Panel("train", "loss", "loss by source (nats per token)", {}, per_set="loss_by_source", conditional=True),
+    Panel("train", "loss", "bits per byte", {}, per_set="bits_per_byte"),
+    Panel("train", "optimizer", "learning rate", {}, "log", per_entry="lrs"),
+    Panel("train", "optimizer", "gradient norm", {"grad_norm": "gradient norm"}, "log"),
+    Panel("train", "optimizer", "norm of the update", {"update_norm": "update norm"}, "log"),
+    Panel("gsa", "indexer", "KL divergence (nats)", {"indexer_kl": "indexer KL"}),
+    Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
+    Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
+    Panel("gsa", "budget", "average score variance", {"variance_ema": "variance"}, "log"),
+    Panel("gsa", "selection", "keys shared with the neighbour", {"adjacent_overlap": "overlap"}, "share"),
+    Panel("gsa", "selection", "union of 32 queries / mean k_t", {"union_ratio_32": "union of 32"}),
+    Panel(
+        "gsa",
+        "selection",
+        "union of 32 queries / visible keys",
+        {"union_density": "density"},
+        "share",
+        conditional=True,
+    ),
+    Panel("gsa", "gates", "mean gate", GATES, "share"),
+    Panel("gsa", "gates", "gates below 0.1", LOW_GATES, "percent"),
+    Panel("gsa", "sink", "attention to the first token", {"first_token_attention": "first token"}, "percent"),
+    Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
+    Panel(
+        "stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "spikes per 100K steps"}
+    ),
+    Panel("stability", "stability", "so far", LEFT_OUT, "count"),
+    Panel("stability", "stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),
+    Panel("system", "throughput", "tokens per second", {"tokens_per_second": "tokens/s"}, "count"),
+    Panel("system", "throughput", "TFLOP/s per device", SPEED, "count"),
+    Panel("system", "throughput", "MFU", MFU, "percent"),
+    Panel("system", "throughput", "device memory (bytes)", MEMORY, "count"),
+    Panel("system", "step_time", "seconds per step", STEP_TIME),
+    Panel("system", "step_time", "slowest rank / median rank", {"slowest_rank_ratio": "slowest rank"}),
+    Panel("system", "checkpoints", "seconds per save", SAVES),
+    Panel("system", "checkpoints", "size (bytes)", {"checkpoint_bytes": "checkpoint"}, "count"),
+    Panel("data", "data", "waiting for data", {"data_wait": "share of the time"}, "percent"),
+    Panel("data", "data", "since the start", FAULTS, "count"),
+    Panel(
+        "data",
+        "data",
+        "tokens by source",
+        {},
+        "count",
+        per_entry="data_tokens_by_source",
+        conditional=True,
+    ),
+    Panel("data", "data", "packing", PACKING, "percent", conditional=True),
+)
+LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_mean": "mean k_t"}
+"""Shown as a picture, layer by step."""
+
+
+BEST = {
+    "loss": "min",
+    "validation_loss": "min",
+    "validation_perplexity": "min",
+    "indexer_kl": "min",
+    "recall": "max",
+    "validation_recall": "max",
+    "grad_norm": "max",
+    "max_activation": "max",
+    "tokens_per_second": "max",
+    "mfu": "max",
+    "memory_peak_bytes": "max",
+    "slowest_rank_ratio": "max",
+    "data_wait": "max",
+}
+"""What a table of runs shows beside the last value."""
+
+_SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
+    "tokens": "train",
+    "phase_index": "train",
+    "slowest_rank": "system",
+    "checkpoint_failures": "system",
+    "packing_documents_per_block": "data",
+    "data_checksum": "data",
+    "data_tokens_by_source": "data",
+}
+
+
+def tag_of(key: str) -> str:
+    """The tag of a record's key: that of a number, or the beginning of those of its entries. What no panel shows
+    describes the attention."""
+    if key == "lrs":
+        return "lr"
+    if key.startswith("validation_"):
+        return key.replace("validation_", "validation/", 1)
+    if key.startswith("layer_"):
+        return f"gsa_layers/{key.removeprefix('layer_')}"
+    return f"{_SECTION_OF.get(key, 'gsa')}/{key}"
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
+    """The panels for TensorBoard's tab "Custom Scalars", which matches the beginnings of tags."""
+    return {
+        title: {
+            panel.label: ["Multiline", [f"{tag}$" for tag in panel.tags]]
+            for panel in PANELS
+            if panel.section == section
+        }
+        for section, title in SECTIONS.items()
+    }

@@ -1,0 +1,117 @@
+"""What is seen of a run: a profiled one trains what an unprofiled one trains, and every panel has a metric to show."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_data.best_fit import COUNTERS
+from gsa_train.config import DataConfig, ProfileConfig
+from gsa_train.metrics import data_metrics, data_totals
+from gsa_train.model.stats import MEANS
+from gsa_train.panels import BEST, LAYERS, PANELS, tag_of
+from gsa_train.profiler import ProfileError, StepProfiler
+from gsa_train.sinks import to_scalars
+from helpers.cpu_only import cpu_only  # noqa: F401
+from helpers.runs import SMALL, TIMING, finished, start, train
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_profiling_changes_no_number(tmp_path: Path) -> None:
+    """Steps 10 and 11: the last one of the warm-up and the first one of the sparse phase."""
+    run = train(tmp_path, *SMALL, "profile.start_step=10", "profile.steps=2", "profile.ranks=[]", ranks=2)
+    plain = finished(ranks=2)
+    for mine, theirs in zip(run.steps(), plain.steps(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert {key: mine[key] for key in mine if key not in TIMING} == {
+            key: theirs[key] for key in theirs if key not in TIMING
+        }
+
+    folder = run.folder / "profile" / "steps_00000010-00000011"
+    written = [f"rank_0000{rank}.{ending}" for rank in (0, 1) for ending in ("json.gz", "txt")]
+    assert sorted(path.name for path in folder.iterdir()) == written
+    with gzip.open(folder / "rank_00001.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    named = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert {name: named[name] for name in ("ProfilerStep#10", "ProfilerStep#11", "optimizer", "data")} == {
+        "ProfilerStep#10": 1,
+        "ProfilerStep#11": 1,
+        "optimizer": 2,
+        "data": 2,
+    }
+    # 4 layers and 2 micro-batches in each of the two steps; the warm-up selects only because it is measured.
+    per_layer = ("attention", "indexer", "selection", "mlp")
+    assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 16)
+    table = (folder / "rank_00001.txt").read_text()
+    milliseconds = {row.split()[0]: float(row.split()[1]) for row in table.splitlines()[4:16]}
+    assert not table.startswith("steps 10 to 11: 0.0 ms"), table
+    for part in ("attention", "indexer", "selection", "kl", "mlp", "loss", "communication", "optimizer"):
+        assert milliseconds[part] > 0, table
+    assert milliseconds["other"] < 0.2 * sum(milliseconds.values()), table
+    assert not (plain.folder / "profile").exists()
+
+    refused = start(tmp_path, *SMALL, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")
+    refused.wait(expected=2)
+    assert "profile.memory_snapshot = true" in refused.output
+    assert not refused.folder.exists()
+
+
+def profile_steps(folder: Path, config: ProfileConfig, *steps: int) -> list[str]:
+    profiler = StepProfiler(config, folder, rank=0, device=CPU)
+    for step in steps:
+        profiler.before(step)
+        torch.ones(3).sum()
+        profiler.after(step)
+    profiler.close()
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("steps", "written"),
+    [
+        (range(1, 9), ["steps_00000004-00000006"]),
+        (range(5, 9), ["steps_00000005-00000006"]),  # resumed inside the window
+        ([6], ["steps_00000006-00000006"]),
+        (range(1, 6), ["steps_00000004-00000005"]),  # stopped inside it
+        (range(1, 4), []),  # stopped while it warmed up
+        ([4, 5, 6, 3, 4, 5, 6], ["steps_00000004-00000006"]),  # rewound
+        (range(7, 9), []),
+    ],
+)
+def test_the_window(tmp_path: Path, steps: list[int], written: list[str]) -> None:
+    assert profile_steps(tmp_path / "profile", ProfileConfig(start_step=4, steps=3), *steps) == written
+
+
+def test_only_the_ranks_asked_for(tmp_path: Path) -> None:
+    assert profile_steps(tmp_path / "a", ProfileConfig(start_step=1, steps=1, ranks=[1]), 1, 2) == []
+    assert profile_steps(tmp_path / "b", ProfileConfig(start_step=1, steps=1, ranks=[]), 1, 2) != []
+    with pytest.raises(ProfileError, match=r"profile\.memory_snapshot = true"):
+        StepProfiler(ProfileConfig(start_step=1, memory_snapshot=True), tmp_path, 0, CPU)
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
+    records = finished(ranks=2).records()
+    keys = {key for record in records for key in record}
+    tags = {tag for record in records for tag in to_scalars(record)}
+    # What this run does not use: other packing, weights of sources, the kernels of GPUs.
+    used = DataConfig(packing="best_fit", source_weights={"a": 1.0})
+    elsewhere = {*data_metrics(data_totals(dict.fromkeys(COUNTERS, 1), used)), *MEANS}
+    for panel in PANELS:
+        known = keys | elsewhere if panel.conditional else keys
+        missing = {*panel.keys, *filter(None, [panel.per_entry])} - known
+        # The first set is `validation_loss`; in a run without a CUDA device some are there without a value.
+        assert not missing, f"{panel.label}: no run logs {missing}"
+        if panel.per_set:
+            pattern = f"({'|'.join(panel.tags)})"
+            assert any(re.fullmatch(pattern, tag) for tag in tags - {"train/loss"}), panel.label
+    assert set(LAYERS) | set(BEST) <= keys
+    assert {tag_of("phase_index"), tag_of("lrs")} == {"train/phase_index", "lr"}

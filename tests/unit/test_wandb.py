@@ -1,0 +1,241 @@
+"""W&B without a network: what is sent, what never is, and the workspace that shows it."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock, call
+
+import pytest
+import wandb
+
+from gsa_train.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
+from gsa_train.config import LoggingConfig
+from gsa_train.panels import BEST, PANELS, SECTIONS
+from gsa_train.sinks import Sinks, open_sinks, read_records
+from gsa_train.wandb_sink import WandbSink, define_metrics, wandb_mode, without_credentials
+
+WORKSPACE = Path(__file__).parents[2] / "launch" / "wandb_workspace.py"
+API_KEY = "0123456789abcdef" * 2 + "fedcba98"
+
+
+def step_record(step, **values):
+    return {"step": step, "phase": "sparse", "loss": 1.0 / step, "tokens": 64 * step, **values}
+
+
+def event(name, step=7, **values):
+    return {"event": name, "step": step, "phase": "sparse", **values}
+
+
+def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monkeypatch, capfd):
+    password = "hunter2"
+    address = f"s3://key:{password}@bucket/shards"
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", f"data.train_dir={address}"])
+    monkeypatch.setenv("WANDB_API_KEY", API_KEY)
+    config = {"run": {"name": "test"}, "data": {"train_dir": address}, "phases": [{"name": "sparse"}]}
+    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="unit")
+
+    def open_run(resume_step, wandb_run_id):
+        return open_sinks(logging, tmp_path, "test", config, resume_step, wandb_run_id)
+
+    with open_run(None, None) as sinks:
+        run_id = sinks.wandb_run_id
+        sinks.log(step_record(1, loss=math.nan, layer_recall=[0.5]))
+        sinks.log(step_record(2))
+    assert run_id
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
+    with open_run(1, run_id) as sinks:
+        assert sinks.wandb_run_id == run_id
+        sinks.log(step_record(2))  # runs again: not refused, as a repeated W&B step would be
+        sinks.log(event("checkpoint", 2, checkpoint_bytes=5))
+        sinks.log(event("spike", 2, signal="loss", value=math.inf, threshold=2.0, action="log"))
+        sinks.finish({"steps": 2})
+
+    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
+    assert len(folders) == 2
+    reference = f"file://{tmp_path}/checkpoints/step_00000002/manifest.json".encode()
+    in_both = (b"train/loss", b"s3://bucket/shards", b"tokens", b"config.yaml", b"train/phase_index")
+    for folder, words in zip(folders, (in_both, (*in_both, reference, b"Spike")), strict=True):
+        path = folder / f"run-{run_id}.wandb"
+        deadline = (
+            time.monotonic() + 60
+        )  # W&B's own process writes the file, some time after it said it finished
+        while missing := [word for word in words if word not in path.read_bytes()]:
+            assert time.monotonic() < deadline, missing
+            time.sleep(0.05)
+    for secret in (password, API_KEY):
+        assert not [
+            path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+        ]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_start_that_fails_names_the_remedy(tmp_path):
+    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="no/such:project")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RuntimeError, match=r"logging\.wandb=disabled"):
+        open_sinks(logging, tmp_path, "test", {}, None, None)
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_group_tags_and_owner_come_from_the_config(tmp_path, monkeypatch):
+    init = Mock(side_effect=wandb.Error("enough"))
+    monkeypatch.setattr(wandb, "init", init)
+    named = {"wandb_entity": "team", "wandb_group": "ablation", "wandb_tags": ["1.7b", "adaptive"]}
+    for fields, expected in ((named, ("team", "ablation", ["1.7b", "adaptive"])), ({}, (None, None, []))):
+        with pytest.raises(RuntimeError, match="enough"):
+            open_sinks(LoggingConfig(wandb="offline", **fields), tmp_path, "x", {}, None, "id1")
+        sent = init.call_args.kwargs
+        assert (sent["entity"], sent["group"], sent["tags"]) == expected
+        assert (sent["id"], sent["resume"]) == ("id1", "allow")
+
+
+def test_tokens_are_the_axis_and_the_best_value_is_kept():
+    run = Mock()
+    define_metrics(run)
+    run.define_metric.assert_any_call("*", step_metric="tokens")
+    run.define_metric.assert_any_call("validation/loss", step_metric="tokens", summary="min,last")
+    run.define_metric.assert_any_call("gsa/recall", step_metric="tokens", summary="max,last")
+    assert run.define_metric.call_count == 3 + len(BEST)
+
+
+def test_records_phases_and_alerts_are_sent(tmp_path):
+    run = Mock(id="abc")
+    wandb_sink = WandbSink(run, tmp_path, Alerts(1.5))
+    sinks = Sinks(tmp_path, (tmp_path / "metrics.jsonl").open("a"), None, wandb_sink, ["warm-up", "sparse"])
+    sinks.log(step_record(1))
+    sinks.log(event("checkpoint", 9))  # its folder is gone
+    for step in (5, 6):
+        sinks.log(event("spike", step, signal="loss", value=9.0, threshold=7.0, action="skip"))
+    first = {"train/loss": 1.0, "train/tokens": 64, "train/phase_index": 1}
+    assert run.log.call_args_list[0] == call({**first, "step": 1, "tokens": 64, "phase": "sparse"})
+    (alert,) = run.alert.call_args_list
+    assert alert.kwargs["title"] == "Spike"
+    assert alert.kwargs["text"] == "step 5, signal loss, value 9, threshold 7, action skip"
+    run.log_artifact.assert_not_called()
+    sinks.close(3)
+    run.finish.assert_called_once_with(exit_code=3)
+
+
+def test_a_run_outlives_its_wandb_service(tmp_path, caplog):
+    service = Mock(id="abc")
+    service.log.side_effect = ConnectionResetError("connection lost")
+    sinks = Sinks(
+        tmp_path, (tmp_path / "metrics.jsonl").open("a"), None, WandbSink(service, tmp_path, Alerts(1.5))
+    )
+    for step in (1, 2):
+        sinks.log(step_record(step))
+    sinks.close()
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert caplog.messages == ["W&B gets no more records in this start, its service failed: connection lost"]
+    service.finish.assert_not_called()
+
+
+def test_auto_is_online_only_with_a_key(tmp_path):
+    netrc = tmp_path / "netrc"
+    environ = {"NETRC": str(netrc)}
+    assert wandb_mode("auto", environ) == "offline"
+    assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x"}) == "online"
+    assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}) == "offline"
+    assert wandb_mode("disabled", environ | {"WANDB_API_KEY": "x"}) == "disabled"
+
+    netrc.write_text(
+        "machine api.wandb.ai login user password x\nmachine localhost:8080 login user password x"
+    )
+    assert wandb_mode("auto", environ) == "online"
+    assert wandb_mode("auto", environ | {"WANDB_BASE_URL": "http://localhost:8080/"}) == "online"
+    assert wandb_mode("auto", environ | {"WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
+
+    netrc.write_text("machine api.wandb.ai nonsense x")
+    with pytest.warns(UserWarning, match="cannot read its API key"):
+        assert wandb_mode("auto", environ) == "offline"
+
+
+def test_credentials_are_cut_out_of_addresses():
+    config = {"data": [{"dir": "filecache::https://u:p@host/a"}, "s3://k@bucket"], "seed": 1, "at": "a@b"}
+    assert without_credentials(config) == {
+        "data": [{"dir": "filecache::https://host/a"}, "s3://bucket"],
+        "seed": 1,
+        "at": "a@b",
+    }
+
+
+# --- alerts ----------------------------------------------------------------------------------------------
+
+
+def test_alerts_of_one_kind_wait():
+    now = [0.0]
+    alerts = Alerts(1.5, clock=lambda: now[0])
+    assert [each.title for each in alerts.of(event("spike"))] == ["Spike"]
+    assert alerts.of(event("spike")) == alerts.of(event("spike")) == []
+    assert [each.level for each in alerts.of(event("checkpoint_failed", checkpoint_error="full"))] == [
+        "ERROR"
+    ]
+    now[0] = INTERVAL_SECONDS
+    (again,) = alerts.of(event("spike", 99))
+    assert again.text == "step 99 (and 2 more since the last alert)"
+    for quiet in ("checkpoint", "validation", "skipped_batches", "warning"):
+        assert alerts.of(event(quiet)) == []
+
+
+def test_stalls_are_said():
+    def titles(*records, ratio=1.5):
+        alerts = Alerts(ratio)
+        return [each.title for record in records for each in alerts.of(record)]
+
+    usual = [step_record(step, step_seconds=1.0) for step in range(1, SLOW_HISTORY + 1)]
+    assert titles(*usual, step_record(99, step_seconds=3.5)) == ["Slow steps"]
+    assert titles(*usual, step_record(99, step_seconds=2.5)) == []
+    assert titles(*usual[1:], step_record(99, step_seconds=3.5)) == []
+    assert titles(*usual, step_record(99, step_seconds=3.5) | {"phase": "next"}) == []
+    hungry = [step_record(step, data_wait=0.5) for step in range(1, IN_A_ROW + 1)]
+    assert titles(*hungry) == ["Waiting for data"]
+    assert titles(*hungry[1:], step_record(98, data_wait=0.1), hungry[0]) == []
+    slow = [step_record(step, slowest_rank=3, slowest_rank_ratio=1.6) for step in range(1, IN_A_ROW + 1)]
+    assert titles(*slow) == ["Slow rank"]
+    assert titles(*slow, ratio=1.7) == []
+
+
+# --- workspace -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    spec = importlib.util.spec_from_file_location("wandb_workspace", WORKSPACE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_workspace_shows_what_the_list_of_panels_says(workspace):
+    spec = workspace.spec_of(workspace.build_workspace("team", "gsa", "view"))
+    json.dumps(spec)
+    assert (spec["entity"], spec["project"], spec["displayName"]) == ("team", "gsa", "view")
+    sections = spec["spec"]["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [*SECTIONS.values(), "Layers"]
+    for section, title in SECTIONS.items():
+        (found,) = (each for each in sections if each["name"] == title)
+        labels = [panel["config"]["chartTitle"] for panel in found["panels"]]
+        assert labels == [panel.label for panel in PANELS if panel.section == section]
+    plots = {each["config"]["chartTitle"]: each["config"] for part in sections for each in part["panels"]}
+    assert all(config["xAxis"] == "tokens" for config in plots.values())
+    assert plots["budget k_t (keys)"]["metrics"] == ["gsa/k_mean", "gsa/k_min", "gsa/k_max"]
+    assert plots["gradient norm"]["yLogScale"] is True
+    losses = re.compile(plots["loss (nats per token)"]["metricRegex"])
+    shown = ["train/loss", "validation/loss", "validation/code_loss", "validation/loss_by_source/C4"]
+    assert [bool(losses.match(tag)) for tag in shown] == [True, True, True, False]
+
+
+def test_the_command_prints_without_a_key_and_creates_only_with_one(workspace, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(sys, "argv", ["wandb_workspace.py", "--entity", "team"])
+    assert workspace.main() == 2
+    assert "WANDB_API_KEY" in capsys.readouterr().err
+    sys.argv.append("--print")
+    assert workspace.main() == 0
+    assert json.loads(capsys.readouterr().out)["entity"] == "team"
