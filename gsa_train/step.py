@@ -18,14 +18,8 @@ from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
-from gsa_train.optim import (
-    PhaseOptimizer,
-    clipped_step,
-    finalize_gradients,
-    reduce_grad_norm,
-    set_learning_rate,
-)
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.spikes import SpikeDetector, Verdict
 
 
@@ -62,9 +56,7 @@ def train_step(
         step: optimizer steps before this one, in the whole run; draws what this step samples.
         detector: judges the step before its update.
     """
-    runtime, ddps, optimizer = model.runtime, phase_optimizer.ddps, phase_optimizer.optimizer
-    phase = phase_optimizer.phase
-    local = phase.train == "indexer"
+    runtime, phase, local = model.runtime, phase_optimizer.phase, phase_optimizer.local_backward
     runtime.evaluating, runtime.local_backward = False, local
     runtime.begin_step(
         f"{config.run.seed} {step} {parallel.data_rank * parallel.context_size + parallel.context_rank}"
@@ -77,10 +69,7 @@ def train_step(
             config.train.global_batch_size * blocks_per_sequence,
             parallel.data_size * parallel.context_size,
         )
-    for ddp in ddps:
-        ddp.zero_grad_buffer()
-        ddp.train()
-    optimizer.zero_grad()
+    phase_optimizer.begin_step()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     model.work_time.end()
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
@@ -89,15 +78,16 @@ def train_step(
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with torch.no_grad() if local else nullcontext():
-        losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
+        modules = phase_optimizer.modules
+        losses = _run_schedule(modules, micro_batches, loss_tokens, config, parallel, forward_only=local)
     if local:
-        finalize_gradients(model.work_time, ddps, None)
+        phase_optimizer.reduce_gradients()
 
-    set_learning_rate(optimizer, lr, config.train.weight_decay)
+    phase_optimizer.set_learning_rate(lr, config.train.weight_decay)
     loss_sum = _sum_of(losses, parallel)
-    grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
+    grad_norm, loss = phase_optimizer.reduce_grad_norm(loss_sum.double() / loss_tokens, parallel)
     verdict = detector.judge(loss, grad_norm)
-    clipped_step(optimizer, grad_norm, config.train.grad_clip, verdict.applied)
+    phase_optimizer.clipped_step(grad_norm, config.train.grad_clip, verdict.applied)
     update_variance_emas(
         model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
     )
