@@ -133,8 +133,14 @@ class ParallelConfig:
     (`pip install 'gsa-train[deepspeed]'`; with `tensor` and `sequence`, without `context` and `pipeline`)."""
     zero_stage: int = 1
     """With strategy=deepspeed, what is sharded: 1 the optimizer state, 2 the gradients, too, 3 the weights, too."""
+    offload_optimizer: bool = False
+    """With strategy=deepspeed: fp32 weights and moments are in host memory, and its CPUs update them (give each rank
+    OMP_NUM_THREADS). On CPUs it only changes the code that runs."""
     distributed_optimizer: bool = True
     """With strategy=megatron: shard the optimizer state over the data-parallel ranks."""
+    optimizer_instances: int = 1
+    """With distributed_optimizer: groups of data x context ranks, each with a whole optimizer state, sharded within
+    (HSDP): more memory, and only reduced gradients pass between them. A divisor of data x context."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients are added up in, over micro-batches and over ranks. `bf16` halves their memory and traffic and
     rounds each sum; it needs weights in bf16."""

@@ -155,6 +155,7 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=layout.grad_reduce_dtype == "fp32",
         use_distributed_optimizer=layout.distributed_optimizer,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather and trains_base,
     )

@@ -49,7 +49,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
         _groups(trained, phase),
         betas=(config.train.adam_beta1, config.train.adam_beta2),
         eps=config.train.adam_epsilon,
-        fused=parallel.device.type == "cuda",
+        fused=parallel.device.type == "cuda" or config.parallel.offload_optimizer,
     )
     deepspeed.comm.init_distributed(
         deepspeed.get_accelerator().communication_backend_name(), dist_init_required=False
@@ -92,14 +92,21 @@ def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": layout.grad_reduce_dtype},
         "communication_data_type": layout.grad_reduce_dtype,
         "zero_allow_untested_optimizer": True,
+        # torch's AdamW in one kernel, which needs no compiler at the start; DeepSpeed's own would.
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": layout.zero_stage,
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "overlap_comm": parallel.device.type == "cuda",
             "round_robin_gradients": False,
+            **({"offload_optimizer": _offload(parallel)} if layout.offload_optimizer else {}),
         },
         "steps_per_print": None,
     }
+
+
+def _offload(parallel: Parallel) -> dict[str, Any]:
+    return {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
 
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -146,6 +153,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
         self._model = model
         self._shards_weights = engine.zero_optimization_partition_weights()
+        self._offloads = engine.zero_cpu_offload()
         self._flat: list[torch.Tensor] = (
             self._zero.fp32_partitioned_groups_flat
             if self._shards_weights
@@ -216,7 +224,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
                 summed.append(grad)
         for grads, divisor in ((averaged, tensor.size()), (summed, 1)):
             if grads:
-                together = torch.cat(grads)
+                together = torch.cat(grads).to(self._parallel.device)
                 dist.all_reduce(together, group=tensor)
                 together /= divisor
                 for grad, reduced in zip(grads, together.split([len(grad) for grad in grads]), strict=True):
@@ -224,6 +232,14 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     def _gradients(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Each piece's, reduced over the data-parallel ranks, as a flat view."""
+        if self._offloads:
+            if self._parallel.device.type == "cuda":
+                torch.cuda.synchronize()  # they are copied to the host in streams of their own
+            for piece in self._pieces:
+                grad = self._flat[piece.group].grad
+                assert grad is not None
+                yield piece, grad[piece.in_group]
+            return
         groups = {
             group: [grad for grad in grads if not getattr(grad, "_zero_padding", False)]
             for group, grads in self._zero.averaged_gradients.items()
@@ -241,7 +257,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self, loss_share: torch.Tensor, parallel: Parallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grads = [grad for piece, grad in self._gradients() if counts_for_norms(piece.parameter)]
-        sums = torch.stack([sum_of_squares(grads, parallel.device), loss_share.double()])
+        squares = sum_of_squares(grads, self._flat[0].device).to(parallel.device)
+        sums = torch.stack([squares, loss_share.double()])
         dist.all_reduce(sums)
         return sums[0].sqrt().float(), sums[1]
 
@@ -249,17 +266,21 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         assert max_norm == self._engine.gradient_clipping()
         self._norm = torch.where(applied, norm, torch.nan)
         self._engine.step()  # waits for the device, to know whether the update is to be made
+        if self._offloads and not self._shards_weights:
+            # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
+            self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
 
     @torch.no_grad()
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        device = self._flat[0].device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for piece in self._pieces:
             if counts_for_norms(piece.parameter):
                 flat, state = self._flat[piece.group], self._adam.state[self._flat[piece.group]]
                 own = {"step": state["step"], **{moment: state[moment][piece.in_group] for moment in MOMENTS}}
                 weights = [flat.detach()[piece.in_group]]
-                squares += squared_change([own], self._group_of(piece.group), weights, parallel.device)
-        squares = torch.where(applied, squares, 0)
+                total += squared_change([own], self._group_of(piece.group), weights, device)
+        squares = torch.where(applied, total.to(parallel.device), 0)
         dist.all_reduce(squares)
         return squares.sqrt().float()
 

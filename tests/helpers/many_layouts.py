@@ -50,6 +50,7 @@ TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}
 BASELINE = {"gsa": {"attention": "dense"}}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+INSTANCES = {"optimizer_instances": 2}
 ZERO_1 = {"strategy": "deepspeed", "zero_stage": 1}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
@@ -100,8 +101,12 @@ CASES = {
     "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED),
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
+    "two optimizer instances": Case(INSTANCES, steps=3),
+    "two optimizer instances x context, overlapped": Case({"context": 2, **INSTANCES, **OVERLAP}, steps=3),
     "deepspeed 1 x tensor, options": Case({"tensor": 2, **ZERO_1}, OPTIONS, steps=3),
-    "deepspeed 2, recomputed layers": Case({"tensor": 2, **ZERO_2}, train={"recompute": "full"}, steps=3),
+    "deepspeed 2 in host memory, recomputed layers": Case(
+        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}, steps=3
+    ),
     "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=3),
 }
 
@@ -111,6 +116,7 @@ RESHARDED = {
         [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}],
     ),
     "context": ({"context": 2}, [{"context": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
+    "two optimizer instances": (INSTANCES, [INSTANCES, {"tensor": 2}]),
     "deepspeed": ({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, {"pipeline": 2}, ZERO_1]),
 }
 """Who writes a checkpoint, and who goes on from it. In its own layout it goes on bit for bit."""

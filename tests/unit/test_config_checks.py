@@ -143,6 +143,19 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["parallel.overlap_grad_reduce = true", "by itself", "set it to false"],
     ),
     (["parallel.strategy=deepspeed", "parallel.zero_stage=4"], ["parallel.zero_stage = 4", "not 1, 2 or 3"]),
+    (["parallel.optimizer_instances=3"], ["parallel.optimizer_instances = 3", "8 data x context ranks"]),
+    (
+        ["parallel.optimizer_instances=2", "parallel.distributed_optimizer=off"],
+        ["parallel.optimizer_instances = 2", "parallel.distributed_optimizer = false", "set it to 1"],
+    ),
+    (
+        ["parallel.optimizer_instances=2", "parallel.strategy=deepspeed"],
+        ["parallel.optimizer_instances = 2", "parallel.strategy = deepspeed", "set it to 1"],
+    ),
+    (
+        ["parallel.offload_optimizer=on"],
+        ["parallel.offload_optimizer = true", "parallel.strategy = megatron", "to deepspeed"],
+    ),
     (["parallel.zero_stage=2"], ["parallel.zero_stage = 2", "parallel.strategy = megatron", "deepspeed"]),
     # gsa
     (["gsa.k_min=3000"], ["gsa.k_min = 3000", "above gsa.k_base = 2048"]),
@@ -316,6 +329,7 @@ def test_sizes_are_positive(base, field, value):
         ["gsa.indexer_temperature=learned"],
         ["parallel.overlap_grad_reduce=on", "parallel.overlap_param_gather=on"],
         ["parallel.strategy=deepspeed", "parallel.zero_stage=3", "parallel.tensor=2"],
+        ["parallel.optimizer_instances=4", "parallel.context=2", "parallel.pipeline=2"],
         ["gsa.adaptive_k=off", "gsa.gate_bias_init=-1", "train.grad_clip=0"],
     ],
 )
