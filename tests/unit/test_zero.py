@@ -14,6 +14,7 @@ from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.spikes import SpikeDetector, Verdict
+from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -43,8 +44,8 @@ def cuts_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "PERSISTENT_ELEMENTS", 0)
 
 
-def train(config: Config, steps: int = 3) -> tuple[list[tuple[float, ...]], Model]:
-    """Loss, gradient norm and update norm of each step of both phases, and the model at the end."""
+def train(config: Config, steps: int = 2) -> tuple[list[tuple[float, ...]], Model]:
+    """Loss, gradient norm, update norm and validation of each step of both phases, and the model at the end."""
     model, records = tiny_model(config), []
     for number, phase in enumerate(PHASES):
         optimizer = build_optimizer(model, phase, config)
@@ -52,14 +53,15 @@ def train(config: Config, steps: int = 3) -> tuple[list[tuple[float, ...]], Mode
             result = take_step(model, optimizer, random_batches(config, step), config, lr=3e-3, step=step)
             changed = optimizer.update_norm(result.verdict.applied, single_rank())
             loss = result.loss_sum / result.loss_tokens
-            records.append((loss.item(), result.grad_norm.item(), changed.item()))
+            validation, _ = evaluation_step(model, random_batches(config, 100), config, single_rank())
+            records.append((loss.item(), result.grad_norm.item(), changed.item(), validation.item()))
         close_optimizer(model, optimizer)
     return records, model
 
 
 def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
     expected, reference = train(config_of(None))
-    assert max(norm for _, norm, _ in expected) > TRAIN["grad_clip"]  # clipping acts
+    assert max(norm for _, norm, *_ in expected) > TRAIN["grad_clip"]  # clipping acts
     plain = {(name, type(value)) for each in reference.gpt.modules() for name, value in each.__dict__.items()}
     for stage, offload in ((1, False), (2, False), (3, False), (1, True), (2, True), (3, True)):
         found, model = train(config_of(stage, offload))
