@@ -2,8 +2,8 @@
 
 Counted tensor by tensor from what the layers keep: on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's
 RMSNorm and megatron-core's linear layers; the reference core by its large tensors only. tests/unit/test_memory.py
-holds it against traces of the real step (of megatron's strategy). Not in it: DeepSpeed's buckets; what a checkpoint, a validation and a logged step need for a
-moment, buffers of NCCL, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+holds it against traces of the real step. Not in it: what a checkpoint, a validation and a logged step need for a
+moment, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16.
 """
@@ -73,7 +73,9 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     gather_buffer = sizes.value * sizes.tokens * sizes.hidden if sizes.sequence_shards > 1 else 0.0
     return MemoryEstimate(
         weights=sizes.value * (base + indexer) / (shards if zero_stage == 3 else 1),
-        gradients=(4 if parallel.grad_reduce_dtype == "fp32" else 2) * trained / (shards if zero_stage > 1 else 1),
+        gradients=(4 if parallel.grad_reduce_dtype == "fp32" else 2)
+        * trained
+        / (shards if zero_stage > 1 else 1),
         optimizer=0.0 if parallel.offload_optimizer else state_bytes * trained / shards,
         activations=_in_flight(config, stage, micro_batches) * _kept(config, phase, sizes, stage),
         working=_working(config, phase, sizes),
