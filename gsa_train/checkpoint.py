@@ -25,11 +25,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint_files import MANIFEST, faults_in, is_complete, read_manifest, share_of
-from gsa_train.checkpoint_optimizer import fill as fill_optimizer
-from gsa_train.checkpoint_optimizer import is_distributed, wanted_state
+from gsa_train.checkpoint_optimizer import saved_format, step_count, wanted_state
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, unshare_step_counts
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 
 FORMAT_VERSION = 2
 """2: with a manifest. 1 had none, and loads unverified."""
@@ -142,27 +141,41 @@ def load_checkpoint(
 
     Args:
         with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh. Otherwise
-            parallel.distributed_optimizer may be another than the checkpoint's.
+            parallel.distributed_optimizer and parallel.strategy may be others than the checkpoint's.
     """
     metadata = _loading_metadata(checkpoint, parallel)
-    wanted = sharded_state(model, None, metadata, is_loading=True)
+    with phase_optimizer.whole_weights(changes=True):
+        if not with_optimizer:
+            _load(checkpoint, model, sharded_state(model, None, metadata, is_loading=True), parallel)
+        else:
+            loaded = _load_with_optimizer(checkpoint, model, phase_optimizer, parallel, metadata)
     if not with_optimizer:
-        _load(checkpoint, model, wanted, parallel)
-        phase_optimizer.optimizer.reload_model_params()
-        return
+        phase_optimizer.start_from_weights()
+    elif "optimizer" in loaded:
+        phase_optimizer.load_sharded_state(loaded["optimizer"])
+    else:
+        phase_optimizer.fill(loaded["state"], loaded["step_count"])
+
+
+def _load_with_optimizer(
+    checkpoint: Path,
+    model: Model,
+    phase_optimizer: PhaseOptimizer,
+    parallel: Parallel,
+    metadata: dict[str, Any],
+) -> dict[str, Any]:
+    """Fill the model, and return what its optimizer is to go on from: `optimizer` where the checkpoint has it in this
+    one's format, else `state` (parameter by parameter) and `step_count`."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    saved_config = yaml.safe_load(common["run"]["config_yaml"])
-    if saved_config["parallel"]["distributed_optimizer"] != is_distributed(phase_optimizer):
-        saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
-        wanted["state"] = wanted_state(phase_optimizer, dict(wanted), saved_keys)
-        content = _load(checkpoint, model, wanted, parallel)
-        fill_optimizer(phase_optimizer, content["state"], common["optimizer"])
-        return
-    content = _load(
-        checkpoint, model, sharded_state(model, phase_optimizer, metadata, is_loading=True), parallel
-    )
-    phase_optimizer.optimizer.load_state_dict(content["optimizer"])
-    unshare_step_counts(phase_optimizer.optimizer)
+    saved = saved_format(yaml.safe_load(common["run"]["config_yaml"])["parallel"])
+    if saved == phase_optimizer.state_format != "zero":
+        wanted = sharded_state(model, phase_optimizer, metadata, is_loading=True)
+        return _load(checkpoint, model, wanted, parallel)
+    wanted = sharded_state(model, None, metadata, is_loading=True)
+    saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+    wanted["state"] = wanted_state(phase_optimizer, dict(wanted), saved_keys)
+    content = _load(checkpoint, model, wanted, parallel)
+    return {"state": content["state"], "step_count": step_count(common["optimizer"])}
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel) -> None:
@@ -197,9 +210,7 @@ def sharded_state(
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model).items()
     }
     if phase_optimizer is not None:
-        state["optimizer"] = phase_optimizer.optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
+        state["optimizer"] = phase_optimizer.sharded_state(dict(state), is_loading, metadata)
     return state
 
 

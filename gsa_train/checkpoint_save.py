@@ -47,8 +47,8 @@ from gsa_train.checkpoint_files import (
 )
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 
 TORCH_METADATA = ".metadata"
 BACKEND = ("torch_dist", 1)
@@ -153,8 +153,9 @@ class CheckpointSaver:
         save = _Save(state, final.with_name(f".tmp_{final.name}"), began)
         error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
         if error is None:
-            _plan(save, model, phase_optimizer, self._parallel)
-            error = self._agree(self._host_memory.copy_into(save))
+            with phase_optimizer.whole_weights(changes=False):
+                _plan(save, model, phase_optimizer, self._parallel)
+                error = self._agree(self._host_memory.copy_into(save))
         save.stall_seconds = time.perf_counter() - began
         if error is not None:
             if self._parallel.is_main:
@@ -302,10 +303,6 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
     """Fill in who writes what, and what the main rank writes of the rest. Collective; writes nothing."""
-    for ddp in phase_optimizer.ddps:
-        if ddp.use_forward_hook:
-            ddp.disable_forward_pre_hook()  # parameters under way must arrive first
-            ddp.enable_forward_pre_hook()
     metadata = sharding_metadata(parallel)
     content = {
         **sharded_state(model, phase_optimizer, metadata, is_loading=False),

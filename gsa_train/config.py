@@ -14,7 +14,7 @@ from typing import Literal, Union
 
 import yaml
 
-from gsa_train.config_checks import check_config, check_data
+from gsa_train.config_checks import check_config, check_data, check_packages
 from gsa_train.config_load import ConfigError, Problems, apply_override, build, read_yaml
 
 
@@ -128,8 +128,19 @@ class ParallelConfig:
     pipeline_layers: list[int] = field(default_factory=list)
     """Layers of each chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
     i % pipeline. Empty: all the same. The first chunk also has the embedding, the last one the output and the loss."""
+    strategy: Literal["megatron", "deepspeed"] = "megatron"
+    """Who holds gradients and optimizer state of the data-parallel ranks: megatron-core, or DeepSpeed's ZeRO
+    (`pip install 'gsa-train[deepspeed]'`; with `tensor` and `sequence`, without `context` and `pipeline`)."""
+    zero_stage: int = 1
+    """With strategy=deepspeed, what is sharded: 1 the optimizer state, 2 the gradients, too, 3 the weights, too."""
+    offload_optimizer: bool = False
+    """With strategy=deepspeed: fp32 weights and moments are in host memory, and its CPUs update them (give each rank
+    OMP_NUM_THREADS). On CPUs it only changes the code that runs."""
     distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    """With strategy=megatron: shard the optimizer state over the data-parallel ranks."""
+    optimizer_instances: int = 1
+    """With distributed_optimizer: groups of data x context ranks, each with a whole optimizer state, sharded within
+    (HSDP): more memory, and only reduced gradients pass between them. A divisor of data x context."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients are added up in, over micro-batches and over ranks. `bf16` halves their memory and traffic and
     rounds each sum; it needs weights in bf16."""
@@ -402,7 +413,7 @@ def load_config(
         overrides: `section.field=value`, or `phases.0.field=value` for an item of a list; the last one wins.
         world_size: ranks of the run; with it the fields are also checked against each other. None only reads
             and types the file, as for the saved config of a finished run.
-        need_data: with a world size, also check that the local data files exist.
+        need_data: with a world size, also check that the local data files exist, and the packages that the run needs.
 
     Raises:
         ConfigError: lists everything that is wrong, a line each.
@@ -413,7 +424,9 @@ def load_config(
         apply_override(tree, override, problems)
     config = build(Config, tree, problems)
     if world_size is not None:
-        found = check_config(config, world_size) + (check_data(config.data) if need_data else [])
+        found = check_config(config, world_size)
+        if need_data:
+            found += check_data(config.data) + check_packages(config)
         problems.lines += [line for line in found if not problems.explain(line)]
     if problems.lines:
         raise ConfigError(path, problems.lines)

@@ -6,6 +6,7 @@ Plain Python: this runs before torch.distributed starts, and on machines without
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import re
@@ -89,6 +90,16 @@ def check_data(data: DataConfig) -> list[str]:
             problem_line("data.tokenizer", data.tokenizer, "no such file", "set it to a tokenizer file")
         )
     return lines
+
+
+def check_packages(config: Config) -> list[str]:
+    """Packages beyond the required ones that a run needs and that are missing."""
+    if config.parallel.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        remedy = "pip install 'gsa-train[deepspeed]', or set parallel.strategy to megatron"
+        return [
+            problem_line("parallel.strategy", "deepspeed", "the package deepspeed is not installed", remedy)
+        ]
+    return []
 
 
 def _holds_text(folder: Path) -> bool:

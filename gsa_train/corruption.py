@@ -15,7 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,12 +44,6 @@ class Computed(NamedTuple):
     """0-d, like the norm over all ranks."""
 
 
-class GradientBuffers(Protocol):
-    """megatron-core's data-parallel wrapper, as far as it is used here."""
-
-    bucket_groups: list[Any]
-
-
 class Place(NamedTuple):
     """Where a rank is."""
 
@@ -65,14 +59,14 @@ class CorruptionCheck:
         self,
         config: MonitorConfig,
         model: Model,
-        ddps: Sequence[GradientBuffers],
+        modules: Sequence[Any],
         parallel: Parallel,
         log: Callable[[dict[str, Any]], None],
         phase: str,
     ) -> None:
         """
         Args:
-            ddps: around the model's chunks; their reductions are watched from now on.
+            modules: megatron-core's data-parallel wrappers; their reductions are watched from now on.
             log: takes events for metrics.jsonl.
         """
         self._config, self._model, self._parallel, self._log = config, model, parallel, log
@@ -85,7 +79,7 @@ class CorruptionCheck:
         self._compared_step: int | None = None
         self._noting = self._rechecked = False
         if config.recheck_every_steps or config.recheck_spikes:
-            for group in (group for ddp in ddps for group in ddp.bucket_groups):
+            for group in (group for module in modules for group in module.bucket_groups):
                 group.start_grad_sync = partial(self._note_and_reduce, group, group.start_grad_sync)
 
     # --- a step, twice ---------------------------------------------------------------------------------------

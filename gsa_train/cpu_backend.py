@@ -8,6 +8,7 @@ replacement below was found by leaving it out and seeing what broke:
     Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
     pin_memory=True                      checkpoints
     torch.cuda.synchronize()             pipeline sends, checkpoints
+    torch.cuda.Stream()                  gradient buffers of several optimizer instances
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 """
 
@@ -42,6 +43,16 @@ class _CudaToCpu(TorchFunctionMode):
         return result
 
 
+class _NoStream:
+    """Where everything runs in one order anyway."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
 def _names_cuda(device: Any) -> bool:
     if isinstance(device, bool) or device is None:
         return False
@@ -62,6 +73,8 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *args, **kwargs: None
+    cuda.Stream = _NoStream
+    cuda.default_stream = lambda *args, **kwargs: _NoStream()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     module: Any = torch.nn.Module

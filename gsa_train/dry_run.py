@@ -45,6 +45,10 @@ def _layout(config: Config, world_size: int) -> list[str]:
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     over = "data- and context-parallel" if parallel.context > 1 else "data-parallel"
     sharded = f"sharded over {over} ranks" if parallel.distributed_optimizer else "replicated"
+    if parallel.optimizer_instances > 1:
+        sharded += f", in {parallel.optimizer_instances} instances"
+    if parallel.strategy == "deepspeed":
+        sharded += f" by DeepSpeed's ZeRO-{parallel.zero_stage}"
     lines = [
         f"{world_size} = tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} "
         f"x data {replicas}",

@@ -16,6 +16,8 @@ def check_layout(config: Config, world_size: int) -> list[str]:
     """Mistakes in `parallel`, and in sizes that it must divide, a line each."""
     return [
         *_check_sizes(config, world_size),
+        *_check_strategy(config),
+        *_check_instances(config, world_size),
         *_check_context(config),
         *_check_pipeline(config, world_size),
         *_check_batch(config, world_size),
@@ -93,6 +95,63 @@ def _check_sizes(config: Config, world_size: int) -> list[str]:
                 "set both to true, or overlap_param_gather to false",
             )
         )
+    return lines
+
+
+def _check_strategy(config: Config) -> list[str]:
+    """What DeepSpeed's ZeRO goes together with."""
+    parallel = config.parallel
+    lines = []
+    if parallel.strategy == "megatron":
+        if parallel.zero_stage != 1:
+            wrong = "only DeepSpeed has stages, and parallel.strategy = megatron"
+            remedy = "set parallel.strategy to deepspeed, or leave zero_stage out"
+            lines.append(problem_line("parallel.zero_stage", parallel.zero_stage, wrong, remedy))
+        if parallel.offload_optimizer:
+            wrong = "only DeepSpeed's optimizer works in host memory here, and parallel.strategy = megatron"
+            remedy = "set parallel.strategy to deepspeed, or offload_optimizer to false"
+            lines.append(problem_line("parallel.offload_optimizer", True, wrong, remedy))
+        return lines
+    if parallel.zero_stage > 3:
+        lines.append(
+            problem_line("parallel.zero_stage", parallel.zero_stage, "not 1, 2 or 3", "choose one of these")
+        )
+    with_deepspeed = "parallel.strategy = deepspeed"
+    megatron = "or parallel.strategy to megatron"
+    for name in ("context", "pipeline", "virtual_pipeline"):
+        size = getattr(parallel, name)
+        if size > 1:
+            wrong = f"not with {with_deepspeed}, whose ranks are tensor x data parallel"
+            lines.append(problem_line(f"parallel.{name}", size, wrong, f"set it to 1, {megatron}"))
+    if not parallel.distributed_optimizer:
+        wrong = f"{with_deepspeed} always shards the optimizer state"
+        lines.append(
+            problem_line("parallel.distributed_optimizer", False, wrong, f"set it to true, {megatron}")
+        )
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(parallel, name):
+            wrong = f"{with_deepspeed} overlaps by itself"
+            lines.append(problem_line(f"parallel.{name}", True, wrong, f"set it to false, {megatron}"))
+    return lines
+
+
+def _check_instances(config: Config, world_size: int) -> list[str]:
+    """Optimizer instances that share the ranks out evenly."""
+    parallel, field = config.parallel, "parallel.optimizer_instances"
+    instances = parallel.optimizer_instances
+    if instances < 2:
+        return []
+    lines = []
+    if parallel.strategy == "deepspeed":
+        wrong = "only megatron-core has instances, and parallel.strategy = deepspeed"
+        lines.append(problem_line(field, instances, wrong, "set it to 1, or parallel.strategy to megatron"))
+    elif not parallel.distributed_optimizer:
+        wrong = "parallel.distributed_optimizer = false, so every rank holds the whole state already"
+        lines.append(problem_line(field, instances, wrong, "set it to 1, or distributed_optimizer to true"))
+    ranks = data_parallel_size(config, world_size) * parallel.context
+    if ranks % instances != 0:
+        wrong = f"does not divide the {ranks} data x context ranks"
+        lines.append(problem_line(field, instances, wrong, f"choose a divisor of {ranks}"))
     return lines
 
 

@@ -3,7 +3,7 @@
 Counted tensor by tensor from what the layers keep: on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's
 RMSNorm and megatron-core's linear layers; the reference core by its large tensors only. tests/unit/test_memory.py
 holds it against traces of the real step. Not in it: what a checkpoint, a validation and a logged step need for a
-moment, buffers of NCCL, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+moment, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16.
 """
@@ -66,13 +66,17 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
     state_bytes = 8 if train.precision == "fp32" else 12
     replicas = data_parallel_size(config, world_size)
-    shards = replicas * parallel.context if parallel.distributed_optimizer else 1
+    ranks = replicas * parallel.context
+    shards = ranks // parallel.optimizer_instances if parallel.distributed_optimizer else 1
+    zero_stage = parallel.zero_stage if parallel.strategy == "deepspeed" else 1
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     gather_buffer = sizes.value * sizes.tokens * sizes.hidden if sizes.sequence_shards > 1 else 0.0
     return MemoryEstimate(
-        weights=sizes.value * (base + indexer),
-        gradients=(4 if parallel.grad_reduce_dtype == "fp32" else 2) * trained,
-        optimizer=state_bytes * trained / shards,
+        weights=sizes.value * (base + indexer) / (shards if zero_stage == 3 else 1),
+        gradients=(4 if parallel.grad_reduce_dtype == "fp32" else 2)
+        * trained
+        / (shards if zero_stage > 1 else 1),
+        optimizer=0.0 if parallel.offload_optimizer else state_bytes * trained / shards,
         activations=_in_flight(config, stage, micro_batches) * _kept(config, phase, sizes, stage),
         working=_working(config, phase, sizes),
         logits=_logits(config, phase, sizes) if stage == parallel.pipeline - 1 else 0.0,
@@ -153,10 +157,15 @@ def _uses_indexer(config: Config, phase: PhaseConfig) -> bool:
     return config.gsa.attention == "sparse" and (phase.attention == "sparse" or phase.train != "base")
 
 
+def _has_graph(config: Config, phase: PhaseConfig) -> bool:
+    """Whether the base runs with one. A warm-up by megatron's strategy has none: each layer's indexer learns on the
+    spot."""
+    return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
+
+
 def _kept(config: Config, phase: PhaseConfig, sizes: _Sizes, stage: int) -> float:
-    """Bytes that a stage keeps of one micro-batch. A warm-up keeps none: its base runs without a graph, and each
-    layer's indexer learns on the spot."""
-    if phase.train == "indexer":
+    """Bytes that a stage keeps of one micro-batch."""
+    if not _has_graph(config, phase):
         return 0.0
     recompute, held = config.train.recompute, stage_layers(config, stage)
     hidden = sizes.value * sizes.tokens * sizes.hidden / sizes.sequence_shards
@@ -274,7 +283,7 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     elif _uses_indexer(config, phase):
         scratch = max(_selection_scratch(config, sizes), _loss_scratch(config, phase, sizes))
     forward = token_bytes * hidden + scratch
-    if phase.train == "indexer":
+    if not _has_graph(config, phase):
         return one + forward
 
     # Feed-forward: the gradient of its output, of SwiGLU's output and input; and what stands for a weight's gradient
@@ -341,7 +350,7 @@ def _attention_scratch(config: Config, sizes: _Sizes) -> float:
 def _logits(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     """From the last norm to the loss and back."""
     vocabulary = config.model.vocab_size / config.parallel.tensor
-    trains_base = phase.train != "indexer"
+    trains_base = _has_graph(config, phase)
     # Logits in the working precision, over which the fused loss writes their gradient; else also their softmax in
     # fp32, and its gradient in fp32 where there is one.
     per_logit = sizes.value

@@ -68,6 +68,12 @@ def _check_corruption(config: Config, replicas: int) -> list[str]:
         wrong, remedy = "but there is one replica of the model, and nothing to compare", "set it to 0"
         lines.append(problem_line("monitor.compare_replicas_every_steps", every, wrong, remedy))
     dense = config.gsa.dense_attention
+    if config.parallel.strategy == "deepspeed":
+        for name in ("recheck_every_steps", "recheck_spikes", "compare_replicas_every_steps"):
+            if getattr(monitor, name):
+                wrong = "reads megatron-core's gradient buffers and whole weights, and parallel.strategy = deepspeed"
+                remedy = "set that to megatron, or this one to its default"
+                lines.append(problem_line(f"monitor.{name}", getattr(monitor, name), wrong, remedy))
     for name in ("recheck_every_steps", "recheck_spikes"):
         if getattr(monitor, name) and dense in UNREPEATABLE:
             wrong = (

@@ -1,4 +1,5 @@
 """A phase's optimizer: megatron-core's data-parallel wrapper and AdamW over the parameters that the phase trains.
+(`parallel.strategy: deepspeed` has another: zero.py.)
 
 Each phase builds its own and takes it down at the end, so that a frozen base costs no gradient buffer and no
 optimizer state, and the sparse phase starts with fresh moments.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,23 +33,121 @@ from megatron.core.transformer.module import param_is_not_shared
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.phases import enter_phase
 from gsa_train.work_time import WorkTime
 
 
 @dataclass
-class PhaseOptimizer:
-    """What trains one phase."""
+class MegatronPhaseOptimizer(PhaseOptimizer):
+    """`parallel.strategy: megatron`. Its methods are the functions below."""
 
     ddps: list[DistributedDataParallel]
     """The model's chunks, each inside megatron-core's data-parallel wrapper."""
     optimizer: MegatronOptimizer
     phase: PhaseConfig
+    work_time: WorkTime
+
+    def __post_init__(self) -> None:
+        self.modules = self.ddps
+        self.local_backward = self.phase.train == "indexer"
+        sharded = self.ddps[0].ddp_config.use_distributed_optimizer
+        self.state_format = "distributed" if sharded else "plain"
+
+    def begin_step(self) -> None:
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
+            ddp.train()
+        self.optimizer.zero_grad()
+
+    def reduce_gradients(self) -> None:
+        finalize_gradients(self.work_time, self.ddps, None)
+
+    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
+        set_learning_rate(self.optimizer, lr, weight_decay)
+
+    def reduce_grad_norm(
+        self, loss_share: torch.Tensor, parallel: Parallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return reduce_grad_norm(self.optimizer, loss_share, parallel)
+
+    def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        clipped_step(self.optimizer, norm, max_norm, applied)
+
+    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        return update_norm(self.optimizer, applied, parallel)
+
+    def close(self, model: Model) -> None:
+        _close(model, self)
+
+    def whole_weights(self, changes: bool) -> AbstractContextManager[None]:
+        for ddp in self.ddps:
+            if ddp.use_forward_hook and not changes:
+                ddp.disable_forward_pre_hook()  # parameters under way must arrive first
+                ddp.enable_forward_pre_hook()
+        return nullcontext()
+
+    def sharded_state(
+        self, model_state: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def load_sharded_state(self, loaded: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(loaded)
+        unshare_step_counts(self.optimizer)
+
+    def loaded_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, ddp in enumerate(self.ddps):
+            for name, parameter in ddp.named_parameters():
+                if parameter.requires_grad:
+                    yield f"{number}.{name}", parameter
+
+    @torch.no_grad()
+    def fill(self, loaded: dict[str, dict[str, torch.Tensor]], step_count: float) -> None:
+        (inner,) = inner_optimizers(self.optimizer)
+        for name, parameter in self.loaded_parameters():
+            tensors = {"param": parameter.detach(), **loaded[name]}
+            if isinstance(inner, DistributedOptimizer):
+                if parameter not in inner.model_param_group_index_map:
+                    continue  # all of it is other ranks'
+                part = inner._get_model_param_range_map(parameter)["param"]
+                flat = {kind: tensor.flatten()[part.start : part.end] for kind, tensor in tensors.items()}
+                inner._set_main_param_and_optimizer_states(parameter, flat)
+            else:
+                main = getattr(parameter, "main_param", parameter)
+                main.data.copy_(tensors["param"])
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    inner.optimizer.state[main][moment].copy_(tensors[moment])
+        for state in inner.optimizer.state.values():
+            state["step"].fill_(step_count)
+
+    def start_from_weights(self) -> None:
+        self.optimizer.reload_model_params()
 
 
 def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOptimizer:
     """Freeze for the phase, wrap the model, and make its optimizer."""
     enter_phase(model, phase)
+    if config.parallel.strategy == "deepspeed":
+        from gsa_train.zero import build_zero_optimizer  # imports DeepSpeed
+
+        return build_zero_optimizer(model, phase, config)
+    return _build_megatron_optimizer(model, phase, config)
+
+
+def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
+    """Release gradients, hooks and optimizer state before the next phase builds its own. Collective."""
+    phase_optimizer.close(model)
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+        parameter.grad = None
+    config = model.mcore_config
+    config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+
+
+def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) -> MegatronPhaseOptimizer:
     layout, train = config.parallel, config.train
     # In the warm-up each layer runs its own backward pass; there is no single one to overlap with.
     trains_base = phase.train != "indexer"
@@ -55,6 +155,7 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=layout.grad_reduce_dtype == "fp32",
         use_distributed_optimizer=layout.distributed_optimizer,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather and trains_base,
     )
@@ -88,7 +189,7 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     model.mcore_config.no_sync_func = (
         (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
     )
-    return PhaseOptimizer(ddps, optimizer, phase)
+    return MegatronPhaseOptimizer(ddps, optimizer, phase, model.work_time)
 
 
 def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +249,7 @@ def reduce_grad_norm(
     grads = [g for inner in _chained(optimizer) for g in inner.get_main_grads_for_grad_norm()]
     # Without the distributed optimizer every data-parallel replica holds all of them.
     copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
-    sums = torch.stack([_sum_of_squares(grads, parallel.device) / copies, loss_share.double()])
+    sums = torch.stack([sum_of_squares(grads, parallel.device) / copies, loss_share.double()])
     dist.all_reduce(sums)
     return sums[0].sqrt().float(), sums[1]
 
@@ -189,20 +290,25 @@ def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: P
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     copies = parallel.world_size // optimizer.get_grad_stats_parallel_group().size()
     for inner in inner_optimizers(optimizer):
-        adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if _counts_for_norms(p)}
+        adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
         for group in adam.param_groups:
             for part in _parts([p for p in group["params"] if id(p) in counted]):
-                squares += _squared_change(adam, group, part, parallel.device)
+                squares += squared_change([adam.state[p] for p in part], group, part, parallel.device)
     squares = torch.where(applied, squares / copies, 0)
     dist.all_reduce(squares)
     return squares.sqrt().float()
 
 
-def _squared_change(
-    adam: torch.optim.AdamW, group: dict[str, Any], parameters: list[torch.Tensor], device: torch.device
+def squared_change(
+    states: list[dict[str, torch.Tensor]],
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+    device: torch.device,
 ) -> torch.Tensor:
-    """0-d fp64. w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
-    states = [adam.state[parameter] for parameter in parameters]
+    """0-d fp64: of parameters of one group, by AdamW's states after the step.
+
+    w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay).
+    """
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
     correction = (1 - beta2**step).sqrt()
     roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
@@ -211,7 +317,7 @@ def _squared_change(
     torch._foreach_mul_(changes, correction / (1 - beta1**step))
     lr, decay = group["lr"], group["weight_decay"]
     torch._foreach_add_(changes, parameters, alpha=decay)
-    return _sum_of_squares(list(changes), device) * (lr / (1 - lr * decay)) ** 2
+    return sum_of_squares(list(changes), device) * (lr / (1 - lr * decay)) ** 2
 
 
 def _parts(tensors: list[torch.Tensor], elements: int = 1 << 26) -> Iterator[list[torch.Tensor]]:
@@ -226,12 +332,12 @@ def _parts(tensors: list[torch.Tensor], elements: int = 1 << 26) -> Iterator[lis
         yield part
 
 
-def _counts_for_norms(parameter: torch.Tensor) -> bool:
+def counts_for_norms(parameter: torch.Tensor) -> bool:
     """Not a copy of what another rank has, as megatron-core counts gradients."""
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
-def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """0-d fp64. On CPUs torch adds up squares in fp32 nearly in one go: over half a million gradients that is 3e-5
     beside the norm, another 3e-5 for each way of cutting them, and clipping carries it into the weights."""
     if not tensors:
@@ -243,8 +349,7 @@ def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.
     return torch.stack(norms).double().square().sum()
 
 
-def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
-    """Release gradient buffers, hooks and optimizer state before the next phase builds its own."""
+def _close(model: Model, phase_optimizer: MegatronPhaseOptimizer) -> None:
     for ddp in phase_optimizer.ddps:
         if ddp.use_forward_hook:
             ddp.disable_forward_pre_hook()  # also waits for parameters under way
@@ -252,12 +357,9 @@ def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
         # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
         ddp.grad_accs.clear()
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
-        parameter.grad = None
         for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
             if hasattr(parameter, attribute):
                 delattr(parameter, attribute)
-    config = model.mcore_config
-    config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
 
 
 def _chained(optimizer: MegatronOptimizer) -> list[Any]:

@@ -87,6 +87,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
+        num_distributed_optimizer_instances=config.optimizer_instances,
         distributed_timeout_minutes=collective_timeout(config).total_seconds() / 60,
     )
     torch.manual_seed(seed)

@@ -19,14 +19,8 @@ from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
-from gsa_train.optim import (
-    PhaseOptimizer,
-    clipped_step,
-    finalize_gradients,
-    reduce_grad_norm,
-    set_learning_rate,
-)
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.spikes import SpikeDetector, Verdict
 
 
@@ -67,12 +61,11 @@ def train_step(
         check: computes it again, or compares the replicas' weights, where that is due; both raise CorruptionFound.
         saves: what the step makes of the weights will be saved.
     """
-    optimizer = phase_optimizer.optimizer
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     model.work_time.end()
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
     model.work_time.begin()
-    set_learning_rate(optimizer, lr, config.train.weight_decay)
+    phase_optimizer.set_learning_rate(lr, config.train.weight_decay)
 
     compute = partial(_compute, model, phase_optimizer, micro_batches, loss_tokens, config, parallel, step)
     computed = compute() if check is None else check.compute(step + 1, compute)
@@ -84,7 +77,7 @@ def train_step(
             verdict = detector.judge(computed.loss, computed.grad_norm)
         check.compare_replicas(step + 1, saves)
     with model.work_time.part("optimizer"):
-        clipped_step(optimizer, computed.grad_norm, config.train.grad_clip, verdict.applied)
+        phase_optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
         update_variance_emas(
             model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
         )
@@ -102,9 +95,7 @@ def _compute(
     step: int,
 ) -> Computed:
     """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
-    runtime, ddps, optimizer = model.runtime, phase_optimizer.ddps, phase_optimizer.optimizer
-    phase = phase_optimizer.phase
-    local = phase.train == "indexer"
+    runtime, phase, local = model.runtime, phase_optimizer.phase, phase_optimizer.local_backward
     runtime.evaluating, runtime.local_backward = False, local
     runtime.begin_step(
         f"{config.run.seed} {step} {parallel.data_rank * parallel.context_size + parallel.context_rank}"
@@ -117,20 +108,19 @@ def _compute(
             config.train.global_batch_size * blocks_per_sequence,
             parallel.data_size * parallel.context_size,
         )
-    for ddp in ddps:
-        ddp.zero_grad_buffer()
-        ddp.train()
-    optimizer.zero_grad()
+    phase_optimizer.begin_step()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with model.work_time.part("forward_backward"):
         with torch.no_grad() if local else nullcontext():
-            losses = _run_schedule(ddps, micro_batches, loss_tokens, config, parallel, forward_only=local)
+            modules = phase_optimizer.modules
+            losses = _run_schedule(modules, micro_batches, loss_tokens, config, parallel, forward_only=local)
         if local:
-            finalize_gradients(model.work_time, ddps, None)
+            phase_optimizer.reduce_gradients()
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
-        grad_norm, loss = reduce_grad_norm(optimizer, loss_sum.double() / loss_tokens, parallel)
+        loss_share = loss_sum.double() / loss_tokens
+        grad_norm, loss = phase_optimizer.reduce_grad_norm(loss_share, parallel)
     return Computed(loss_sum, grad_norm, loss)
 
 

@@ -19,8 +19,9 @@ from gsa_train.evaluate import evaluate
 from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
 from gsa_train.model.build import Model
 from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFound
-from gsa_train.optim import PhaseOptimizer, lr_multipliers, update_norm
+from gsa_train.optim import lr_multipliers
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.phases import PhaseSpan
 from gsa_train.profiler import StepProfiler
 from gsa_train.progress import Progress
@@ -90,8 +91,8 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
     clock = IntervalClock(parallel.device)
     check = None
     if needs_check(config.monitor):
-        ddps = phase_optimizer.ddps
-        check = CorruptionCheck(config.monitor, run.model, ddps, parallel, run.log, span.phase.name)
+        modules = phase_optimizer.modules
+        check = CorruptionCheck(config.monitor, run.model, modules, parallel, run.log, span.phase.name)
 
     def stop(reason: int, in_validation: bool = False) -> NoReturn:
         """Every step has been read."""
@@ -219,7 +220,7 @@ def _log(
 ) -> None:
     """The record of the step just done, whose verdict has been read. Collective."""
     config, parallel = run.config, run.parallel
-    changed = update_norm(phase_optimizer.optimizer, result.verdict.applied, parallel)
+    changed = phase_optimizer.update_norm(result.verdict.applied, parallel)
     interval = clock.read_and_reset()
     reduced = reduce_step(
         run.model.runtime.stats,

@@ -41,6 +41,7 @@ class Model:
     """Layers of the whole model that have an indexer."""
     work_time: WorkTime
     """Of this rank in training steps."""
+    parallel: Parallel
 
     @property
     def gpt(self) -> GPTModel:
@@ -90,6 +91,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         runtime=runtime,
         num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
         work_time=WorkTime(parallel.device),
+        parallel=parallel,
     )
 
 

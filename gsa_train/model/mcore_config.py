@@ -54,7 +54,9 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
             "parallel.grad_reduce_dtype = bf16: gradients have the weights' precision, which is fp32 here; set it to "
             "fp32, or train.precision to bf16"
         )
-    adds_weight_gradients = fused_ops and dtype == torch.bfloat16 and not reduces_in_bf16
+    # DeepSpeed takes the gradients from autograd.
+    megatron_buffers = config.parallel.strategy == "megatron" and not reduces_in_bf16
+    adds_weight_gradients = fused_ops and dtype == torch.bfloat16 and megatron_buffers
     if adds_weight_gradients:
         weight_gradients.install()
     recompute_layers = train.recompute == "full"

@@ -104,6 +104,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
         (2, ("parallel.pipeline=2",)),
         (2, ()),
         pytest.param(4, ("parallel.tensor=2", "parallel.pipeline=2"), marks=needs_devices(4)),
+        pytest.param(
+            4, ("parallel.optimizer_instances=2", "parallel.overlap_grad_reduce=true"), marks=needs_devices(4)
+        ),
     ],
 )
 def test_a_layout_over_nccl_follows_one_rank(

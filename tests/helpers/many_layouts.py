@@ -25,7 +25,7 @@ from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config_checks import check_config
 from gsa_train.metrics import reduce_step
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer, update_norm
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.spikes import SpikeDetector
 from gsa_train.step import evaluation_step, train_step
@@ -50,6 +50,10 @@ TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}
 BASELINE = {"gsa": {"attention": "dense"}}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
+INSTANCES = {"optimizer_instances": 2}
+ZERO_1 = {"strategy": "deepspeed", "zero_stage": 1}
+ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
+ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Case:
     parallel: dict[str, Any]
     sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
     train: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+    """Of each phase."""
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
         """With `parallel`, for that layout instead of the case's."""
@@ -95,6 +101,13 @@ CASES = {
     "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED),
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
+    "two optimizer instances": Case(INSTANCES, steps=3),
+    "two optimizer instances x context, overlapped": Case({"context": 2, **INSTANCES, **OVERLAP}, steps=3),
+    "deepspeed 1 x tensor, options": Case({"tensor": 2, **ZERO_1}, OPTIONS, steps=3),
+    "deepspeed 2 in host memory, recomputed layers": Case(
+        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}, steps=3
+    ),
+    "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=3),
 }
 
 RESHARDED = {
@@ -102,9 +115,11 @@ RESHARDED = {
         INTERLEAVED,
         [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}],
     ),
-    "context": ({"context": 2}, [{"context": 4}, INTERLEAVED]),
+    "context": ({"context": 2}, [{"context": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
+    "two optimizer instances": (INSTANCES, [INSTANCES, {"tensor": 2}]),
+    "deepspeed": ({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, {"pipeline": 2}, ZERO_1]),
 }
-"""Who writes a checkpoint, and who goes on from it."""
+"""Who writes a checkpoint, and who goes on from it. In its own layout it goes on bit for bit."""
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
@@ -173,7 +188,7 @@ def take_step(
         "loss": reduced.loss,
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
-        "update_norm": update_norm(optimizer.optimizer, result.verdict.applied, parallel).item(),
+        "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
         **reduced.layers,
     }
 
@@ -199,12 +214,15 @@ def go_on(
 
 
 def main(folder: Path) -> None:
+    from gsa_train import zero  # here, where the ranks run: the tests read the tables above
+
     torch.set_num_threads(1)
+    zero.PERSISTENT_ELEMENTS = 0  # else ZeRO-3 would cut none of these small parameters
     trained, resumed = {}, {}
     for name, case in CASES.items():
         config = case.config(**case.train)
         parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = train_case(config, parallel)
+        trained[name] = train_case(config, parallel, case.steps)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
     for name, (writer, readers) in RESHARDED.items():

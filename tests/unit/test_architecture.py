@@ -82,6 +82,12 @@ def test_only_a_few_rooms_of_gsa_train_know_megatron(path: Path) -> None:
         assert not names_within(path, "megatron")
 
 
+@EACH_FILE
+def test_only_two_rooms_know_deepspeed(path: Path) -> None:
+    if path not in (TRAIN / "zero.py", TRAIN / "zero_parts.py"):
+        assert not names_within(path, "deepspeed")
+
+
 def test_only_parallel_imports_the_cpu_backend_and_only_when_it_needs_it() -> None:
     importers = []
     for path in FILES:

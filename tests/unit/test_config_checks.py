@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, DataConfig, PhaseConfig, load_config
-from gsa_train.config_checks import check_config, check_data
+from gsa_train.config_checks import check_config, check_data, check_packages
 from gsa_train.layout_checks import data_parallel_size
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -133,6 +133,34 @@ CASES: list[tuple[list[str], list[str]]] = [
         ],
         ["parallel.overlap_param_gather = true", "distributed_optimizer = false"],
     ),
+    (
+        ["parallel.strategy=deepspeed", "parallel.pipeline=2"],
+        ["parallel.pipeline = 2", "parallel.strategy = deepspeed", "set it to 1, or parallel.strategy"],
+    ),
+    (["parallel.strategy=deepspeed", "parallel.context=2"], ["parallel.context = 2", "set it to 1"]),
+    (
+        ["parallel.strategy=deepspeed", "parallel.distributed_optimizer=off"],
+        ["parallel.distributed_optimizer = false", "always shards", "set it to true"],
+    ),
+    (
+        ["parallel.strategy=deepspeed", "parallel.overlap_grad_reduce=on"],
+        ["parallel.overlap_grad_reduce = true", "by itself", "set it to false"],
+    ),
+    (["parallel.strategy=deepspeed", "parallel.zero_stage=4"], ["parallel.zero_stage = 4", "not 1, 2 or 3"]),
+    (["parallel.optimizer_instances=3"], ["parallel.optimizer_instances = 3", "8 data x context ranks"]),
+    (
+        ["parallel.optimizer_instances=2", "parallel.distributed_optimizer=off"],
+        ["parallel.optimizer_instances = 2", "parallel.distributed_optimizer = false", "set it to 1"],
+    ),
+    (
+        ["parallel.optimizer_instances=2", "parallel.strategy=deepspeed"],
+        ["parallel.optimizer_instances = 2", "parallel.strategy = deepspeed", "set it to 1"],
+    ),
+    (
+        ["parallel.offload_optimizer=on"],
+        ["parallel.offload_optimizer = true", "parallel.strategy = megatron", "to deepspeed"],
+    ),
+    (["parallel.zero_stage=2"], ["parallel.zero_stage = 2", "parallel.strategy = megatron", "deepspeed"]),
     # gsa
     (["gsa.k_min=3000"], ["gsa.k_min = 3000", "above gsa.k_base = 2048"]),
     (["gsa.k_max=2000"], ["gsa.k_max = 2000", "below gsa.k_base = 2048"]),
@@ -316,6 +344,8 @@ def test_sizes_are_positive(base, field, value):
         ["train.seq_len_tokens=257", "parallel.tensor=2", "parallel.sequence=off"],
         ["gsa.indexer_temperature=learned"],
         ["parallel.overlap_grad_reduce=on", "parallel.overlap_param_gather=on"],
+        ["parallel.strategy=deepspeed", "parallel.zero_stage=3", "parallel.tensor=2"],
+        ["parallel.optimizer_instances=4", "parallel.context=2", "parallel.pipeline=2"],
         ["gsa.adaptive_k=off", "gsa.gate_bias_init=-1", "train.grad_clip=0"],
     ],
 )
@@ -331,6 +361,15 @@ def test_the_world_size(base, world_size, fragment):
     (problem,) = check_config(config, world_size)
     assert fragment in problem
     assert data_parallel_size(config, world_size) == 0
+
+
+def test_deepspeed_must_be_installed(base, monkeypatch):
+    config = load_config(base, ["parallel.strategy=deepspeed"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = check_packages(config)
+    assert "not installed" in problem
+    assert "pip install 'gsa-train[deepspeed]'" in problem
+    assert check_packages(load_config(base)) == []
 
 
 def test_data_files(tmp_path):

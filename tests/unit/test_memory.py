@@ -27,6 +27,15 @@ def test_parameters_and_their_state():
     assert sparse.optimizer == pytest.approx(12 * count.total / 8)
     assert estimate(["parallel.distributed_optimizer=off"]).optimizer == pytest.approx(12 * count.total)
     assert estimate(["parallel.grad_reduce_dtype=bf16"]).gradients == pytest.approx(2 * count.total)
+    assert estimate(["parallel.optimizer_instances=2"]).optimizer == pytest.approx(12 * count.total / 4)
+    deepspeed = ["parallel.strategy=deepspeed"]
+    deepspeed += ["parallel.overlap_grad_reduce=off", "parallel.overlap_param_gather=off"]
+    zero = estimate([*deepspeed, "parallel.zero_stage=3"])
+    assert zero.weights == pytest.approx(2 * count.total / 8)
+    assert zero.gradients == pytest.approx(4 * count.total / 8)
+    assert zero.optimizer == sparse.optimizer
+    assert estimate(deepspeed, phase=0).activations > 0
+    assert estimate([*deepspeed, "parallel.offload_optimizer=on"]).optimizer == 0
     warmup = estimate(phase=0)
     assert warmup.weights == sparse.weights
     assert warmup.gradients == pytest.approx(4 * count.indexer)

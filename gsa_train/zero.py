@@ -1,0 +1,392 @@
+"""`parallel.strategy: deepspeed`: DeepSpeed's ZeRO in place of megatron-core's gradient buffers and optimizer.
+
+The model, its tensor and sequence parallelism and the schedule stay megatron-core's. DeepSpeed reduces the gradients
+over the data-parallel ranks, keeps each rank's part of the fp32 weights and moments (stage 3: of the weights, too), and
+updates. Written against DeepSpeed 0.19.8, whose inner lists (`params_in_partition`, `averaged_gradients`, ...) are
+read here: a test of each stage compares every step with one rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# What DeepSpeed would guess with a warning, and what it insists on, also under plain python.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+os.environ.setdefault("LOCAL_RANK", "0")
+
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+
+from gsa_train.checkpoint_optimizer import MAIN_WEIGHTS, MOMENTS, PREFIX, by_parameter, fp32_like, only_copy
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.optim import counts_for_norms, lr_multipliers, squared_change, sum_of_squares
+from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
+from gsa_train.zero_parts import Groups, Piece, pieces, pieces_of_shards, share_out, take_off, whole_shape
+
+PERSISTENT_ELEMENTS = 100_000
+"""ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# On CPUs it would compile collectives of its own at the first start; gloo's are there.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> ZeroPhaseOptimizer:
+    """Wrap the model, frozen for the phase, into DeepSpeed's engine. Collective."""
+    parallel = model.parallel
+    trained = [(name, each) for name, each in model.gpt.named_parameters() if each.requires_grad]
+    adam = torch.optim.AdamW(
+        _groups(trained, phase),
+        betas=(config.train.adam_beta1, config.train.adam_beta2),
+        eps=config.train.adam_epsilon,
+        fused=parallel.device.type == "cuda" or config.parallel.offload_optimizer,
+    )
+    deepspeed.comm.init_distributed(
+        deepspeed.get_accelerator().communication_backend_name(), dist_init_required=False
+    )
+    settings = _settings(config, parallel, model.mcore_config.bf16)
+    mpu = Groups(parallel)
+    engine = _Engine(
+        args=None,
+        model=model.module,
+        optimizer=adam,
+        mpu=mpu,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+        dont_change_device=True,
+    )
+    return ZeroPhaseOptimizer(engine, model, phase, parallel, dict(trained))
+
+
+def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -> list[dict[str, Any]]:
+    """Parameter groups as megatron-core makes them of `optim._group_overrides`."""
+    multipliers = lr_multipliers(phase)
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in trained:
+        kind = next((kind for kind in ("indexer", "gate") if hasattr(parameter, f"gsa_{kind}")), "base")
+        lr_mult = multipliers["gates" if kind == "gate" else kind]
+        wd_mult = 0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0
+        groups.setdefault((lr_mult, wd_mult), []).append(parameter)
+    return [{"params": group, "lr_mult": lr, "wd_mult": wd} for (lr, wd), group in groups.items()]
+
+
+def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
+    """DeepSpeed's config: everything it would schedule, scale or write itself is off."""
+    layout, train = config.parallel, config.train
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        # Megatron-core's schedule has scaled the loss; where a step ends, `no_sync` says.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": train.grad_clip,
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": layout.grad_reduce_dtype},
+        "communication_data_type": layout.grad_reduce_dtype,
+        "zero_allow_untested_optimizer": True,
+        # torch's AdamW in one kernel, which needs no compiler at the start; DeepSpeed's own would.
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+            "overlap_comm": parallel.device.type == "cuda",
+            "round_robin_gradients": False,
+            **({"offload_optimizer": _offload(parallel)} if layout.offload_optimizer else {}),
+        },
+        "steps_per_print": None,
+    }
+
+
+def _offload(parallel: Parallel) -> dict[str, Any]:
+    return {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
+
+
+class _Engine(DeepSpeedEngine):  # type: ignore[misc]
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Always ZeRO's optimizer. For stage 1, bf16 weights and fp32 gradients DeepSpeed would take another one, which
+        keeps everything elsewhere."""
+        return ZERO_OPTIMIZATION
+
+
+class _Callable(torch.nn.Module):
+    """The engine as megatron-core's schedule calls it. The engine itself has a `config` of its own, which it would take
+    for the model's."""
+
+    engine: DeepSpeedEngine
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.__dict__["engine"] = engine  # not a submodule: it holds this module's parameters
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+
+def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+class ZeroPhaseOptimizer(PhaseOptimizer):
+    state_format = "zero"
+    local_backward = (
+        False  # ZeRO-2 and 3 reduce at the end of a backward pass, and 3 brings the weights for it
+    )
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        model: Model,
+        phase: PhaseConfig,
+        parallel: Parallel,
+        trained: dict[str, torch.nn.Parameter],
+    ) -> None:
+        self.phase, self.modules = phase, [_Callable(engine)]
+        self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
+        self._model = model
+        self._shards_weights = engine.zero_optimization_partition_weights()
+        self._offloads = engine.zero_cpu_offload()
+        self._flat: list[torch.Tensor] = (
+            self._zero.fp32_partitioned_groups_flat
+            if self._shards_weights
+            else self._zero.single_partition_of_fp32_groups
+        )
+        self._pieces = list(pieces_of_shards(self._zero) if self._shards_weights else pieces(self._zero))
+        self._owners = share_out(trained, parallel.data_size)
+        self._norm = torch.zeros(())
+        for flat in self._flat:
+            self._adam.state[flat].update(
+                step=torch.zeros((), device=flat.device),
+                exp_avg=torch.zeros_like(flat, requires_grad=False),
+                exp_avg_sq=torch.zeros_like(flat, requires_grad=False),
+            )
+        # DeepSpeed clips by the norm that it computes in fp32, and leaves out an update whose norm is not finite.
+        # It gets ours, and NaN where the update is to be left out.
+        if self._shards_weights:
+            self._zero._get_norm_groups = lambda: [self._norm]
+        else:
+            self._zero.scaled_global_norm = lambda norm_type=2: self._norm
+        # In the warm-up nothing before the first indexer has a gradient, and recomputed layers without one in their
+        # input would not run a backward pass at all.
+        self._embedding_hook = model.gpt.embedding.register_forward_hook(_begin_graph)
+        config = model.mcore_config
+        config.grad_scale_func = None
+        config.no_sync_func = self._not_the_last
+        config.finalize_model_grads_func = self._finalize
+
+    @property
+    def _adam(self) -> torch.optim.AdamW:
+        adam: torch.optim.AdamW = self._zero.optimizer
+        return adam
+
+    def _group_of(self, flat_group: int) -> dict[str, Any]:
+        index = self._zero.sub_group_to_group_id[flat_group] if self._shards_weights else flat_group
+        group: dict[str, Any] = self._adam.param_groups[index]
+        return group
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.train()
+
+    @contextmanager
+    def _not_the_last(self) -> Iterator[None]:
+        """Around all micro-batches of a step but its last one."""
+        self._engine.set_gradient_accumulation_boundary(False)
+        yield
+        self._engine.set_gradient_accumulation_boundary(True)
+
+    def reduce_gradients(self) -> None:
+        raise AssertionError("the schedule has done it")
+
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        """What megatron-core's finalize_model_grads does beyond data parallelism: gradients of what the tensor-parallel
+        ranks each hold whole, over these ranks. Their parts of the gradients are cut alike."""
+        self._model.work_time.end()
+        tensor = self._parallel.groups.tp
+        if tensor.size() == 1:
+            return
+        config = self._model.mcore_config
+        averaged, summed = [], []
+        for piece, grad in self._gradients():
+            if getattr(piece.parameter, "average_gradients_across_tp_domain", False):
+                averaged.append(grad)
+            elif config.sequence_parallel and getattr(piece.parameter, "sequence_parallel", False):
+                summed.append(grad)
+        for grads, divisor in ((averaged, tensor.size()), (summed, 1)):
+            if grads:
+                together = torch.cat(grads).to(self._parallel.device)
+                dist.all_reduce(together, group=tensor)
+                together /= divisor
+                for grad, reduced in zip(grads, together.split([len(grad) for grad in grads]), strict=True):
+                    grad.copy_(reduced)
+
+    def _gradients(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Each piece's, reduced over the data-parallel ranks, as a flat view."""
+        if self._offloads:
+            if self._parallel.device.type == "cuda":
+                torch.cuda.synchronize()  # they are copied to the host in streams of their own
+            for piece in self._pieces:
+                grad = self._flat[piece.group].grad
+                assert grad is not None
+                yield piece, grad[piece.in_group]
+            return
+        groups = {
+            group: [grad for grad in grads if not getattr(grad, "_zero_padding", False)]
+            for group, grads in self._zero.averaged_gradients.items()
+        }
+        for piece in self._pieces:
+            yield piece, groups[piece.group][piece.number].view(-1)[: piece.length]
+
+    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    @torch.no_grad()
+    def reduce_grad_norm(
+        self, loss_share: torch.Tensor, parallel: Parallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grads = [grad for piece, grad in self._gradients() if counts_for_norms(piece.parameter)]
+        squares = sum_of_squares(grads, self._flat[0].device).to(parallel.device)
+        sums = torch.stack([squares, loss_share.double()])
+        dist.all_reduce(sums)
+        return sums[0].sqrt().float(), sums[1]
+
+    def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        assert max_norm == self._engine.gradient_clipping()
+        self._norm = torch.where(applied, norm, torch.nan)
+        self._engine.step()  # waits for the device, to know whether the update is to be made
+        if self._offloads and not self._shards_weights:
+            # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
+            self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
+
+    @torch.no_grad()
+    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        device = self._flat[0].device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for piece in self._pieces:
+            if counts_for_norms(piece.parameter):
+                flat, state = self._flat[piece.group], self._adam.state[self._flat[piece.group]]
+                own = {"step": state["step"], **{moment: state[moment][piece.in_group] for moment in MOMENTS}}
+                weights = [flat.detach()[piece.in_group]]
+                total += squared_change([own], self._group_of(piece.group), weights, device)
+        squares = torch.where(applied, total.to(parallel.device), 0)
+        dist.all_reduce(squares)
+        return squares.sqrt().float()
+
+    @torch.no_grad()
+    def close(self, model: Model) -> None:
+        engine = self._engine
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        self._embedding_hook.remove()
+        if self._shards_weights:
+            parameters: list[Any] = list(model.module.parameters())
+            parameters[0].all_gather(param_list=parameters)
+        engine.destroy()
+        if self._shards_weights:
+            take_off(model.module)
+        for parameter in model.module.parameters():
+            for attribute in (
+                "grad_accum",
+                "_hp_mapping",
+                "_dp_group",
+                "param_idx_in_group",
+                "_z3_optimizer",
+            ):
+                parameter.__dict__.pop(attribute, None)
+        model.mcore_config.no_sync_func = model.mcore_config.finalize_model_grads_func = None
+
+    # --- a checkpoint ------------------------------------------------------------------------------------
+    # In megatron-core's format, under the names of its plain optimizer, so that either strategy reads the other's.
+    # The state of a parameter is gathered on one of the data-parallel ranks, its owner, which writes or reads it.
+
+    @contextmanager
+    def whole_weights(self, changes: bool) -> Iterator[None]:
+        if not self._shards_weights:
+            yield
+            return
+        parameters = list(self._engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(
+            parameters, modifier_rank=dist.get_global_rank(self._parallel.groups.dp, 0) if changes else None
+        ):
+            yield
+
+    @torch.no_grad()
+    def sharded_state(
+        self, model_state: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert not is_loading, "it is loaded parameter by parameter"
+        entries = by_parameter(model_state)
+        state: dict[str, Any] = {}
+        names = {"param": MAIN_WEIGHTS[1], **{moment: moment for moment in MOMENTS}}
+        for name, parameter in self._trained.items():
+            like = entries[id(parameter)]
+            for kind, saved_as in names.items():
+                whole = self._gather(name, kind)
+                if whole is not None:
+                    key = f"{PREFIX}.{saved_as}.{like.key}"
+                    state[f"{name}.{kind}"] = only_copy(fp32_like(like, key, whole))
+        counts = [state["step"].item() for state in self._adam.state.values()]
+        return {"state": state, "common_step": counts[0]}
+
+    def load_sharded_state(self, loaded: dict[str, Any]) -> None:
+        raise AssertionError("it is loaded parameter by parameter")
+
+    def loaded_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in self._trained.items():
+            if self._owners[name] == self._parallel.data_rank:
+                yield name, parameter
+
+    @torch.no_grad()
+    def fill(self, loaded: dict[str, dict[str, torch.Tensor]], step_count: float) -> None:
+        self.start_from_weights()
+        for name in self._trained:
+            self._scatter(name, loaded.get(name))
+        for state in self._adam.state.values():
+            state["step"].fill_(step_count)
+
+    def start_from_weights(self) -> None:
+        self._zero.refresh_fp32_params()
+
+    def _tensor(self, piece: Piece, kind: str) -> torch.Tensor:
+        """Flat view of the fp32 weight (`param`) or of a moment."""
+        flat = self._flat[piece.group]
+        return (flat.detach() if kind == "param" else self._adam.state[flat][kind])[piece.in_group]
+
+    def _gather(self, name: str, kind: str) -> torch.Tensor | None:
+        """The whole tensor, on the host of its owner. Bits are added up, of which all but one rank have 0."""
+        parameter = self._trained[name]
+        whole = torch.zeros(whole_shape(parameter), device=self._parallel.device)
+        for piece in self._pieces_of(parameter):
+            whole.view(-1)[piece.in_parameter] = self._tensor(piece, kind)
+        group, owner = self._parallel.groups.dp, self._owners[name]
+        dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, owner), group=group)
+        return whole.cpu() if owner == self._parallel.data_rank else None
+
+    def _scatter(self, name: str, loaded: dict[str, torch.Tensor] | None) -> None:
+        """Each rank's part of what the owner has loaded."""
+        parameter, group = self._trained[name], self._parallel.groups.dp
+        source = dist.get_global_rank(group, self._owners[name])
+        has_weights: list[Any] = [loaded is not None and "param" in loaded]
+        dist.broadcast_object_list(has_weights, source, group=group)
+        for kind in (*MOMENTS, "param")[: 3 if has_weights[0] else 2]:
+            whole = torch.empty(whole_shape(parameter), device=self._parallel.device)
+            if loaded is not None:
+                whole.copy_(loaded[kind])
+            dist.broadcast(whole, source, group=group)
+            for piece in self._pieces_of(parameter):
+                self._tensor(piece, kind).copy_(whole.view(-1)[piece.in_parameter])
+
+    def _pieces_of(self, parameter: torch.nn.Parameter) -> list[Piece]:
+        return [piece for piece in self._pieces if piece.parameter is parameter]

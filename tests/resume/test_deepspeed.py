@@ -1,0 +1,48 @@
+"""A run by DeepSpeed goes on from its checkpoint bit for bit, through the change of phases; megatron's strategy goes on
+from one, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.runs import SMALL, Run, train
+
+pytestmark = pytest.mark.slow
+
+SHORT = (
+    *SMALL,  # two micro-batches on each of two ranks
+    *(f"phases.{number}.{field}" for number in range(2) for field in ("steps=3", "warmup_steps=1")),
+    "checkpoint.every_steps=2",
+    "evaluate.every_steps=3",
+    "evaluate.split_by_source=false",
+)
+ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=2")
+TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
+
+
+def records_of(run: Run, after: int) -> list[dict[str, Any]]:
+    """Steps and validations behind a step, without what is measured with a clock."""
+    return [
+        {name: value for name, value in record.items() if name not in TIMING}
+        for record in run.records()
+        if record["step"] > after and record.get("event") != "checkpoint"
+    ]
+
+
+def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", *SHORT, *ZERO, ranks=2)
+    assert whole.series("step") == [1, 2, 3, 4, 5, 6]
+    from_warm_up = ("--resume-from", str(whole.checkpoints / "step_00000002"))
+    resumed = train(tmp_path / "resumed", *SHORT, *ZERO, *from_warm_up, ranks=2)
+    assert resumed.series("step") == [3, 4, 5, 6]
+    assert records_of(resumed, after=2) == records_of(whole, after=2)
+
+    # The first loss is that of the weights, the second one shows the optimizer's state.
+    from_sparse = ("--resume-from", str(whole.checkpoints / "step_00000004"))
+    by_megatron = train(tmp_path / "megatron", *SHORT, *from_sparse, ranks=1)
+    for key in ("loss", "indexer_kl", "grad_norm", "update_norm"):
+        assert by_megatron.series(key) == pytest.approx(whole.series(key)[4:], rel=1e-5), key

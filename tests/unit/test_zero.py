@@ -1,0 +1,114 @@
+"""DeepSpeed's ZeRO in one process: its steps are those of megatron-core's optimizer, a step can be left out, and it
+leaves the model as it found it. More ranks: tests/distributed/test_many_layouts.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train import zero
+from gsa_train.config import Config
+from gsa_train.model.build import Model
+from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.spikes import SpikeDetector, Verdict
+from gsa_train.step import evaluation_step
+from helpers.single_rank import (
+    SPARSE,
+    WARM_UP,
+    named_weights,
+    random_batches,
+    single_rank,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+# Other rates for gates and indexer, clipping and weight decay: each parameter group counts.
+PHASES = [WARM_UP, dataclasses.replace(SPARSE, indexer_lr_mult=3.0, gate_lr_mult=2.0)]
+TRAIN = {"grad_clip": 0.5, "weight_decay": 0.1, "micro_batch_size": 1}
+ALL_KEYS = {"k_base": 16, "k_min": 16, "k_max": 16}
+
+
+def config_of(stage: int | None, offload: bool = False) -> Config:
+    """In bf16, as on GPUs."""
+    zero = {"strategy": "deepspeed", "zero_stage": stage, "offload_optimizer": offload}
+    parallel: dict[str, Any] = {} if stage is None else zero
+    return tiny_config(PHASES, gsa=ALL_KEYS, train={**TRAIN, "precision": "bf16"}, parallel=parallel)
+
+
+@pytest.fixture(autouse=True)
+def cuts_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "PERSISTENT_ELEMENTS", 0)
+
+
+def train(config: Config, steps: int = 2) -> tuple[list[tuple[float, ...]], Model]:
+    """Loss, gradient norm, update norm and validation of each step of both phases, and the model at the end."""
+    model, records = tiny_model(config), []
+    for number, phase in enumerate(PHASES):
+        optimizer = build_optimizer(model, phase, config)
+        for step in range(number * steps, (number + 1) * steps):
+            result = take_step(model, optimizer, random_batches(config, step), config, lr=3e-3, step=step)
+            changed = optimizer.update_norm(result.verdict.applied, single_rank())
+            loss = result.loss_sum / result.loss_tokens
+            validation, _ = evaluation_step(model, random_batches(config, 100), config, single_rank())
+            records.append((loss.item(), result.grad_norm.item(), changed.item(), validation.item()))
+        close_optimizer(model, optimizer)
+    return records, model
+
+
+def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
+    expected, reference = train(config_of(None))
+    assert max(norm for _, norm, *_ in expected) > TRAIN["grad_clip"]  # clipping acts
+    plain = {(name, type(value)) for each in reference.gpt.modules() for name, value in each.__dict__.items()}
+    for stage, offload in ((1, False), (2, False), (3, False), (1, True), (2, True), (3, True)):
+        found, model = train(config_of(stage, offload))
+        for step, (record, other) in enumerate(zip(found, expected, strict=True)):
+            assert record == pytest.approx(other, rel=1e-6), (stage, offload, step)
+        weights = named_weights(reference)
+        for name, weight in named_weights(model).items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-7, msg=name)
+        left = {(name, type(value)) for each in model.gpt.modules() for name, value in each.__dict__.items()}
+        assert left == plain
+        for parameter in model.gpt.parameters():
+            assert not [name for name in parameter.__dict__ if name.startswith(("ds_", "_hp", "_z3"))]
+
+
+class LeavesOut(SpikeDetector):
+    """Applies no update."""
+
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
+        verdict = super().judge(loss, grad_norm)
+        return verdict._replace(applied=torch.zeros_like(verdict.applied))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True], ids=["on device", "in host memory"])
+def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
+    """One step, one without its update, one more: as if the second had not been."""
+    after = []
+    for left_out in (False, True):
+        config = config_of(stage, offload)
+        model = tiny_model(config)
+        optimizer = build_optimizer(model, PHASES[1], config)
+        take_step(model, optimizer, random_batches(config, 0), config, lr=3e-3)
+        if left_out:
+            with optimizer.whole_weights(changes=False):
+                before = named_weights(model)
+            detector = LeavesOut(config.monitor, single_rank().device)
+            result = take_step(
+                model, optimizer, random_batches(config, 1), config, lr=3e-3, detector=detector
+            )
+            assert result.grad_norm > 0
+            assert optimizer.update_norm(result.verdict.applied, single_rank()) == 0
+            with optimizer.whole_weights(changes=False):
+                assert all(torch.equal(weight, before[name]) for name, weight in named_weights(model).items())
+        result = take_step(model, optimizer, random_batches(config, 2), config, lr=3e-3)
+        norms = (result.grad_norm, optimizer.update_norm(result.verdict.applied, single_rank()))
+        close_optimizer(model, optimizer)
+        after.append((norms, named_weights(model)))
+    (norms, weights), (other_norms, other_weights) = after
+    assert norms == other_norms
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
