@@ -234,6 +234,17 @@ CASES: list[tuple[list[str], list[str]]] = [
         )
         for override in ("monitor.recheck_every_steps=10", "monitor.recheck_spikes=true")
     ),
+    *(
+        (
+            [override, "parallel.strategy=deepspeed"],
+            [override.partition("=")[0], "parallel.strategy = deepspeed", "set that to megatron"],
+        )
+        for override in (
+            "monitor.recheck_every_steps=10",
+            "monitor.recheck_spikes=true",
+            "monitor.compare_replicas_every_steps=5",
+        )
+    ),
     (
         ["monitor.compare_replicas_every_steps=5", "parallel.tensor=2", "parallel.pipeline=4"],
         ["monitor.compare_replicas_every_steps = 5", "one replica"],
