@@ -23,12 +23,13 @@ TITLES = {
     "spike": "Spike",
     "rewind": "Rewind",
     "lower_lr": "Lower learning rate",
+    "corruption": "Silent data corruption",
     "stop": "The monitor stopped the run",
     "checkpoint_failed": "A save failed",
     "checkpoint_damaged": "A checkpoint is damaged",
 }
 """Of events."""
-ERRORS = frozenset({"stop", "checkpoint_failed", "checkpoint_damaged"})
+ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged"})
 
 
 class Alert(NamedTuple):

@@ -116,9 +116,7 @@ PANELS = (
     Panel("gsa", "gates", "gates below 0.1", LOW_GATES, "percent"),
     Panel("gsa", "sink", "attention to the first token", {"first_token_attention": "first token"}, "percent"),
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
-    Panel(
-        "stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "spikes per 100K steps"}
-    ),
+    Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
     Panel("stability", "stability", "so far", LEFT_OUT, "count"),
     Panel("stability", "stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),
     Panel("system", "throughput", "tokens per second", {"tokens_per_second": "tokens/s"}, "count"),

@@ -18,6 +18,7 @@ KINDS = {
     "rewind": ("rewind", "#e67e00"),
     "lower_lr": ("lower learning rate", "#b8860b"),
     "skipped_batches": ("batches left out", "#7a7a7a"),
+    "corruption": ("silent data corruption", "#00695c"),
     "stop": ("stop by the monitor", "#6a1b1b"),
     "warning": ("warning", "#c9a400"),
     "checkpoint_failed": ("save failed", "#8a4fa3"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gsa_train.starts import read_starts
 from helpers.runs import SMALL, Run, finished, kill, start
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,8 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
     records = old_run.steps()
     again = start_in(old_run).wait()
     assert "is complete" in again.output
+    assert [start["step"] for start in read_starts(again.folder)] == [0, 20]
+    assert read_starts(again.folder)[1]["layout"].startswith("1 ranks on cpu")
     assert again.steps() == records
     assert (again.folder / "summary.json").read_text() == summary
     assert {path: path.stat().st_mtime_ns for path in again.checkpoints.rglob("*")} == before
@@ -50,6 +53,7 @@ def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):
     assert fresh.steps()[0]["step"] == 1
     assert fresh.latest == ""
     (previous,) = (fresh.folder / "previous").iterdir()
+    assert [len(read_starts(folder)) for folder in (fresh.folder, previous)] == [1, 1]
     assert Run(previous, None, old_run.log, "").records() == records
     assert (previous / "checkpoints" / "latest").read_text() == "step_00000020"
     assert (previous / "summary.json").exists()

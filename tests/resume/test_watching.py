@@ -41,10 +41,12 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     with gzip.open(folder / "rank_00001.json.gz") as file:
         events = json.load(file)["traceEvents"]
     named = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
-    assert {name: named[name] for name in ("ProfilerStep#10", "ProfilerStep#11", "optimizer", "data")} == {
+    assert {
+        name: named[name] for name in ("ProfilerStep#10", "ProfilerStep#11", "forward_backward", "data")
+    } == {
         "ProfilerStep#10": 1,
         "ProfilerStep#11": 1,
-        "optimizer": 2,
+        "forward_backward": 2,
         "data": 2,
     }
     # 4 layers and 2 micro-batches in each of the two steps; the warm-up selects only because it is measured.

@@ -3,11 +3,15 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
+import gsa_train.report
+from gsa_train.alerts import TITLES as TITLES_OF_ALERTS
 from gsa_train.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
 from gsa_train.report import MOST_EVENTS, _thin, write_report
+from gsa_train.report_events import KINDS
 from gsa_train.starts import read_starts, source_commit
 
 PHASES = ((30, "warm-up"), (60, "sparse"))
@@ -141,6 +145,15 @@ def test_thousands_of_flagged_steps_are_few_marks(tmp_path):
     assert marks[0] == [1000, "spike"]
     assert page.count("loss 9 above") == MOST_EVENTS
     assert f"and {8000 - MOST_EVENTS} more" in page
+
+
+def test_every_event_that_is_logged_is_known():
+    """A new one needs a row in the report, and, if a person should hear of it, an alert."""
+    sources = "".join(path.read_text() for path in Path(gsa_train.report.__file__).parent.glob("*.py"))
+    logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
+    assert logged >= {"spike", "rewind", "skipped_batches", "checkpoint_damaged", "warning"}
+    assert logged - {"validation", "checkpoint"} == set(KINDS) - {"restart", "fault"}
+    assert set(TITLES_OF_ALERTS) < logged
 
 
 def test_the_list_of_panels_is_one():
