@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import REPOSITORY, SMALL, Run, kill, processes_of
+from helpers.runs import REPOSITORY, SMALL, TIMING, Run, kill, processes_of
 
 RANKS = 4
 SAVE_EVERY_STEPS = 5
@@ -73,8 +73,6 @@ COUNTS = {
 DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """On the full disk: room for lines of metrics, not for a checkpoint."""
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
-TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import SMALL, Run, train
+from helpers.runs import SMALL, TIMING, Run, train
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,6 @@ SHORT = (
     "evaluate.split_by_source=false",
 )
 ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=2")
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
-TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent")
 
 
 def records_of(run: Run, after: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import yaml
 
 from gsa_train.corruption import EXIT_CODE
 from gsa_train.sinks import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TIMING
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +31,6 @@ PHASES = [
     {"name": "warm-up", "steps": 3, "attention": "dense", "train": "indexer", "lr": 1e-3},
     {"name": "sparse", "steps": 7, "lr": 2e-3},
 ]
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "tflops_per_second")
-TIMING += ("tflops_per_second_dense_equivalent", "slowest_rank", "slowest_rank_ratio")
 TWICE, LOG = "monitor.recheck_every_steps=1", "monitor.on_corruption=log"
 SPIKES = "monitor.recheck_spikes=true"
 REPLICAS = "monitor.compare_replicas_every_steps=4"
