@@ -19,17 +19,17 @@ from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TIMING
 pytestmark = pytest.mark.slow
 
 SECTIONS: dict[str, Any] = {
-    "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 128},
+    "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 64},
     "gsa": {"indexer_heads": 2, "indexer_dim": 16, "k_base": 16, "k_min": 8, "k_max": 32},
-    "train": {"seq_len_tokens": 64, "micro_batch_size": 1, "global_batch_size": 12},
-    "data": {"num_lanes": 12},
-    "evaluate": {"every_steps": 0, "max_blocks": 8, "ngram_baselines": False},
+    "train": {"seq_len_tokens": 64, "micro_batch_size": 1, "global_batch_size": 6},
+    "data": {"num_lanes": 6},
+    "evaluate": {"every_steps": 0, "max_blocks": 1, "ngram_baselines": False},
     "checkpoint": {"every_steps": 100},
     "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False, "plots": False},
 }
 PHASES = [
-    {"name": "warm-up", "steps": 3, "attention": "dense", "train": "indexer", "lr": 1e-3},
-    {"name": "sparse", "steps": 7, "lr": 2e-3},
+    {"name": "warm-up", "steps": 2, "attention": "dense", "train": "indexer", "lr": 1e-3},
+    {"name": "sparse", "steps": 6, "lr": 2e-3},
 ]
 TWICE, LOG = "monitor.recheck_every_steps=1", "monitor.on_corruption=log"
 SPIKES = "monitor.recheck_spikes=true"
@@ -95,7 +95,7 @@ def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Finished]
     """Of both phases: in the warm-up layers run their own backward passes."""
     assert runs["checked"].codes == [0, 0]
     assert not runs["checked"].found
-    assert len(runs["clean"].numbers) > 10
+    assert len(runs["clean"].numbers) == 9  # 8 steps and a validation
     assert runs["checked"].numbers == runs["clean"].numbers
 
 
