@@ -24,11 +24,12 @@ TITLES = {
     "rewind": "Rewind",
     "lower_lr": "Lower learning rate",
     "stop": "The monitor stopped the run",
+    "corruption": "Silent data corruption",
     "checkpoint_failed": "A save failed",
     "checkpoint_damaged": "A checkpoint is damaged",
 }
 """Of events."""
-ERRORS = frozenset({"stop", "checkpoint_failed", "checkpoint_damaged"})
+ERRORS = frozenset({"stop", "corruption", "checkpoint_failed", "checkpoint_damaged"})
 
 
 class Alert(NamedTuple):

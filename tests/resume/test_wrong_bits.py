@@ -42,6 +42,7 @@ COPIES = "parallel.distributed_optimizer=false"
 class Finished:
     def __init__(self, folder: Path, codes: list[int]) -> None:
         self.codes, self.log = codes, folder.with_suffix(".log.0").read_text()
+        self.reports = [path.read_text() for path in (folder / "faults").glob("*/report.txt")]
         records = read_records(folder / "metrics.jsonl")
         self.found = [record for record in records if record.get("event") == "corruption"]
         self.numbers = [
@@ -108,6 +109,7 @@ def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
     (event,) = wrong.found
     assert (event["step"], event["ranks"], event["corruption"]) == (7, [1], "recheck")
     assert "silent data corruption at step 7" in wrong.log
+    assert wrong.reports == [f"{event['reason']}\nno update was made after step 6 <--\n"]
     assert f"rank 1 on {os.uname().nodename}: gradients" in wrong.log
     assert [record["step"] for record in wrong.numbers] == [1, 2, 3, 4, 5, 6]
 
