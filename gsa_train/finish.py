@@ -12,6 +12,7 @@ from gsa_data.best_fit import packing_shares
 from gsa_data.source_weights import tokens_by_source
 from gsa_train.config import PhaseConfig
 from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
+from gsa_train.corruption import CorruptionFound
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.monitor import EXIT_CODE, MonitorStop
 from gsa_train.monitor_stop import note_stop
@@ -96,9 +97,16 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     _close(run, EXIT_CODE)
 
 
-def give_up_corrupted(run: Run) -> None:
-    """The same for a run whose numbers are not what they should be; the metrics have it already. Collective."""
+def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
+    """The same for a run whose numbers are not what they should be. Collective.
+
+    The metrics have it already, but a restart drops what they say after its checkpoint; the report stays.
+    """
     newest_save(run)
+    if run.parallel.is_main:
+        folder = run_dir(run.config) / "faults" / time.strftime("%Y%m%d-%H%M%S")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").write_text(f"{fault}\nno update was made after step {run.step} <--\n")
     _close(run, EXIT_CORRUPTED)
 
 

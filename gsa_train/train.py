@@ -108,8 +108,8 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     except MonitorStop as stop:
         give_up(run, stop, next(span.phase for span in spans if run.step <= span.end))
         raise
-    except CorruptionFound:
-        give_up_corrupted(run)
+    except CorruptionFound as fault:
+        give_up_corrupted(run, fault)
         raise
     finally:
         run.saver.close()  # whatever stops the training, the save under way is finished

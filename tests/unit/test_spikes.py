@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
+import runpy
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -217,3 +221,27 @@ def test_a_trial_counts_what_is_found_and_what_is_not() -> None:
     places = (170, 300, 430, 560, 690)
     assert trial.delays["large"] == [0.0] * len(places)
     assert trial.delays["none"] == [0.0 if first == 300 else math.inf for first in places]
+
+
+def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = Path(__file__).parents[2]
+    (tmp_path / "config.yaml").write_text((repository / "configs" / "demo.yaml").read_text())
+    trace = noise(300)
+    trace[200, 1] *= 5
+    records = [
+        {"step": 11 + i, "phase": "sparse", "loss": loss, "grad_norm": norm}
+        for i, (loss, norm) in enumerate(trace.tolist())
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def printed(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["spikes.py", str(tmp_path), *words])
+        runpy.run_path(str(repository / "launch" / "spikes.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    out = printed("--faults")
+    assert re.search(r"sparse: 300 steps\n  robust +1 flagged  211\n  OLMo-core +1 flagged  211\n", out)
+    assert re.search(r"norm x5, 1 steps +1/1 after  0.0 +1/1 after  0.0", out)
+    assert re.search(r"robust +0 flagged", printed("monitor.grad_norm_min_ratio=9"))
