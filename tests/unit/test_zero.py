@@ -77,7 +77,7 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
 
 
 class LeavesOut(SpikeDetector):
-    """Applies no update."""
+    """Applies no update, as if each step were a spike."""
 
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
         verdict = super().judge(loss, grad_norm)
@@ -87,7 +87,7 @@ class LeavesOut(SpikeDetector):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("offload", [False, True], ids=["on device", "in host memory"])
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
-    """One step, one without its update, one more: as if the second had not been."""
+    """One step, a spike, one whose gradients are not finite, one more: as if those between had not been."""
     after = []
     for left_out in (False, True):
         config = config_of(stage, offload)
@@ -98,10 +98,13 @@ def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> N
             with optimizer.whole_weights(changes=False):
                 before = named_weights(model)
             detector = LeavesOut(config.monitor, single_rank().device)
-            result = take_step(
-                model, optimizer, random_batches(config, 1), config, lr=3e-3, detector=detector
-            )
-            assert result.grad_norm > 0
+            spike = take_step(model, optimizer, random_batches(config, 1), config, lr=3e-3, detector=detector)
+            assert spike.grad_norm > 0
+            weight: Any = model.gpt.decoder.final_layernorm.weight
+            poison = weight.register_hook(lambda gradient: gradient * torch.nan)
+            result = take_step(model, optimizer, random_batches(config, 1), config, lr=3e-3)
+            poison.remove()
+            assert not result.grad_norm.isfinite()
             assert optimizer.update_norm(result.verdict.applied, single_rank()) == 0
             with optimizer.whole_weights(changes=False):
                 assert all(torch.equal(weight, before[name]) for name, weight in named_weights(model).items())
