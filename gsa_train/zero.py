@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from gsa_train.model.build import Model
 from gsa_train.optim import counts_for_norms, lr_multipliers, squared_change, sum_of_squares
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
-from gsa_train.zero_parts import Groups, Piece, pieces, pieces_of_shards, share_out, take_off, whole_shape
+from gsa_train.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember, share_out, whole_shape
 
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
@@ -55,7 +55,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
         deepspeed.get_accelerator().communication_backend_name(), dist_init_required=False
     )
     settings = _settings(config, parallel, model.mcore_config.bf16)
-    mpu = Groups(parallel)
+    mpu, take_off = Groups(parallel), remember(model.module)
     engine = _Engine(
         args=None,
         model=model.module,
@@ -65,7 +65,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
         config_class=DeepSpeedConfig(settings, mpu),
         dont_change_device=True,
     )
-    return ZeroPhaseOptimizer(engine, model, phase, parallel, dict(trained))
+    return ZeroPhaseOptimizer(engine, model, phase, parallel, dict(trained), take_off)
 
 
 def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -> list[dict[str, Any]]:
@@ -148,10 +148,11 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         phase: PhaseConfig,
         parallel: Parallel,
         trained: dict[str, torch.nn.Parameter],
+        take_off: Callable[[], None],
     ) -> None:
         self.phase, self.modules = phase, [_Callable(engine)]
         self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
-        self._model = model
+        self._model, self._take_off = model, take_off
         self._shards_weights = engine.zero_optimization_partition_weights()
         self._offloads = engine.zero_cpu_offload()
         self._flat: list[torch.Tensor] = (
@@ -294,18 +295,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             parameters: list[Any] = list(model.module.parameters())
             parameters[0].all_gather(param_list=parameters)
         engine.destroy()
-        if self._shards_weights:
-            take_off(model.module)
-        for parameter in model.module.parameters():
-            for attribute in (
-                "grad_accum",
-                "_hp_mapping",
-                "_dp_group",
-                "param_idx_in_group",
-                "_z3_optimizer",
-            ):
-                parameter.__dict__.pop(attribute, None)
-        model.mcore_config.no_sync_func = model.mcore_config.finalize_model_grads_func = None
+        self._take_off()
 
     # --- a checkpoint ------------------------------------------------------------------------------------
     # In megatron-core's format, under the names of its plain optimizer, so that either strategy reads the other's.

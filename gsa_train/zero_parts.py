@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,44 +107,18 @@ def share_out(trained: dict[str, torch.nn.Parameter], ranks: int) -> dict[str, i
     return owners
 
 
-def take_off(module: torch.nn.Module) -> None:
-    """Undo what ZeRO-3 made of a module, whose weights are gathered: DeepSpeed leaves it on."""
-    for each in module.modules():
-        each._parameters = each.__dict__.pop("_original_parameters")
-        for attribute in _MODULE_ATTRIBUTES:
-            each.__dict__.pop(attribute, None)
-    plain = set(torch.nn.Parameter(torch.zeros(())).__dict__)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()
-        for attribute in [name for name in parameter.__dict__ if name not in plain]:
-            if attribute.startswith("ds_") or attribute in _PARAMETER_ATTRIBUTES:
-                delattr(parameter, attribute)
-    parameter_offload.FWD_MODULE_STACK.clear()
+def remember(module: torch.nn.Module) -> Callable[[], None]:
+    """A function that takes off a module what DeepSpeed has put on it since; call it with whole weights."""
+    attributes = [(each, frozenset(vars(each))) for each in (*module.modules(), *module.parameters())]
 
+    def take_off() -> None:
+        for each in module.modules():
+            each._parameters = vars(each).get("_original_parameters", each._parameters)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()  # not a view of DeepSpeed's buffers
+        for owner, before in attributes:
+            for name in vars(owner).keys() - before:
+                vars(owner).pop(name)
+        parameter_offload.FWD_MODULE_STACK.clear()
 
-_MODULE_ATTRIBUTES = (
-    "_external_params",
-    "ds_external_parameters",
-    "all_parameters",
-    "ds_id",
-    "ds_recompute_parameters",
-    "ds_grads_remaining",
-    "applied_pre_backward_ref_cnt",
-    "pre_bwd_fn",
-    "post_bwd_fn",
-    "ds_inflight_param_registry",
-)
-_PARAMETER_ATTRIBUTES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "partition",
-    "reduce_gradients_at_owner",
-    "partition_gradients",
-    "aligned_size",
-    "padding_size",
-    "partition_numel",
-    "item",
-    "convert_to_zero_parameters",
-    "is_external_param",
-    "nvme_swapper",
-)
+    return take_off

@@ -85,6 +85,10 @@ WRONG = {
         "world size = 4: not a multiple of parallel.tensor = 3 x parallel.context = 1 x parallel.pipeline = 1; "
         "start 3 or 6 ranks",
     ),
+    "deepspeed with a pipeline": (
+        "parallel.strategy=deepspeed parallel.pipeline=2",
+        "parallel.pipeline = 2: not with parallel.strategy = deepspeed, whose ranks are tensor x data parallel; set",
+    ),
     "no value": ("run.seed=", "run.seed = '': no value after the =; write run.seed=VALUE"),
 }
 
