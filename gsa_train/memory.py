@@ -308,10 +308,11 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
 
 
 def _selection_scratch(config: Config, sizes: _Sizes) -> float:
-    """Scores of a chunk of rows in fp32, and of lists the chunk's bits, twice."""
-    scores = 4 * sizes.pairs / config.gsa.selection_block
-    bits = SCORE_CHUNK_BYTES / 16 if _gathers(config) and config.gsa.selection_block == 1 else 0.0
-    return min(scores, SCORE_CHUNK_BYTES) + bits
+    """Scores of a chunk of rows in fp32; where lists are made of bits, two chunks' bits and the lists in parts."""
+    scores = min(4 * sizes.pairs / config.gsa.selection_block, SCORE_CHUNK_BYTES)
+    if _gathers(config) and config.gsa.selection_block == 1:
+        return scores + SCORE_CHUNK_BYTES / 16 + _kernel_selection(config, sizes)
+    return scores
 
 
 def _loss_scratch(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
