@@ -65,22 +65,23 @@ bench:
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
 # a dry run predicts; on one GPU, on all, and what that scales. ARGS adds options and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
+RESULTS ?= runs
 LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full$(if $(filter-out 0 1,$(GPUS)),;tp=1$(comma)mbs=4$(comma)opt=off;tp=2$(comma)sp$(comma)mbs=4)
 comma := ,
 BENCH_NODE = launch/bench_training.py --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml \
 	--megatron configs/standard_1.7b.yaml
 bench-node:
 	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=1 $(BENCH_NODE) \
-		--layouts "tp=1,mbs=4" --json runs/bench_1.json $(ARGS)
+		--layouts "tp=1,mbs=4" --json $(RESULTS)/bench_1.json $(ARGS)
 	[ "$(GPUS)" -lt 2 ] || { $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
-		--layouts "$(LAYOUTS)" --json runs/bench_$(GPUS).json $(ARGS) && \
-		$(PYTHON) launch/bench_training.py --scaling runs/bench_1.json runs/bench_$(GPUS).json; }
+		--layouts "$(LAYOUTS)" --json $(RESULTS)/bench_$(GPUS).json $(ARGS) && \
+		$(PYTHON) launch/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
 
 # Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase.
 layouts-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH \
 		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) \
-		tests/helpers/layouts_on_gpu.py --json runs/layouts_$(GPUS).json $(ARGS)
+		tests/helpers/layouts_on_gpu.py --json $(RESULTS)/layouts_$(GPUS).json $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -207,9 +207,13 @@ def _layer(config: Config, phase: PhaseConfig, sizes: _Sizes) -> _Layer:
     singles = 2 / sizes.sequence_shards  # 1 / rms of both norms
     if fused:  # the projection's output for G2, and G1's part of it once more in the order of the heads
         values += gsa.value_gate * gate_logits + gsa.output_gate * sizes.query
-    else:  # rotated Q, K beside those projected; SiLU; gates: logits and results; in fp32 their inputs and sigmoids
-        values += sizes.query + sizes.key_value + sizes.ffn + 2 * gate_logits
-        singles += 2 * gate_logits
+    else:  # SiLU and the other factor; gates: logits, and of G2 in fp32 input and sigmoid; else V inside of QKV
+        values += 2 * sizes.ffn + gate_logits
+        values += 0 if gsa.value_gate else sizes.query + sizes.key_value
+        singles += 2 * gsa.value_gate * sizes.key_value
+    if not kernels:  # G1: its result, and in fp32 input and sigmoid
+        values += gsa.output_gate * sizes.query
+        singles += 2 * gsa.output_gate * sizes.query
     core_bytes = 0.0
     if kernels:
         core_bytes += 4 * sizes.tokens * sizes.heads  # lse
@@ -304,10 +308,11 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
 
 
 def _selection_scratch(config: Config, sizes: _Sizes) -> float:
-    """Scores of a chunk of rows in fp32, and of lists the chunk's bits, twice."""
-    scores = 4 * sizes.pairs / config.gsa.selection_block
-    bits = SCORE_CHUNK_BYTES / 16 if _gathers(config) and config.gsa.selection_block == 1 else 0.0
-    return min(scores, SCORE_CHUNK_BYTES) + bits
+    """Scores of a chunk of rows in fp32; where lists are made of bits, two chunks' bits and the lists in parts."""
+    scores = min(4 * sizes.pairs / config.gsa.selection_block, SCORE_CHUNK_BYTES)
+    if _gathers(config) and config.gsa.selection_block == 1:
+        return scores + SCORE_CHUNK_BYTES / 16 + _kernel_selection(config, sizes)
+    return scores
 
 
 def _loss_scratch(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
@@ -351,11 +356,9 @@ def _logits(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     """From the last norm to the loss and back."""
     vocabulary = config.model.vocab_size / config.parallel.tensor
     trains_base = _has_graph(config, phase)
-    # Logits in the working precision, over which the fused loss writes their gradient; else also their softmax in
-    # fp32, and its gradient in fp32 where there is one.
-    per_logit = sizes.value
-    if config.train.fused_ops == "none":
-        per_logit += 8 if trains_base else 4
+    # Logits in the working precision, over which the fused loss writes their gradient; megatron-core's also holds
+    # their softmax in fp32.
+    per_logit = sizes.value + (4 if config.train.fused_ops == "none" else 0)
     hidden = sizes.value * sizes.tokens * sizes.hidden
     total = per_logit * sizes.tokens * vocabulary + 2 * hidden / sizes.sequence_shards
     if trains_base:  # the gradient of the output layer's input, and what stands for its weight's

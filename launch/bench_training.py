@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> int:
         else:
             time.sleep(5)  # torchrun ends all ranks with the first: let that be the one that speaks
         return 2
-    about = harness.environment() | {"devices": str(world_size)}
+    about = harness.environment() | {"megatron": version("megatron-core"), "devices": str(world_size)}
     if is_main:
         print(harness.describe(about), flush=True)
     content: dict[str, Any] = {"command": " ".join(sys.argv), "environment": about, "rows": []}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gsa_train.bench.step_bench import (
     reset_peak_memory,
     time_steps,
 )
-from gsa_train.config import Config, PhaseConfig, load_config
+from gsa_train.config import Config, GSAConfig, PhaseConfig, load_config
 from gsa_train.memory import estimate_memory
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.parallel import Parallel, init_parallel, leave_layout
@@ -135,9 +135,16 @@ def variants(
     for layout in layouts:
         made += [Variant(path.stem, layout, sizes.apply(path, layout, world_size)) for path in configs]
         if megatron is not None:
-            config = sizes.apply(megatron, layout, world_size)
+            config = plain(sizes.apply(megatron, layout, world_size))
             made += [Variant(f"megatron ({each})", layout, config, each) for each in attentions]
     return made
+
+
+def plain(config: Config) -> Config:
+    """Without gates and indexer, densely trained: what megatron-core's model is, and its operations are counted as."""
+    gsa = GSAConfig(attention="dense", value_gate=False, output_gate=False)
+    phase = replace(config.phases[-1], attention="dense", train="all")
+    return replace(config, gsa=gsa, phases=[phase])
 
 
 def run_variants(plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int) -> Iterator[Result]:

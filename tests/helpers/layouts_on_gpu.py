@@ -39,7 +39,7 @@ from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.config_checks import check_config
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from helpers.many_layouts import INTERLEAVED, OVERLAP, train_case
+from helpers.many_layouts import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3, train_case
 from helpers.single_rank import CONFIG
 
 FACTOR = 3.0
@@ -78,8 +78,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 2, sp, cp 2": ({"tensor": 2, "context": 2}, {}),
     "cp 2, pp 2": ({"context": 2, "pipeline": 2}, {}),
     "tp 2, sp, cp 2, pp 2": ({"tensor": 2, "context": 2, "pipeline": 2}, {}),
+    "dp, two optimizer instances": (INSTANCES, {}),
+    "deepspeed zero 1": (ZERO_1, {}),
+    "deepspeed zero 2": (ZERO_2, {}),
+    "deepspeed zero 3": (ZERO_3, {}),
+    "deepspeed zero 3, recompute full": (ZERO_3, FULL),
+    "deepspeed zero 2, tp 2, sp": ({"tensor": 2, **ZERO_2}, {}),
 }
-"""Name -> fields of `parallel` and of `train`. Other strategies of `parallel` take their places here."""
+"""Name -> fields of `parallel` and of `train`. DeepSpeed's are left out where it is not installed."""
 
 Series = list[dict[str, Any]]
 
@@ -212,7 +218,7 @@ def largest(values: Sequence[float]) -> float:
 
 
 def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, Config]:
-    """Those whose sizes divide the world."""
+    """Those whose sizes divide the world, and whose libraries are here."""
     configs = {
         name: config_of(parallel, train, tiny, precision) for name, (parallel, train) in LAYOUTS.items()
     }

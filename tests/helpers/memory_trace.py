@@ -128,8 +128,8 @@ def _as_on_a_gpu() -> Iterator[None]:
             # Reductions are in place, and what follows the backward pass has more room and reads its results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),
             (optim, "megatron_finalize_model_grads", lambda *args, **kwargs: None),
-            (step, "reduce_grad_norm", lambda *args: (None, None)),
-            (step, "clipped_step", lambda *args: None),
+            (optim, "reduce_grad_norm", lambda *args: (None, None)),
+            (optim, "clipped_step", lambda *args: None),
             (step, "update_variance_emas", lambda *args: None),
             (SpikeDetector, "judge", lambda *args: Mock()),
         ):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gsa_train.bench.layout_names import layout_list, layout_overrides
-from gsa_train.bench.training import Sizes, scaling
+from gsa_train.bench.training import Sizes, plain, scaling
 from gsa_train.config import ConfigError
+from gsa_train.model.flops import count_parameters, flops_per_token
 from helpers.runs import REPOSITORY
 
 DEMO = REPOSITORY / "configs" / "demo.yaml"
@@ -29,6 +30,17 @@ def test_a_layout_in_short() -> None:
         layout_overrides("tpp=2")
     with pytest.raises(ConfigError, match="world size = 2"):
         sizes.apply(DEMO, "tp=4", world_size=2)
+
+
+def test_megatrons_model_is_counted_as_what_it_is() -> None:
+    """Also with the sizes of a GSA config."""
+    sizes = Sizes(sequences_per_device=2, seq_len_tokens=64, num_layers=2)
+    config = plain(sizes.apply(DEMO, "tp=1", world_size=1))
+    count = count_parameters(config.model, config.gsa)
+    assert (count.gates, count.indexer) == (0, 0)
+    (phase,) = config.phases
+    flops = flops_per_token(config.model, config.gsa, phase, 64)
+    assert flops.total == flops.dense_equivalent
 
 
 def row(world_size: int, speed: float | None, **other: object) -> dict[str, object]:

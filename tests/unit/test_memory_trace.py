@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "first stage of 2": (GSA, ["parallel.pipeline=2"], 0, 2, SPARSE),
     "last stage of 2": (GSA, ["parallel.pipeline=2"], 1, 2, SPARSE),
     "standard": (STANDARD, [], 0, 1, SPARSE),
+    "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
     "shared selections": (GSA, ["gsa.selection_block=32", "gsa.local_window=64"], 0, 1, SPARSE),
     "16K tokens": (
         GSA,
