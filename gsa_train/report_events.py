@@ -20,7 +20,6 @@ KINDS = {
     "skipped_batches": ("batches left out", "#7a7a7a"),
     "corruption": ("silent data corruption", "#00695c"),
     "stop": ("stop by the monitor", "#6a1b1b"),
-    "corruption": ("silent data corruption", "#00695c"),
     "warning": ("warning", "#c9a400"),
     "checkpoint_failed": ("save failed", "#8a4fa3"),
     "checkpoint_damaged": ("checkpoint damaged", "#5b2a86"),
