@@ -90,7 +90,6 @@ def select_by_candidates(
     )
     write_scores(sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=SAMPLE_STRIDE)
     guesses = torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device)
-    any_equal = torch.zeros(1, dtype=torch.int32, device=device)
     for part, block in blocks:
         guess_thresholds(
             sample_scores,
@@ -103,7 +102,6 @@ def select_by_candidates(
             variance_ema,
             budget_rule,
             guesses,
-            any_equal,
         )
     del sample_scores
 
@@ -116,7 +114,7 @@ def select_by_candidates(
     padded_rows = triton.cdiv(len(rows), tile_rows) * tile_rows
     candidates = torch.empty((batch, padded_rows, room), dtype=torch.int64, device=device)
     counts = torch.zeros((batch, len(rows)), dtype=torch.int32, device=device)
-    write_candidates(inputs, rows, guesses, any_equal, candidates, counts, words, words_start, sums)
+    write_candidates(inputs, rows, guesses, candidates, counts, words, words_start, sums)
 
     failed = torch.empty((batch, len(rows)), dtype=torch.int32, device=device)
     narrow_candidates(

@@ -37,7 +37,6 @@ def write_candidates(
     inputs: ScoreInputs,
     rows: range,
     guesses: torch.Tensor,
-    any_equal: torch.Tensor,
     candidates: torch.Tensor,
     counts: torch.Tensor,
     words: torch.Tensor,
@@ -47,8 +46,8 @@ def write_candidates(
     """Score `rows` against all keys they see, and keep what reaches guesses[..., 0].
 
     Args:
-        guesses, any_equal: fp32 [B, R, 3] and int32 [1] from `guess_thresholds`. A score equal to the threshold
-            suffices up to the tile of columns with a row's last key.
+        guesses: fp32 [B, R, 3]: threshold, centre and last of each row, from `guess_thresholds`. Equal to the
+            threshold suffices up to the last key's tile of columns.
         candidates: int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In
             any order, which may differ from run to run. Rows with more than C hold nothing of use.
         counts: int32 [B, R] of zeros; then the number of candidates, which may be above C
@@ -76,7 +75,6 @@ def write_candidates(
             inputs.weight_bias,
             inputs.document_starts,
             guesses,
-            any_equal,
             candidates,
             counts,
             words,
@@ -158,7 +156,6 @@ def _candidates_kernel(
     weight_bias_ptr,
     starts_ptr,
     guesses_ptr,
-    any_equal_ptr,
     candidates_ptr,
     counts_ptr,
     words_ptr,
@@ -201,11 +198,8 @@ def _candidates_kernel(
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     row_ok = rows < row_stop
     guesses_ptr += (batch * (row_stop - row_start) + rows - row_start) * 3
-    # Mostly no row has them: one number says so to all programs.
-    first_last = (first_row * 0).to(tl.float32) + float("inf")
-    if tl.load(any_equal_ptr) != 0:
-        first_last = tl.min(tl.load(guesses_ptr + 2, mask=row_ok, other=float("inf")))
-    if (first_last < float("inf")) != EQUAL:
+    last = tl.load(guesses_ptr + 2, mask=row_ok, other=float("inf"))
+    if (tl.min(last) < float("inf")) != EQUAL:
         return
     tokens = batch * length + rows
     starts = rows * 0
@@ -236,8 +230,6 @@ def _candidates_kernel(
     threshold = tl.load(guesses_ptr, mask=row_ok, other=float("inf"))
     threshold = tl.maximum(threshold, _LOWEST)
     centre = tl.load(guesses_ptr + 1, mask=row_ok, other=0.0)
-    if EQUAL:
-        last = tl.load(guesses_ptr + 2, mask=row_ok, other=float("inf"))
     # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
     candidates_ptr += (batch * list_rows + rows - row_start) * room
     # Scalars in 64 bits, offsets within the tile in 32.

@@ -29,7 +29,6 @@ def guess_thresholds(
     variance_ema: torch.Tensor,
     budget_rule: tuple[int, int, int, str],
     guesses: torch.Tensor,
-    any_equal: torch.Tensor,
 ) -> None:
     """guesses[b, r - chunk_start] = threshold, centre, last for `rows`, all of them below `block`.
 
@@ -40,7 +39,6 @@ def guess_thresholds(
         positions: int32 [S], of the sampled keys: one of each `key_stride` neighbours
         document_starts: int32 [B, L]
         guesses: fp32 [B, R, 3]
-        any_equal: int32 [1], set to 1 if a row has a `last`
     """
     k_base, k_min, k_max, mode = budget_rule
     samples = max(block // key_stride, 16)
@@ -50,7 +48,6 @@ def guess_thresholds(
         document_starts,
         variance_ema,
         guesses,
-        any_equal,
         rows.start,
         chunk_start,
         sample_scores.shape[1],
@@ -87,7 +84,6 @@ def _guess_kernel(
     starts_ptr,
     ema_ptr,
     guesses_ptr,
-    any_equal_ptr,
     first_row,
     chunk_start,
     chunk_rows,
@@ -152,7 +148,6 @@ def _guess_kernel(
             missing = wanted - (reached - tl.sum(equal))
             first = (equal == 1) & (tl.cumsum(equal, 0) == missing)
             last = tl.sum(tl.where(first, position, 0)).to(tl.float32)  # exact up to 2^24
-            tl.store(any_equal_ptr, 1)
     tl.store(guess_ptr, threshold)
     tl.store(guess_ptr + 2, last)
 
