@@ -265,7 +265,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
         assert max_norm == self._engine.gradient_clipping()
-        self._norm = torch.where(applied, norm, torch.nan)
+        self._norm = torch.where(applied, norm, torch.nan).to(self._flat[0].device)  # of what it scales
         self._engine.step()  # waits for the device, to know whether the update is to be made
         if self._offloads and not self._shards_weights:
             # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
