@@ -36,10 +36,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from gsa_train.bench.step_bench import release_memory
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.config_checks import check_config
+from gsa_train.config_checks import check_config, check_packages
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from helpers.many_layouts import INTERLEAVED, OVERLAP, train_case
+from helpers.many_layouts import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3, train_case
 from helpers.single_rank import CONFIG
 
 FACTOR = 3.0
@@ -51,6 +51,7 @@ METRICS = ("loss", "indexer_kl", "grad_norm")
 REPLICATED = {"distributed_optimizer": False}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 NO_SP = {"sequence": False}
+OFFLOAD = {"offload_optimizer": True}
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({}, {}),
@@ -78,8 +79,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 2, sp, cp 2": ({"tensor": 2, "context": 2}, {}),
     "cp 2, pp 2": ({"context": 2, "pipeline": 2}, {}),
     "tp 2, sp, cp 2, pp 2": ({"tensor": 2, "context": 2, "pipeline": 2}, {}),
+    "dp, two optimizer instances": (INSTANCES, {}),
+    "dp, two optimizer instances, overlapped": ({**INSTANCES, **OVERLAP}, {}),
+    "dp, deepspeed 1": (ZERO_1, {}),
+    "dp, deepspeed 2": (ZERO_2, {}),
+    "dp, deepspeed 2 in host memory": ({**ZERO_2, **OFFLOAD}, {}),
+    "dp, deepspeed 3": (ZERO_3, {}),
+    "dp, deepspeed 3 in host memory": ({**ZERO_3, **OFFLOAD}, {}),
+    "tp 2, sp, deepspeed 1, recompute full": ({"tensor": 2, **ZERO_1}, FULL),
+    "tp 2, sp, deepspeed 3, recompute selective": ({"tensor": 2, **ZERO_3}, SELECTIVE),
 }
-"""Name -> fields of `parallel` and of `train`. Other strategies of `parallel` take their places here."""
+"""Name -> fields of `parallel` and of `train`."""
 
 Series = list[dict[str, Any]]
 
@@ -212,11 +222,15 @@ def largest(values: Sequence[float]) -> float:
 
 
 def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, Config]:
-    """Those whose sizes divide the world."""
+    """Those whose sizes divide the world and whose packages are there."""
     configs = {
         name: config_of(parallel, train, tiny, precision) for name, (parallel, train) in LAYOUTS.items()
     }
-    return {name: config for name, config in configs.items() if not check_config(config, world_size)}
+    return {
+        name: config
+        for name, config in configs.items()
+        if not check_config(config, world_size) + check_packages(config)
+    }
 
 
 def run_one_rank(rank: int, world_size: int, steps: int, tiny: bool, precision: str) -> dict[str, Series]:
