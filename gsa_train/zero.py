@@ -137,9 +137,8 @@ def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) 
 
 class ZeroPhaseOptimizer(PhaseOptimizer):
     state_format = "zero"
-    local_backward = (
-        False  # ZeRO-2 and 3 reduce at the end of a backward pass, and 3 brings the weights for it
-    )
+    # ZeRO-2 and 3 reduce at the end of a backward pass, and 3 brings the weights for it.
+    local_backward = False
 
     def __init__(
         self,
@@ -216,20 +215,27 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:
             return
-        config = self._model.mcore_config
-        averaged, summed = [], []
-        for piece, grad in self._gradients():
-            if getattr(piece.parameter, "average_gradients_across_tp_domain", False):
-                averaged.append(grad)
-            elif config.sequence_parallel and getattr(piece.parameter, "sequence_parallel", False):
-                summed.append(grad)
-        for grads, divisor in ((averaged, tensor.size()), (summed, 1)):
-            if grads:
+        with self._model.work_time.part("gradient_reduction"):
+            kept = {id(parameter): self._reduction(name) for name, parameter in self._trained.items()}
+            pairs = list(self._gradients())
+            for reduction, divisor in (("average", tensor.size()), ("sum", 1)):
+                grads = [grad for piece, grad in pairs if kept[id(piece.parameter)] == reduction]
+                if not grads:
+                    continue
                 together = torch.cat(grads).to(self._parallel.device)
                 dist.all_reduce(together, group=tensor)
                 together /= divisor
                 for grad, reduced in zip(grads, together.split([len(grad) for grad in grads]), strict=True):
                     grad.copy_(reduced)
+
+    def _reduction(self, name: str) -> str | None:
+        """What the tensor-parallel ranks make of their gradients of a parameter, as megatron-core has it."""
+        config, parameter = self._model.mcore_config, self._trained[name]
+        if getattr(parameter, "average_gradients_across_tp_domain", False):
+            return "average"
+        sees_some_tokens = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        sees_some_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        return "sum" if sees_some_tokens or sees_some_heads else None
 
     def _gradients(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Each piece's, reduced over the data-parallel ranks, as a flat view."""

@@ -45,8 +45,8 @@ LIKENESS = 0.9
 """Of neighbouring queries' indexer inputs: gives r near 4 at 128K, k = 2048."""
 
 PROMISES = (
-    # attention, r (None: what it is), length, column, the slower one, how many times for each shape. Shared selection in
-    # one with its attention, since by itself the host takes longer to launch it than the device to run it.
+    # attention, r (None: what it is), length, column, the slower one, how many times for each shape.
+    # Shared selection in one with its attention: alone, the host takes longer to launch it than the device to run it.
     ("GSA token", 4, 131072, "forward_ms", "torch cuDNN", {"1.7B": 2.0, "7B": 3.0}),
     ("GSA token", 4, 131072, "forward_ms", "torch flash", {"1.7B": 3.5, "7B": 5.0}),
     ("GSA token", 4, 131072, "both_ms", "torch cuDNN", {"1.7B": 2.2, "7B": 2.6}),

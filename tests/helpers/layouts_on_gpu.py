@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from gsa_train.bench.step_bench import release_memory
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.config_checks import check_config
+from gsa_train.config_checks import check_config, check_packages
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from helpers.many_layouts import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3, train_case
@@ -51,6 +51,7 @@ METRICS = ("loss", "indexer_kl", "grad_norm")
 REPLICATED = {"distributed_optimizer": False}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 NO_SP = {"sequence": False}
+OFFLOAD = {"offload_optimizer": True}
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({}, {}),
@@ -79,11 +80,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cp 2, pp 2": ({"context": 2, "pipeline": 2}, {}),
     "tp 2, sp, cp 2, pp 2": ({"tensor": 2, "context": 2, "pipeline": 2}, {}),
     "dp, two optimizer instances": (INSTANCES, {}),
-    "deepspeed zero 1": (ZERO_1, {}),
-    "deepspeed zero 2": (ZERO_2, {}),
-    "deepspeed zero 3": (ZERO_3, {}),
-    "deepspeed zero 3, recompute full": (ZERO_3, FULL),
-    "deepspeed zero 2, tp 2, sp": ({"tensor": 2, **ZERO_2}, {}),
+    "dp, two optimizer instances, overlapped": ({**INSTANCES, **OVERLAP}, {}),
+    "dp, deepspeed 1": (ZERO_1, {}),
+    "dp, deepspeed 2": (ZERO_2, {}),
+    "dp, deepspeed 2 in host memory": ({**ZERO_2, **OFFLOAD}, {}),
+    "dp, deepspeed 3": (ZERO_3, {}),
+    "dp, deepspeed 3 in host memory": ({**ZERO_3, **OFFLOAD}, {}),
+    "tp 2, sp, deepspeed 1, recompute full": ({"tensor": 2, **ZERO_1}, FULL),
+    "tp 2, sp, deepspeed 3, recompute selective": ({"tensor": 2, **ZERO_3}, SELECTIVE),
 }
 """Name -> fields of `parallel` and of `train`. DeepSpeed's are left out where it is not installed."""
 
@@ -222,7 +226,11 @@ def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, C
     configs = {
         name: config_of(parallel, train, tiny, precision) for name, (parallel, train) in LAYOUTS.items()
     }
-    return {name: config for name, config in configs.items() if not check_config(config, world_size)}
+    return {
+        name: config
+        for name, config in configs.items()
+        if not check_config(config, world_size) + check_packages(config)
+    }
 
 
 def run_one_rank(rank: int, world_size: int, steps: int, tiny: bool, precision: str) -> dict[str, Series]:

@@ -102,7 +102,7 @@ CASES = {
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
     "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}, steps=2),
-    "deepspeed 1 x tensor, options": Case({"tensor": 2, **ZERO_1}, OPTIONS, steps=2),
+    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS, steps=2),
     "deepspeed 2 in host memory, recomputed layers": Case(
         {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}, steps=2
     ),
