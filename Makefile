@@ -66,7 +66,7 @@ bench:
 # a dry run predicts; on one GPU, on all, and what that scales. ARGS adds options and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
-LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full$(if $(filter-out 0 1,$(GPUS)),;tp=1$(comma)mbs=4$(comma)opt=off;tp=2$(comma)sp$(comma)mbs=4)
+LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full$(if $(filter-out 0 1,$(GPUS)),;tp=1$(comma)mbs=4$(comma)opt=off;tp=2$(comma)mbs=4;tp=2$(comma)sp$(comma)mbs=4)
 comma := ,
 BENCH_NODE = launch/bench_training.py --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml \
 	--megatron configs/standard_1.7b.yaml

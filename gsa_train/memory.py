@@ -1,8 +1,8 @@
 """Memory of each rank's device in a training step, from a config alone.
 
 Counted tensor by tensor from what the layers keep: on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's
-RMSNorm and megatron-core's linear layers; the reference core by its large tensors only. tests/unit/test_memory.py
-holds it against traces of the real step. Not in it: what a checkpoint, a validation and a logged step need for a
+RMSNorm and megatron-core's linear layers; the reference core by its large tensors only. It is held against traces of
+the real step (tests/unit/test_memory_trace.py). Not in it: what a checkpoint, a validation and a logged step need for a
 moment, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16.
@@ -290,9 +290,9 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     if not _has_graph(config, phase):
         return one + forward
 
-    # Feed-forward: the gradient of its output, of SwiGLU's output and input; and what stands for a weight's gradient
-    # where the product itself has added it up, else that gradient.
-    mlp = token_bytes * (hidden + 3 * sizes.ffn) + sizes.value * 2 * sizes.ffn * sizes.hidden
+    # Feed-forward: the gradient of its output, and of SwiGLU's input and output, for which the output itself has gone;
+    # before, what stands for a weight's gradient where the product itself has added it up, else that gradient.
+    mlp = token_bytes * (hidden + 2 * sizes.ffn) + sizes.value * sizes.ffn * sizes.hidden
     # Attention: the gradient of its output before and after G1, of G1, Q, K, V, and of the projections.
     gated = 2 * gsa.output_gate * sizes.query
     gradients = sizes.query + gated + sizes.query + 2 * sizes.key_value
@@ -300,11 +300,12 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     attention = token_bytes * (hidden + gradients + projected)
     if _uses_kernels(config) and phase.attention == "sparse":
         attention += _attention_scratch(config, sizes)
-    backward = max(mlp, attention)
     if not _uses_kernels(config):
-        backward += scratch
+        attention += scratch
+    # While the attention runs, either way, what the last layer's feed-forward part keeps is not there.
+    absent = token_bytes * (3 * sizes.ffn + 2 * sizes.hidden / sizes.sequence_shards)
     recomputed = {"none": 0.0, "selective": layer.core, "full": train.recompute_num_layers * one}
-    return recomputed[train.recompute] + max(forward, backward)
+    return recomputed[train.recompute] + max(mlp, max(forward, attention) - absent)
 
 
 def _selection_scratch(config: Config, sizes: _Sizes) -> float:

@@ -32,11 +32,13 @@ from triton.runtime import interpreter
 
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.kl import triton_gathered_launch
+from gsa_kernels.lists import triton_build
 from gsa_kernels.lists.triton_reduce_keys import split_tiles
-from gsa_train import cpu_backend, optim, step
+from gsa_kernels.selection import lists_op
+from gsa_train import cpu_backend, memory, optim, step
 from gsa_train.bench.step_bench import random_batches
 from gsa_train.config import Config, load_config
-from gsa_train.model import build, mcore_config, weight_gradients
+from gsa_train.model import build, mcore_config, selecting, weight_gradients
 from gsa_train.model.build import build_model
 from gsa_train.model.norm import RMSNorm
 from gsa_train.optim import build_optimizer, close_optimizer
@@ -104,8 +106,28 @@ def _with_contents(on_the_host: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _OnTheHost(torch.Tensor):
+    """Has contents also among tensors without."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unset_fake_temporarily():
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _as_counted(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the host reads of counts on the device, each of them `count`."""
+
+    def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return torch.full(tensor.shape, count, dtype=tensor.dtype).as_subclass(_OnTheHost)
+
+    return copy_to_host
+
+
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def _as_on_a_gpu(config: Config) -> Iterator[None]:
+    union = int(min(memory.UNION_RATIO * config.gsa.k_base, config.train.seq_len_tokens))
     accumulate = weight_gradients.CublasAccumulation
     with ExitStack() as stack:
         for target, name, other in (
@@ -124,6 +146,9 @@ def _as_on_a_gpu() -> Iterator[None]:
             (dist, "all_gather_object", _all_alike),
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
+            (selecting, "union_density", _with_contents(selecting.union_density)),
+            (triton_build, "copy_to_host", _as_counted(union)),
+            (lists_op, "copy_to_host", _as_counted(0)),  # failed rows
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place, and what follows the backward pass has more room and reads its results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),
@@ -154,7 +179,7 @@ def traced_peak(
     ):
         parallel = init_parallel(config.parallel, seed=1)
     live = LiveBytes()
-    with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), live:
+    with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_model(config, parallel)
         optimizer = build_optimizer(model, config.phases[phase], config)
         batches = random_batches(config, parallel)

@@ -17,6 +17,8 @@ from helpers.runs import ENVIRONMENT, REPOSITORY
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"
 WARM_UP, SPARSE = 0, -1
 
+LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
+
 # Config, overrides, rank, ranks, phase. Two layers, for which static memory counts little; two micro-batches.
 CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "one rank": (GSA, [], 0, 1, SPARSE),
@@ -40,6 +42,8 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "standard": (STANDARD, [], 0, 1, SPARSE),
     "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
     "shared selections": (GSA, ["gsa.selection_block=32", "gsa.local_window=64"], 0, 1, SPARSE),
+    "128K tokens, context 8": ("configs/gsa_1.7b_128k.yaml", ["train.global_batch_size=1"], 0, 8, SPARSE),
+    "64K tokens, first stage of 2": (GSA, [*LONG, "parallel.pipeline=2"], 0, 2, SPARSE),
     "16K tokens": (
         GSA,
         [
