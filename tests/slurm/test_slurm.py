@@ -159,7 +159,7 @@ def test_before_its_time_limit_a_job_stops_and_a_cancelled_one_does_not_come_bac
     cluster: Cluster, tmp_path: Path
 ) -> None:
     long = ("phases.1.steps=100000", "checkpoint.every_steps=100000")
-    job = Job(cluster, tmp_path, "--time=1", "--margin-seconds=40", *SMALL, *long)
+    job = Job(cluster, tmp_path, "--time=3", "--margin-seconds=100", *SMALL, *long)
     job.wait_for(lambda: "back into the queue" in job.log)
     assert "asked to stop: USR1" in job.log
     job.wait_for_start(1, steps=job.last_step())
