@@ -24,7 +24,7 @@ KL_CHUNK_PAIRS = 64 * 2**20
 """gsa_kernels.kl.op: row_chunk_bytes (256 MiB) over the 4 bytes of a pair of query and key."""
 GATHERED_KL_BYTES = 512 * 2**20
 """gsa_kernels.kl.gathered: scratch_bytes."""
-GATHERED_PARTIAL_BYTES = 2 * 2**30
+GATHERED_PARTIAL_BYTES = 2**30
 """gsa_kernels.attention.gathered: SCRATCH_BYTES."""
 UNION_RATIO = 4.0
 """Assumed: keys that 32 adjacent queries select together, over those of one."""

@@ -1,9 +1,11 @@
 """What a dry run says of memory: sizes that follow from each other. test_memory_trace.py has the real step."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 
+from gsa_train import memory
 from gsa_train.config import load_config
 from gsa_train.memory import estimate_memory
 from gsa_train.model.flops import count_parameters
@@ -152,3 +154,20 @@ def test_context_parallelism_divides_what_grows_with_the_length():
     assert two.activations == pytest.approx(
         (one.activations - selections) / 2 + keys / 2 + selections * 5 / 16
     )
+
+
+def test_scratch_is_what_the_kernels_take():
+    """The estimate cannot import them: they need Triton, and a dry run does not."""
+    pytest.importorskip("triton")
+    from gsa_kernels.attention.gathered import gathered_attention
+    from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
+    from gsa_kernels.kl.op import indexer_kl_loss
+    from gsa_kernels.selection.op import select_keys
+
+    def default(function, name):
+        return inspect.signature(function).parameters[name].default
+
+    assert default(select_keys, "row_chunk_bytes") == memory.SCORE_CHUNK_BYTES
+    assert default(indexer_kl_loss, "row_chunk_bytes") == 4 * memory.KL_CHUNK_PAIRS
+    assert default(gathered_indexer_kl_loss, "scratch_bytes") == memory.GATHERED_KL_BYTES
+    assert default(gathered_attention, "scratch_bytes") == memory.GATHERED_PARTIAL_BYTES
