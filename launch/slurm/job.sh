@@ -89,6 +89,17 @@ if [ -e "$run_dir/monitor_stop.json" ]; then  # torchrun makes the monitor's exi
     say "the monitor stopped the run at a spike (monitor_stop.json); not started again"
     exit 13
 elif [ -n "$asked" ] || [ -e "$run_dir/stopped.json" ]; then
+    # Once may be chance: a busy node, a long validation. A preemption says nothing of the time there was.
+    if [ "$after" != "$before" ] || [ "$asked" = TERM ]; then
+        rm -f "$folder/no_progress"
+    elif [ -e "$folder/no_progress" ]; then
+        rm -f "$folder/no_progress"
+        say "stopped at its time limit without a new checkpoint, like the job before; not started again. Give it more" \
+            "time (--time), or less of it to the margin (run.slurm_margin_minutes)"
+        exit 1
+    else
+        touch "$folder/no_progress"
+    fi
     say "stopped as asked; back into the queue"
 elif [ "$after" != "$before" ]; then
     say "failed after a new checkpoint; back into the queue"

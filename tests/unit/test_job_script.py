@@ -97,6 +97,16 @@ def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> Non
     assert job.log.read_text().count("started") == 1
 
 
+def test_a_job_without_time_to_train_does_not_come_back_for_ever(job: Job) -> None:
+    """Twice in a row at the time limit without a new checkpoint; progress in between counts anew."""
+    assert job.start(STOP + "exit 1").wait(60) == 1
+    assert job.start(SAVE + STOP + "exit 1").wait(60) == 1
+    assert job.start(STOP + "exit 1").wait(60) == 1
+    assert job.log.read_text().count("scontrol requeue 7") == 3
+    assert job.start(STOP + "exit 1").wait(60) == 1
+    assert job.log.read_text().count("scontrol requeue 7") == 3
+
+
 @pytest.mark.parametrize(("code", "complete"), [(1, False), (0, True)])
 def test_sigusr1_reaches_the_ranks_and_their_code_counts(job: Job, code: int, complete: bool) -> None:
     process = job.start(f"trap 'echo told >> \"$LOG\"; exit {code}' USR1; while :; do /bin/sleep 0.1; done")
