@@ -5,8 +5,8 @@ BIN := .venv/bin
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
-# Processes for the tests that start none of their own; of the others, which start up to four
-# ranks and often wait, three at a time; in the order given, so that no long file is left for the end.
+# Processes for the tests that start none of their own. Those that start up to four ranks often wait: three at a time, in
+# the order given, so that no long file is left for the end.
 CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
