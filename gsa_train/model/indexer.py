@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,17 +71,16 @@ class Indexer(MegatronModule):
         # One product instead of three, padded: matrix units want multiples of 8.
         padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
         together = F.linear(hidden, torch.cat([*weights, padding]))
-        queries, keys, weight_logits = _SplitBatchFirst.apply(together, *sizes)
+        queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())  # cut to this rank's positions
-            queries, keys = self._rotate(queries, angles), self._rotate(keys[:, :, None], angles)[:, :, 0]
-        return IndexerProjections(queries, keys, weight_logits)
-
-    def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """[B, L, heads, d_I]"""
-        rotated = apply_rotary_pos_emb(x.transpose(0, 1), angles, config=self.config, cp_group=self.groups.cp)
-        return rotated.transpose(0, 1).contiguous()
+            queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
+            keys = apply_rotary_pos_emb(
+                keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
+            )[:, :, 0]
+        # Contiguous, since selection and loss would each make copies.
+        return IndexerProjections(*(x.transpose(0, 1).contiguous() for x in (queries, keys, weight_logits)))
 
     def scores(self, projections: IndexerProjections, query_stride: int = 1) -> torch.Tensor:
         """I[t, s] of every `query_stride`-th query against all keys: [B, ceil(L / query_stride), L], fp32."""
@@ -99,24 +98,3 @@ class Indexer(MegatronModule):
         if self.log_inverse_temperature is None:
             return float(self.gsa.indexer_temperature)
         return self.log_inverse_temperature.float().exp()[0]
-
-
-class _SplitBatchFirst(torch.autograd.Function):
-    """[L, B, at least the sum of the sizes] -> contiguous [B, L, size] each, as selection and loss want them.
-
-    Autograd's own way back is one `cat` of strided tensors: ten times as slow as the copies on an H200.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, together: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
-        ctx.shape, ctx.sizes = together.shape, sizes
-        parts = together[..., : sum(sizes)].split(sizes, -1)
-        return tuple(part.transpose(0, 1).contiguous() for part in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad = grads[0].new_zeros(ctx.shape)
-        used = grad[..., : sum(ctx.sizes)]
-        for part, own in zip(used.split(ctx.sizes, -1), grads, strict=True):
-            part.copy_(own.transpose(0, 1))
-        return grad, *(None for _ in ctx.sizes)
