@@ -35,24 +35,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import REPOSITORY, SMALL, TIMING, Run, kill, processes_of
+from helpers.runs import REPOSITORY, SMALL, TIMING, TINY_MODEL, Run, kill, processes_of
 
 RANKS = 4
 SAVE_EVERY_STEPS = 5
 MODEL = (
     "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.num_heads=2",
-    "model.head_dim=32",
-    "model.ffn_hidden_size=64",
-    "gsa.indexer_heads=1",
-    "gsa.indexer_dim=8",
-    "gsa.k_min=8",
-    "gsa.k_base=16",
-    "gsa.k_max=32",
-    "train.seq_len_tokens=64",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=4",
+    *TINY_MODEL,
     "phases.1.min_lr=0",
     "evaluate.split_by_source=false",
     "evaluate.max_blocks=4",

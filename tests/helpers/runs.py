@@ -58,6 +58,21 @@ SMALL = (
 )
 """The demo's model on short sequences: 10 steps of each phase, every one logged, every fifth saved. The learning
 rates rise as at the demo's beginning, but more gently: every step multiplies what one rounded bit has changed."""
+TINY_MODEL = (
+    "model.hidden_size=64",
+    "model.num_heads=2",
+    "model.head_dim=32",
+    "model.ffn_hidden_size=64",
+    "gsa.indexer_heads=1",
+    "gsa.indexer_dim=8",
+    "gsa.k_min=8",
+    "gsa.k_base=16",
+    "gsa.k_max=32",
+    "train.seq_len_tokens=64",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+)
+"""Beside `SMALL`, where a test has hundreds of steps: four sequences of 64 tokens a step, and next to no model."""
 
 STEPS = 20
 

@@ -12,25 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import SMALL, Run, kill, start, train
+from helpers.runs import SMALL, TINY_MODEL, Run, kill, start, train
 
 KILLS, STEPS = 20, 200
 SAVE_AT_THE_END = "checkpoint.every_steps=1000"
 TINY = (
     *SMALL,
     "model.num_layers=1",
-    "model.hidden_size=64",
-    "model.num_heads=2",
-    "model.head_dim=32",
-    "model.ffn_hidden_size=64",
-    "gsa.indexer_heads=1",
-    "gsa.indexer_dim=8",
-    "gsa.k_min=8",
-    "gsa.k_base=16",
-    "gsa.k_max=32",
-    "train.seq_len_tokens=64",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=4",
+    *TINY_MODEL,
     "data.num_lanes=24",  # a multiple of ranks x workers in every layout below
     f"phases.1.steps={STEPS - 10}",
     "phases.1.min_lr=0",
