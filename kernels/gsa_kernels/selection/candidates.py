@@ -90,6 +90,9 @@ def select_by_candidates(
     )
     write_scores(sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=SAMPLE_STRIDE)
     guesses = torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device)
+    tile_rows = score_tiles(inputs).rows
+    num_tiles = triton.cdiv(len(rows), tile_rows)
+    tied = torch.zeros((batch, num_tiles), dtype=torch.int32, device=device)
     for part, block in blocks:
         guess_thresholds(
             sample_scores,
@@ -101,6 +104,8 @@ def select_by_candidates(
             starts,
             variance_ema,
             budget_rule,
+            tile_rows,
+            tied,
             guesses,
         )
     del sample_scores
@@ -110,11 +115,9 @@ def select_by_candidates(
         (batch, len(rows), triton.cdiv(rows.stop, span), 2), dtype=torch.float32, device=device
     )
     room = candidate_room(budget_rule[2])
-    tile_rows = score_tiles(inputs).rows
-    padded_rows = triton.cdiv(len(rows), tile_rows) * tile_rows
-    candidates = torch.empty((batch, padded_rows, room), dtype=torch.int64, device=device)
+    candidates = torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device)
     counts = torch.zeros((batch, len(rows)), dtype=torch.int32, device=device)
-    write_candidates(inputs, rows, guesses, candidates, counts, words, words_start, sums)
+    write_candidates(inputs, rows, guesses, tied, candidates, counts, words, words_start, sums)
 
     failed = torch.empty((batch, len(rows)), dtype=torch.int32, device=device)
     narrow_candidates(

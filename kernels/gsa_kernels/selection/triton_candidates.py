@@ -22,6 +22,10 @@ _COLUMNS, _MAX_REGISTERS = 32, 128
 """Keys of a tile, and registers of a thread: four programs on a multiprocessor, and the fastest on an H200 of 32 and
 64 keys in 128, 168 and 255 registers."""
 
+_TIED_SPANS = 8
+"""Of a program for tiles of rows with equal scores: most often it has nothing to do, and fewer programs find that out
+sooner."""
+
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Least finite fp32: keys that a row does not see score -inf here, and are no candidates even of rows without a
 threshold."""
@@ -37,6 +41,7 @@ def write_candidates(
     inputs: ScoreInputs,
     rows: range,
     guesses: torch.Tensor,
+    tied: torch.Tensor,
     candidates: torch.Tensor,
     counts: torch.Tensor,
     words: torch.Tensor,
@@ -48,6 +53,7 @@ def write_candidates(
     Args:
         guesses: fp32 [B, R, 3]: threshold, centre and last of each row, from `guess_thresholds`. Equal to the
             threshold suffices up to the last key's tile of columns.
+        tied: int32 [B, tiles of rows], from `guess_thresholds`
         candidates: int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In
             any order, which may differ from run to run. Rows with more than C hold nothing of use.
         counts: int32 [B, R] of zeros; then the number of candidates, which may be above C
@@ -59,14 +65,11 @@ def write_candidates(
     batch, length, _, dim = inputs.q_idx.shape
     tiles = score_tiles(inputs)
     assert candidates.shape[2] >= _COLUMNS, "a full list takes one more tile's candidates at its start"
-    # Row tiles first: programs that run side by side add to different counts.
-    grid = (
-        triton.cdiv(len(rows), tiles.rows),
-        triton.cdiv(rows.stop, columns_per_program(inputs)),
-        batch,
-    )
+    num_spans = triton.cdiv(rows.stop, columns_per_program(inputs))
     # Two kernels, since what tiles with many equal scores need costs the others a third of their time.
-    for equal in (False, True):
+    for is_tied, spans in ((False, 1), (True, _TIED_SPANS)):
+        # Row tiles first: programs that run side by side add to different counts.
+        grid = (triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_spans, spans), batch)
         _candidates_kernel[grid](
             inputs.q_idx,
             inputs.k_idx,
@@ -75,6 +78,7 @@ def write_candidates(
             inputs.weight_bias,
             inputs.document_starts,
             guesses,
+            tied,
             candidates,
             counts,
             words,
@@ -89,7 +93,8 @@ def write_candidates(
             candidates.shape[1],
             candidates.shape[2],
             dim**-0.5,
-            EQUAL=equal,
+            TIED=is_tied,
+            SPANS=spans,
             **score_options(inputs) | _options(inputs),
         )
 
@@ -156,6 +161,7 @@ def _candidates_kernel(
     weight_bias_ptr,
     starts_ptr,
     guesses_ptr,
+    tied_ptr,
     candidates_ptr,
     counts_ptr,
     words_ptr,
@@ -179,36 +185,32 @@ def _candidates_kernel(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
-    EQUAL: tl.constexpr,
+    TIED: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys.
+    """One program: BLOCK_ROWS queries against SPANS times up to TILES tiles of BLOCK_COLS keys.
 
-    EQUAL: of the tiles of rows those with a row for which the threshold itself suffices up to some key only; else the
+    TIED: of the tiles of rows those with a row for which the threshold itself suffices up to some key only; else the
     other ones.
     """
-    span = tl.program_id(1)
+    first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS
-    end_col = tl.minimum(first_row + BLOCK_ROWS, row_stop)
-    first_col = span * (TILES * BLOCK_COLS)
-    if first_col >= end_col:  # above the diagonal
+    end_row = tl.minimum(first_row + BLOCK_ROWS, row_stop)
+    first_col = first_span * (TILES * BLOCK_COLS)
+    is_tied = tl.load(tied_ptr + batch * tl.num_programs(0) + tl.program_id(0)) != 0
+    if (first_col >= end_row) | (is_tied != TIED):  # above the diagonal, or the other kernel's
         return
-    end_col = tl.minimum(end_col, first_col + TILES * BLOCK_COLS)
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     row_ok = rows < row_stop
-    guesses_ptr += (batch * (row_stop - row_start) + rows - row_start) * 3
-    last = tl.load(guesses_ptr + 2, mask=row_ok, other=float("inf"))
-    if (tl.min(last) < float("inf")) != EQUAL:
-        return
     tokens = batch * length + rows
     starts = rows * 0
+    first_start = first_row * 0
     last_start = first_row * 0
     if starts_ptr is not None:
         starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647)
-        # Tiles before every query's document are skipped too.
-        skipped = tl.maximum(tl.min(starts), first_col) // BLOCK_COLS * BLOCK_COLS
-        first_col = tl.maximum(first_col, skipped)
+        first_start = tl.min(starts)
         last_start = tl.max(tl.where(row_ok, starts, 0))
 
     queries, weights, biases, base = load_queries(
@@ -227,87 +229,96 @@ def _candidates_kernel(
     )
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
-    threshold = tl.load(guesses_ptr, mask=row_ok, other=float("inf"))
+    threshold = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
     threshold = tl.maximum(threshold, _LOWEST)
-    centre = tl.load(guesses_ptr + 1, mask=row_ok, other=0.0)
+    centre = tl.load(guesses_ptr + chunk_row * 3 + 1, mask=row_ok, other=0.0)
+    if TIED:
+        last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
     # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
     candidates_ptr += (batch * list_rows + rows - row_start) * room
     # Scalars in 64 bits, offsets within the tile in 32.
     words_ptr += (batch * words_rows + first_row - words_start) * words_per_row
     local_rows = tl.arange(0, BLOCK_ROWS)
     bits = 1 << (tl.arange(0, BLOCK_COLS) % 32)
-    # Of every eight keys, four sums: those of the keys that one thread has after a product on Hopper's units.
-    total = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
+    for span in range(first_span, first_span + SPANS):
+        start_col = span * (TILES * BLOCK_COLS)
+        end_col = tl.minimum(end_row, start_col + TILES * BLOCK_COLS)
+        if starts_ptr is not None:
+            # Tiles before every query's document are skipped too.
+            start_col = tl.maximum(start_col, first_start) // BLOCK_COLS * BLOCK_COLS
+        # Of every eight keys, four sums: those of the keys that one thread has after a product on Hopper's units.
+        total = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
+        squares = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
 
-    for col in range(first_col, end_col, BLOCK_COLS):
-        scores = tile_scores(
-            queries,
-            weights,
-            biases,
-            base,
-            k_ptr + batch * length * DI,
-            col,
-            length,
-            scale,
-            HI,
-            DI,
-            BLOCK_D,
-            BLOCK_ROWS,
-            BLOCK_COLS,
-            SIGMOID,
-            TANH,
-            PRECISION,
-        )
-        cols = col + tl.arange(0, BLOCK_COLS)
-        edge = (col + BLOCK_COLS > first_row + 1) | (col < last_start)
-        if edge:
-            visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
+        for col in range(start_col, end_col, BLOCK_COLS):
+            scores = tile_scores(
+                queries,
+                weights,
+                biases,
+                base,
+                k_ptr + batch * length * DI,
+                col,
+                length,
+                scale,
+                HI,
+                DI,
+                BLOCK_D,
+                BLOCK_ROWS,
+                BLOCK_COLS,
+                SIGMOID,
+                TANH,
+                PRECISION,
+            )
+            cols = col + tl.arange(0, BLOCK_COLS)
+            edge = (col + BLOCK_COLS > first_row + 1) | (col < last_start)
+            if edge:
+                visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
 
-        if EQUAL:
-            # Beyond the last of the equal scores the next higher one is asked for.
-            threshold = tl.where(col > last, score_of_key(order_key(threshold) + 1), threshold)
-            last = tl.where(col > last, float("inf"), last)
-        # Not below, rather than at or above: a NaN stays a candidate.
-        reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
-        # Distinct bits: their sum is their union, bit 31 included.
-        words = tl.sum(tl.reshape(reaches, [BLOCK_ROWS, BLOCK_COLS // 32, 32]), axis=2)
-        # A candidate's place: after what is there already, and after those of lower columns of this tile.
-        sizes = count_bits(words, TANH)
-        found = tl.sum(sizes, axis=1)
-        there = tl.atomic_add(counts_ptr + chunk_row, found, mask=row_ok & (found > 0), sem="relaxed")
+            if TIED:
+                # Beyond the last of the equal scores the next higher one is asked for.
+                threshold = tl.where(col > last, score_of_key(order_key(threshold) + 1), threshold)
+                last = tl.where(col > last, float("inf"), last)
+            # Not below, rather than at or above: a NaN stays a candidate.
+            reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
+            # Distinct bits: their sum is their union, bit 31 included.
+            words = tl.sum(tl.reshape(reaches, [BLOCK_ROWS, BLOCK_COLS // 32, 32]), axis=2)
+            # A candidate's place: after what is there already, and after those of lower columns of this tile.
+            sizes = count_bits(words, TANH)
+            found = tl.sum(sizes, axis=1)
+            there = tl.atomic_add(counts_ptr + chunk_row, found, mask=row_ok & (found > 0), sem="relaxed")
 
-        # Work that does not wait for the counts, while they come.
-        index = col // 32 + tl.arange(0, BLOCK_COLS // 32)
-        tl.store(
-            words_ptr + local_rows[:, None] * words_per_row + index[None, :],
-            words,
-            mask=row_ok[:, None] & (index < words_per_row)[None, :],
-        )
-        distance = scores - centre[:, None]
-        if edge:
-            visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
-            distance = tl.where(visible, distance, 0.0)
-        distance = tl.reshape(distance, [BLOCK_ROWS, BLOCK_COLS // 8, 4, 2])
-        total += tl.sum(tl.sum(distance, axis=3), axis=1)
-        squares += tl.sum(tl.sum(distance * distance, axis=3), axis=1)
+            # Work that does not wait for the counts, while they come.
+            index = col // 32 + tl.arange(0, BLOCK_COLS // 32)
+            tl.store(
+                words_ptr + local_rows[:, None] * words_per_row + index[None, :],
+                words,
+                mask=row_ok[:, None] & (index < words_per_row)[None, :],
+            )
+            distance = scores - centre[:, None]
+            if edge:
+                visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
+                distance = tl.where(visible, distance, 0.0)
+            distance = tl.reshape(distance, [BLOCK_ROWS, BLOCK_COLS // 8, 4, 2])
+            total += tl.sum(tl.sum(distance, axis=3), axis=1)
+            squares += tl.sum(tl.sum(distance * distance, axis=3), axis=1)
 
-        # A list that is full fails its row; what is written over its start no longer matters.
-        there = tl.where(row_ok & (there + found <= room), there, 0)
-        before = there[:, None]
-        if BLOCK_COLS > 32:
-            before += tl.cumsum(sizes, axis=1) - sizes
-        append(
-            candidates_ptr[:, None, None],
-            before[:, :, None],
-            words[:, :, None],
-            tl.reshape(bits * 2 - 1, [1, BLOCK_COLS // 32, 32]),
-            tl.reshape(scores, [BLOCK_ROWS, BLOCK_COLS // 32, 32]),
-            tl.reshape(cols, [1, BLOCK_COLS // 32, 32]),
-            threshold[:, None, None],
-            TANH,
-        )
-    sums_ptrs = sums_ptr + (chunk_row * sums_per_row + span) * 2
-    tl.store(sums_ptrs, tl.sum(total, axis=1), mask=row_ok)
-    tl.store(sums_ptrs + 1, tl.sum(squares, axis=1), mask=row_ok)
+            # A list that is full fails its row; what is written over its start no longer matters.
+            there = tl.where(row_ok & (there + found <= room), there, 0)
+            before = there[:, None]
+            if BLOCK_COLS > 32:
+                before += tl.cumsum(sizes, axis=1) - sizes
+            append(
+                candidates_ptr[:, None, None],
+                before[:, :, None],
+                words[:, :, None],
+                tl.reshape(bits * 2 - 1, [1, BLOCK_COLS // 32, 32]),
+                tl.reshape(scores, [BLOCK_ROWS, BLOCK_COLS // 32, 32]),
+                tl.reshape(cols, [1, BLOCK_COLS // 32, 32]),
+                threshold[:, None, None],
+                TANH,
+            )
+        sums_ptrs = sums_ptr + (chunk_row * sums_per_row + span) * 2
+        up_to_diagonal = row_ok & (span * (TILES * BLOCK_COLS) < end_row)
+        tl.store(sums_ptrs, tl.sum(total, axis=1), mask=up_to_diagonal)
+        tl.store(sums_ptrs + 1, tl.sum(squares, axis=1), mask=up_to_diagonal)

@@ -28,6 +28,8 @@ def guess_thresholds(
     document_starts: torch.Tensor | None,
     variance_ema: torch.Tensor,
     budget_rule: tuple[int, int, int, str],
+    tile_rows: int,
+    tied: torch.Tensor,
     guesses: torch.Tensor,
 ) -> None:
     """guesses[b, r - chunk_start] = threshold, centre, last for `rows`, all of them below `block`.
@@ -38,6 +40,7 @@ def guess_thresholds(
         sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on
         positions: int32 [S], of the sampled keys: one of each `key_stride` neighbours
         document_starts: int32 [B, L]
+        tied: int32 [B, ceil(R / tile_rows)] of zeros; 1 for a tile of rows with one that has a finite `last`
         guesses: fp32 [B, R, 3]
     """
     k_base, k_min, k_max, mode = budget_rule
@@ -47,6 +50,7 @@ def guess_thresholds(
         positions,
         document_starts,
         variance_ema,
+        tied,
         guesses,
         rows.start,
         chunk_start,
@@ -59,6 +63,7 @@ def guess_thresholds(
         k_min,
         k_max,
         MODE=mode,
+        TILE_ROWS=tile_rows,
         KEY_STRIDE=key_stride,
         FEWEST=FEWEST_SAMPLES,
         SAMPLES=samples,
@@ -83,6 +88,7 @@ def _guess_kernel(
     positions_ptr,
     starts_ptr,
     ema_ptr,
+    tied_ptr,
     guesses_ptr,
     first_row,
     chunk_start,
@@ -95,6 +101,7 @@ def _guess_kernel(
     k_min,
     k_max,
     MODE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     FEWEST: tl.constexpr,
     SAMPLES: tl.constexpr,
@@ -150,6 +157,8 @@ def _guess_kernel(
             last = tl.sum(tl.where(first, position, 0)).to(tl.float32)  # exact up to 2^24
     tl.store(guess_ptr, threshold)
     tl.store(guess_ptr + 2, last)
+    tile = batch * tl.cdiv(chunk_rows, TILE_ROWS) + (row - chunk_start) // TILE_ROWS
+    tl.store(tied_ptr + tile, 1, mask=last < float("inf"))
 
 
 @triton.jit
