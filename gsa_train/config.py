@@ -81,8 +81,8 @@ class GSAConfig:
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
     """beta in softmax(beta * I) of the indexer loss: a number, or `learned` (starts at 1)."""
     indexer_loss_row_fraction: float = 1.0
-    """Share of the queries, in tiles of 128 drawn anew per micro-batch and layer, from which training estimates the
-    indexer loss without bias; 1 = the paper, below it is cheaper and noisier. Validation uses all."""
+    """Share of the queries, 1 / n, from which training estimates the indexer loss without bias: every n-th run of 128,
+    begun anew per micro-batch and layer. 1 = the paper, below it is cheaper and noisier. Validation uses all."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """Budget rule (eq. 8): `inverse` k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""
     k_base: int = 2048

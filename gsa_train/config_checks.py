@@ -257,13 +257,15 @@ def _check_gsa(config: Config) -> list[str]:
                 f"set gsa.local_window to {gsa.selection_block} or more",
             )
         )
-    if not 0 < gsa.indexer_loss_row_fraction <= 1:
+    share = gsa.indexer_loss_row_fraction
+    # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
+    if not 0 < share <= 1 or abs(share * round(1 / share) - 1) > 0.01:
         lines.append(
             problem_line(
                 "gsa.indexer_loss_row_fraction",
-                gsa.indexer_loss_row_fraction,
-                "outside (0, 1]",
-                "give a share above 0; 1 takes every query",
+                share,
+                "not 1 / n for a whole n",
+                "give 1, which takes every query, 0.5, 0.3333, 0.25, ...",
             )
         )
     beta = gsa.indexer_temperature

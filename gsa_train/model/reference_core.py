@@ -26,7 +26,7 @@ from gsa_kernels import (
     union_ratio,
     visible_mask,
 )
-from gsa_kernels.kl.sampling import row_ranges
+from gsa_kernels.sampling import sample_rows
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.spans import span
@@ -166,8 +166,8 @@ class ReferenceCore:
         fraction, seed = self.runtime.draw_rows(self.layer)
         if fraction == 1:
             return rows.sum(), rows
-        ranges, factor = row_ranges(rows.shape[1], fraction, seed)
-        kl = torch.stack([rows[:, start:stop].sum() for start, stop in ranges]).sum() * factor
+        sample = sample_rows(rows.shape[1], fraction, seed)
+        kl = rows[:, sample.rows().to(rows.device)].sum() * sample.factor
         return kl, kl.detach() / rows.numel()
 
     def _measure(

@@ -21,6 +21,7 @@ from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.sampling import RowSample
 from gsa_kernels.statistics import lists as list_statistics
 from gsa_kernels.statistics import words as word_statistics
 from gsa_train.model.indexer import IndexerProjections
@@ -213,7 +214,7 @@ def _loss_by_rows(
     q, k, starts = inputs.q.detach(), inputs.k.detach(), inputs.document_starts
     query_start = k.shape[1] - q.shape[1]
 
-    def target(row_start: int, rows: int) -> torch.Tensor:
+    def target(rows: RowSample) -> torch.Tensor:
         where: dict[str, Any] = {"document_starts": starts, "query_start": query_start}
         if block == 1:
             # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
@@ -222,16 +223,13 @@ def _loss_by_rows(
                 k,
                 inputs.lse,
                 words,
-                row_start,
                 rows,
                 **where,
                 dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
                 fill=False,
             )
         else:
-            probs = block_sum_probs_rows(
-                q, k, inputs.lse, words, row_start, rows, selection_block=block, **where
-            )
+            probs = block_sum_probs_rows(q, k, inputs.lse, words, rows, selection_block=block, **where)
         return inputs.over_all_heads(probs)
 
     result = indexer_kl_loss(

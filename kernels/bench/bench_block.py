@@ -19,6 +19,7 @@ from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.indexer.triton_scores import score_inputs, score_tiles, write_scores
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.lists.triton_block_lists import block_key_lists
+from gsa_kernels.sampling import RowSample
 from gsa_kernels.selection.block_op import BlockSelection, expand_block_words, select_block_lists
 from gsa_kernels.selection.op import (
     chunk_view,
@@ -130,18 +131,19 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
     blocks = -(-length // block)
     leaves = [draw(1, blocks, HEADS, DIM), draw(1, length, DIM), draw(1, blocks, HEADS)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    target = block_sum_probs_rows(q, k, lse, None, 0, blocks, selection_block=block)
+    rows = RowSample(0, blocks)
+    target = block_sum_probs_rows(q, k, lse, None, rows, selection_block=block)
 
     def loss() -> None:
-        def target_rows(start: int, rows: int) -> torch.Tensor:
-            return target[:, start : start + rows]
+        def target_rows(chunk: RowSample) -> torch.Tensor:
+            return target[:, chunk.start : chunk.start + chunk.count]
 
         total = indexer_kl_loss(*leaves, target_rows, selection_block=block)
         torch.autograd.grad(total, leaves)
 
     times = harness.measure(
         {
-            "target": lambda: block_sum_probs_rows(q, k, lse, None, 0, blocks, selection_block=block),
+            "target": lambda: block_sum_probs_rows(q, k, lse, None, rows, selection_block=block),
             "loss": loss,
         }
     )

@@ -66,9 +66,7 @@ class Operation:
             self.indexer.q_idx,
             self.indexer.k_idx,
             self.indexer.weight_logits,
-            lambda start, rows: head_sum_probs_rows(
-                q, k, lse, words, start, rows, dtype=torch.float16, fill=False
-            ),
+            lambda rows: head_sum_probs_rows(q, k, lse, words, rows, dtype=torch.float16, fill=False),
             **self.indexer.biases,
             words=words,
         )

@@ -27,6 +27,7 @@ from gsa_kernels.kl.triton_launch import (
     chunk_launches,
     score_kind,
 )
+from gsa_kernels.sampling import RowSample
 
 NAMES = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
 
@@ -162,7 +163,7 @@ def measure(
     result["blocks"] = vars(chosen)
     chunk = min(length, 256 * 2**20 // (4 * length))
     launches = chunk_launches(
-        kernel_inputs, outputs, target[:, length - chunk :], length - chunk, chunk, chosen
+        kernel_inputs, outputs, target[:, length - chunk :], RowSample(length - chunk, chunk), chosen
     )
     result["last_chunk_rows"] = chunk
     for name, launch in launches.items():

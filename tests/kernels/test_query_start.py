@@ -35,6 +35,7 @@ from gsa_kernels.kl.triton_launch import Blocks  # noqa: E402
 from gsa_kernels.lists import triton_block_lists  # noqa: E402
 from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists  # noqa: E402
 from gsa_kernels.prologue.op import fused_split_rotate_gate  # noqa: E402
+from gsa_kernels.sampling import RowSample  # noqa: E402
 from gsa_kernels.selection import op, triton_select_long  # noqa: E402
 from gsa_kernels.selection.block_op import expand_block_words, select_block_lists  # noqa: E402
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists  # noqa: E402
@@ -148,7 +149,9 @@ def test_masked_attention(device, kind, documents, dtype, heads):
     mask = random_mask(starts, device)
     words = words_from_mask(mask) if kind == "words" else None
     rows, keys = attend(q, k, v, gate, grad, words=words, document_starts=starts)
-    probs = head_sum_probs_rows(q, k, rows[1].transpose(1, 2), words, 0, LENGTH, document_starts=starts)
+    probs = head_sum_probs_rows(
+        q, k, rows[1].transpose(1, 2), words, RowSample(0, LENGTH), document_starts=starts
+    )
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in keys]
     for first, last in RUNS:
         part = {
@@ -166,7 +169,7 @@ def test_masked_attention(device, kind, documents, dtype, heads):
             total[:, :last] += got
         lse = own[1].transpose(1, 2)
         got = head_sum_probs_rows(
-            q[:, first:last], k[:, :last], lse, row_start=2, rows=last - first - 2, **part
+            q[:, first:last], k[:, :last], lse, rows=RowSample(2, last - first - 2), **part
         )
         assert_same(got, probs[:, first + 2 : last, :last])
     for total, want in zip(sums, keys, strict=True):
@@ -183,15 +186,16 @@ def test_block_sum_probs(device, kind):
     words = words_from_mask(mask) if kind == "words" else None
     lse = draw(device, 2, 2, LENGTH)
     blocks = -(-LENGTH // 16)
-    whole = block_sum_probs_rows(q, k, lse, words, 0, blocks, selection_block=16, document_starts=starts)
+    whole = block_sum_probs_rows(
+        q, k, lse, words, RowSample(0, blocks), selection_block=16, document_starts=starts
+    )
     for first, last in BLOCK_RUNS:
         got = block_sum_probs_rows(
             q[:, first:last],
             k[:, :last],
             lse[..., first:last],
             None if words is None else words_from_mask(mask[:, first:last, :last]),
-            0,
-            -(-(last - first) // 16),
+            RowSample(0, -(-(last - first) // 16)),
             selection_block=16,
             document_starts=rows_of(starts, first, last),
             query_start=first,
@@ -459,7 +463,7 @@ def test_errors(device):
         ),
         (
             lambda: block_sum_probs_rows(
-                q, k, draw(device, 1, 2, 8), None, 0, 1, selection_block=64, query_start=32
+                q, k, draw(device, 1, 2, 8), None, RowSample(0, 1), selection_block=64, query_start=32
             ),
             "query_start is 32 with selection_block 64",
         ),

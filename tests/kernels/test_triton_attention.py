@@ -14,11 +14,13 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+from gsa_kernels import sampling  # noqa: E402
 from gsa_kernels.attention import triton_backward_keys, triton_forward  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows  # noqa: E402
 from gsa_kernels.attention.triton_words import transpose_words  # noqa: E402
+from gsa_kernels.sampling import RowSample  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -176,7 +178,7 @@ def test_long_sequences(length, words):
         q, k, v, _ = inputs
         packed = pack(mask) if words else None
         _, lse = masked_attention(q, k, v, packed, document_starts=starts)
-        probs = head_sum_probs_rows(q, k, lse, packed, 0, length, document_starts=starts)
+        probs = head_sum_probs_rows(q, k, lse, packed, RowSample(0, length), document_starts=starts)
         wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
         torch.testing.assert_close(probs.double(), wanted, atol=1e-5, rtol=1e-4)
 
@@ -310,7 +312,9 @@ def test_transposed_words(device, length):
 @devices
 @pytest.mark.parametrize("with_documents", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
-def test_head_sum_probs(device, words, with_documents):
+def test_head_sum_probs(device, words, with_documents, monkeypatch):
+    """Of the whole, of parts, and of every second run of 64 rows."""
+    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 64)
     torch.manual_seed(12)
     length = 150
     starts = document_starts(2, length, device) if with_documents else None
@@ -320,19 +324,18 @@ def test_head_sum_probs(device, words, with_documents):
         q, k, v, _ = make_inputs(2, length, 4, 2, 32, dtype, device)
         _, lse = masked_attention(q, k, v, packed, document_starts=starts)
         wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
-        for row_start, rows in ((0, length), (37, 50), (149, 1)):
-            probs = head_sum_probs_rows(q, k, lse, packed, row_start, rows, document_starts=starts)
-            want = wanted[:, row_start : row_start + rows]
+        for chunk in (RowSample(0, length), RowSample(37, 50), RowSample(149, 1), RowSample(0, 86, 2)):
+            probs = head_sum_probs_rows(q, k, lse, packed, chunk, document_starts=starts)
+            want = wanted[:, chunk.rows()]
             torch.testing.assert_close(probs.double(), want, atol=1e-5, rtol=1e-4)
-            hidden = ~mask[:, row_start : row_start + rows]
+            hidden = ~mask[:, chunk.rows()]
             assert (probs[hidden] == 0).all()
             halves = head_sum_probs_rows(
                 q,
                 k,
                 lse,
                 packed,
-                row_start,
-                rows,
+                chunk,
                 document_starts=starts,
                 dtype=torch.float16,
                 fill=False,
@@ -364,8 +367,8 @@ def test_errors(device):
     for change, message in bad:
         with pytest.raises(ValueError, match=message):
             masked_attention(**(good | change))
-    with pytest.raises(ValueError, match="row_start"):
-        head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, 30, 11)
+    with pytest.raises(ValueError, match="rows end at 40"):
+        head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, RowSample(30, 11))
 
 
 @devices

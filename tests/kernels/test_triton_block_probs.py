@@ -17,11 +17,13 @@ from gsa_kernels import (  # noqa: E402
     indexer_scores,
     local_window_mask,
     renormalise_target,
+    sampling,
     sum_over_blocks,
     visible_mask,
 )
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows  # noqa: E402
 from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
+from gsa_kernels.sampling import RowSample  # noqa: E402
 from gsa_kernels.selection.block_op import expand_block_words  # noqa: E402
 from gsa_kernels.selection.op import words_from_mask  # noqa: E402
 
@@ -83,18 +85,15 @@ def check_probs(length, block, *, device, dtype=torch.float32, documents=False, 
     keys = torch.arange(length, device=device)
     wanted = sum_over_blocks(probs, block)
     wanted = torch.where(keys <= torch.arange(blocks, device=device)[:, None] * block, wanted, 0)
-    for start, rows in ranges or [(0, blocks)]:
-        got = block_sum_probs_rows(
-            q, k, lse, words, start, rows, selection_block=block, document_starts=starts
-        )
-        want = wanted[:, start : start + rows]
+    for chunk in ranges or [(0, blocks)]:
+        rows = RowSample(*chunk)
+        got = block_sum_probs_rows(q, k, lse, words, rows, selection_block=block, document_starts=starts)
+        want = wanted[:, rows.rows()]
         torch.testing.assert_close(
             got.double(), want, atol=1e-5 if q.dtype == torch.float32 else 1e-3, rtol=1e-4
         )
         assert (got[want == 0] == 0).all()
-        again = block_sum_probs_rows(
-            q, k, lse, words, start, rows, selection_block=block, document_starts=starts
-        )
+        again = block_sum_probs_rows(q, k, lse, words, rows, selection_block=block, document_starts=starts)
         assert torch.equal(got, again)
 
 
@@ -106,8 +105,10 @@ def test_probs_are_the_sums_of_the_reference(device, block, length, sparse):
 
 
 @devices
-def test_ranges_of_rows(device):
+def test_ranges_of_rows(device, monkeypatch):
     check_probs(150, 16, device=device, ranges=[(3, 4), (9, 1), (0, 10)])
+    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 4)
+    check_probs(150, 16, device=device, ranges=[(0, 6, 2), (4, 4, 2)])
 
 
 @pytest.mark.parametrize("device", [GPU])
@@ -147,10 +148,8 @@ def test_loss_of_blocks(device, sparse, documents):
         for shape in ((batch, 5, 2, 16), (batch, length, 16), (batch, 5, 2))
     ]
 
-    def target_rows(start, rows):
-        return block_sum_probs_rows(
-            q, k, lse, words, start, rows, selection_block=block, document_starts=starts
-        )
+    def target_rows(rows):
+        return block_sum_probs_rows(q, k, lse, words, rows, selection_block=block, document_starts=starts)
 
     loss = indexer_kl_loss(
         *leaves, target_rows, words=support_words, document_starts=starts, selection_block=block
@@ -173,8 +172,11 @@ def test_errors(device):
     lse = torch.zeros(1, 4, 40, device=device)
     for options, message in (
         ({"selection_block": 24}, "selection_block is 24"),
-        ({"selection_block": 16, "rows": 4}, r"row_start \+ rows is 4; pass rows of the sequence's 3 blocks"),
-        ({"selection_block": 16, "rows": 0}, "rows is 0"),
+        (
+            {"selection_block": 16, "rows": RowSample(0, 4)},
+            "rows end at 3; pass rows of the sequence's 3 blocks",
+        ),
+        ({"selection_block": 16, "rows": RowSample(0, 0)}, "rows.count is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            block_sum_probs_rows(q, k, lse, None, 0, **{"rows": 1, **options})
+            block_sum_probs_rows(q, k, lse, None, **{"rows": RowSample(0, 1), **options})

@@ -15,10 +15,10 @@ if not HAS_GPU:
 pytest.importorskip("triton")
 
 
-from gsa_kernels import indexer_kl, indexer_scores, renormalise_target  # noqa: E402
-from gsa_kernels.kl import sampling  # noqa: E402
+from gsa_kernels import indexer_kl, indexer_scores, renormalise_target, sampling  # noqa: E402
 from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
 from gsa_kernels.kl.triton_launch import Blocks  # noqa: E402
+from gsa_kernels.sampling import RowSample  # noqa: E402
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the kernels are compiled for the GPU"))
 GPU = pytest.param(
@@ -50,9 +50,9 @@ class Problem:
     document_starts: torch.Tensor | None
     block: int = 1
 
-    def target_rows(self, start: int, rows: int) -> torch.Tensor:
+    def target_rows(self, rows: RowSample) -> torch.Tensor:
         """Off the support there is NaN: it must not be read."""
-        part = slice(start, start + rows)
+        part = rows.rows().to(self.target.device)
         return self.target[:, part].masked_fill(~self.support[:, part], float("nan"))
 
 
@@ -341,9 +341,9 @@ def test_chunks_change_nothing(device: str, documents: bool) -> None:
     problem = make_problem(100, device=device, sparse=True, documents=documents)
     calls: list[tuple[int, int]] = []
 
-    def target_rows(start: int, rows: int) -> torch.Tensor:
-        calls.append((start, rows))
-        return problem.target_rows(start, rows)
+    def target_rows(rows: RowSample) -> torch.Tensor:
+        calls.append((rows.start, rows.count))
+        return problem.target_rows(rows)
 
     total, _, grads = compute(problem, blocks=SMALL)
     chunked_total, _, chunked = compute(
@@ -368,14 +368,14 @@ def test_runs_agree_to_the_bit(device: str) -> None:
 def test_no_gradient_to_the_target(device: str) -> None:
     problem = make_problem(20, device=device)
     problem.target.requires_grad_()
-    total, _, _ = compute(problem, target_rows=lambda start, rows: problem.target[:, start : start + rows])
+    total, _, _ = compute(problem, target_rows=lambda rows: problem.target[:, rows.rows()])
     assert problem.target.grad is None
     q_idx, k_idx, weight_logits = (problem.inputs[name] for name in NAMES[:3])
     frozen = indexer_kl_loss(
         q_idx,
         k_idx,
         weight_logits,
-        lambda start, rows: problem.target[:, start : start + rows],
+        lambda rows: problem.target[:, rows.rows()],
         **{name: problem.inputs[name] for name in NAMES[3:]},
     )
     assert isinstance(frozen, torch.Tensor)
@@ -385,17 +385,26 @@ def test_no_gradient_to_the_target(device: str) -> None:
 
 @pytest.mark.usefixtures("_poisoned_memory")
 @device_of
-def test_row_fraction_is_the_rescaled_sum_over_its_tiles(
-    device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("blocks", "documents", "seed"),
+    [(SMALL, False, 1), (STACKED, True, 3)],
+    ids=["head by head", "side by side"],
+)
+def test_row_fraction_is_the_rescaled_sum_over_its_runs(
+    device: str, blocks: Blocks, documents: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of four runs the first and the third, or the second and the last, which is short; in chunks of one run."""
     monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
-    problem = make_problem(100, device=device)
-    _, rows, _ = compute(problem, blocks=SMALL, row_fraction=0.5, seed=3)
-    weights = 2.0 * rows.isfinite().double()
-    assert int(weights[0].count_nonzero()) in (64, 36)  # two tiles of four, the last of which is short
-    check(problem, row_weights=weights, blocks=SMALL, row_fraction=0.5, seed=3)
-    again = compute(problem, blocks=SMALL, row_fraction=0.5, seed=3)
-    assert torch.equal(rows.isfinite(), again[1].isfinite())
+    dtype = torch.float32 if blocks is SMALL else torch.float16
+    problem = make_problem(100, device=device, dtype=dtype, sparse=True, documents=documents)
+    options: dict[str, Any] = {"blocks": blocks, "row_fraction": 0.5, "seed": seed}
+    _, rows, _ = compute(problem, **options)
+    taken = rows.isfinite()
+    runs = {1: [*range(32, 64), *range(96, 100)], 3: [*range(32), *range(64, 96)]}
+    assert taken[0].nonzero()[:, 0].tolist() == runs[seed]
+    check(problem, row_weights=2.0 * taken.double(), **options)
+    check(problem, row_weights=2.0 * taken.double(), row_chunk_bytes=4 * 2 * 100 * 32, **options)
+    assert torch.equal(taken, compute(problem, **options)[1].isfinite())
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
@@ -416,6 +425,7 @@ def test_errors() -> None:
     q_idx, k_idx, weight_logits = (problem.inputs[name] for name in NAMES[:3])
     for changed, message in (
         ({"row_fraction": 0.0}, "row_fraction"),
+        ({"row_fraction": 0.4, "seed": 1}, "row_fraction"),
         ({"row_fraction": 0.5}, "seed"),
         ({"words": torch.zeros(2, 10, 2, dtype=torch.int32)}, "words"),
         ({"words": torch.zeros(2, 10, 1)}, "int32"),
@@ -429,4 +439,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="fp32, bf16 or fp16"):
         indexer_kl_loss(q_idx.double(), k_idx, weight_logits, problem.target_rows)
     with pytest.raises(ValueError, match="float32"):
-        indexer_kl_loss(q_idx, k_idx, weight_logits, lambda start, rows: problem.target.double())
+        indexer_kl_loss(q_idx, k_idx, weight_logits, lambda rows: problem.target.double())

@@ -182,8 +182,8 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
     (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
     *[
-        ([f"gsa.indexer_loss_row_fraction={share}"], ["gsa.indexer_loss_row_fraction", "outside (0, 1]"])
-        for share in ("0", "-0.5", "1.01")
+        ([f"gsa.indexer_loss_row_fraction={share}"], ["gsa.indexer_loss_row_fraction", "not 1 / n"])
+        for share in ("0", "-0.5", "1.1", "0.3")
     ],
     *[
         (

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels import sampling
 from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_probs import probs_tiles
 from gsa_kernels.attention.triton_tiles import (
@@ -19,6 +20,8 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.checks import check_at_least, check_shape, count_queries
+from gsa_kernels.sampling import RowSample
+from gsa_kernels.triton_rows import row_of
 
 
 @torch.no_grad()
@@ -27,8 +30,7 @@ def block_sum_probs_rows(
     k: torch.Tensor,
     lse: torch.Tensor,
     words: torch.Tensor | None,
-    row_start: int,
-    rows: int,
+    rows: RowSample,
     *,
     selection_block: int,
     document_starts: torch.Tensor | None = None,
@@ -38,7 +40,7 @@ def block_sum_probs_rows(
 ) -> torch.Tensor:
     """sum_t sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
 
-    For the keys s <= r b of row r = row_start .. row_start + rows, which all were there when the block selected,
+    For the keys s <= r b of each row r of `rows`, which all were there when the block selected,
     and of them those in S_t; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
 
     Args:
@@ -51,7 +53,7 @@ def block_sum_probs_rows(
         query_start: position of the first query, a multiple of b
 
     Returns:
-        fp32 [B, rows, Lk], without gradient
+        fp32 [B, rows.count, Lk], without gradient
     """
     scale = check_attention(q, k, k, words, document_starts, softmax_scale, None, query_start)
     batch, length, heads, head_size = q.shape
@@ -60,21 +62,21 @@ def block_sum_probs_rows(
     if selection_block not in (16, 32, 64, 128):
         raise ValueError(f"selection_block is {selection_block}; pass 16, 32, 64 or 128")
     count_queries(query_start, num_keys, selection_block)
-    check_at_least("row_start", row_start, 0)
-    check_at_least("rows", rows, 1)
+    check_at_least("rows.start", rows.start, 0)
+    check_at_least("rows.count", rows.count, 1)
     blocks = triton.cdiv(length, selection_block)
-    if row_start + rows > blocks:
+    if rows.row(rows.count - 1) >= blocks:
         raise ValueError(
-            f"row_start + rows is {row_start + rows}; pass rows of the sequence's {blocks} blocks"
+            f"rows end at {rows.row(rows.count - 1)}; pass rows of the sequence's {blocks} blocks"
         )
     tiles = tiles or probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
-    out = torch.empty(batch, rows, num_keys, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, rows.count, num_keys, dtype=torch.float32, device=q.device)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
     rows_per_tile = max(tiles.queries // selection_block, 1)
-    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows, rows_per_tile), batch)
+    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows.count, rows_per_tile), batch)
     _block_probs_kernel[grid](
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
@@ -85,8 +87,8 @@ def block_sum_probs_rows(
         *q.stride()[:3],
         *k.stride()[:3],
         *(words.stride()[:2] if words is not None else (0, 0)),
-        row_start,
-        row_start + rows,
+        rows.start,
+        rows.count,
         length,
         query_start or None,
         triton.cdiv(num_keys, 32),
@@ -98,10 +100,12 @@ def block_sum_probs_rows(
         ROWS=rows_per_tile,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
+        RUN=sampling.SAMPLED_ROWS,
+        SPACING=rows.spacing,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys, selection_block))
-        and rows % rows_per_tile == 0,
+        and rows.count % rows_per_tile == 0,
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
@@ -116,9 +120,10 @@ def _block_probs_kernel(
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_wb, stride_wl,
-    row_start, row_end, length, query_start, word_columns, scale_log2,
+    row_start, num_rows, length, query_start, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, SPACING: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
@@ -128,12 +133,14 @@ def _block_probs_kernel(
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS
     columns = column + tl.arange(0, KEYS)
-    row = row_start + tl.program_id(1) * ROWS
+    number = tl.program_id(1) * ROWS
+    row = row_of(number, row_start, RUN, SPACING)
     rows = row + tl.arange(0, ROWS)
     num_keys = query_start + length
     total = tl.zeros([ROWS, KEYS], tl.float32)
 
-    seen = column <= query_start + (tl.minimum(row + ROWS, row_end) - 1) * BLOCK
+    here = tl.minimum(num_rows - number, ROWS)
+    seen = column <= query_start + (row + here - 1) * BLOCK
     if HAS_DOCUMENTS:
         document_starts += batch64 * length
         seen = seen & (column + KEYS > tl.load(document_starts + row * BLOCK))
@@ -171,6 +178,6 @@ def _block_probs_kernel(
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
         total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)
-    out += (batch64 * (row_end - row_start) + (row - row_start)) * num_keys
+    out += (batch64 * num_rows + number) * num_keys
     target = out + (tl.arange(0, ROWS).to(tl.int64)[:, None] * num_keys + columns[None, :])
-    tl.store(target, total, mask=(rows < row_end)[:, None] & (columns < num_keys)[None, :])
+    tl.store(target, total, mask=(tl.arange(0, ROWS) < here)[:, None] & (columns < num_keys)[None, :])

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels import sampling
 from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_tiles import (
     LOG2E,
@@ -18,6 +19,8 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.sampling import RowSample
+from gsa_kernels.triton_rows import row_of
 
 
 def probs_tiles(dtype: torch.dtype) -> Tiles:
@@ -38,8 +41,7 @@ def head_sum_probs_rows(
     k: torch.Tensor,
     lse: torch.Tensor,
     words: torch.Tensor | None,
-    row_start: int,
-    rows: int,
+    rows: RowSample,
     *,
     document_starts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
@@ -48,35 +50,35 @@ def head_sum_probs_rows(
     fill: bool = True,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for s in S_t, 0 elsewhere; t = row_start .. + rows.
+    """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for s in S_t, 0 elsewhere; for the queries t of `rows`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
         lse: fp32 [B, H, L], from `masked_attention` with the same words: each head's row sums to 1
-        row_start: counts queries, not positions
+        rows: counted in queries, not positions
         words, document_starts, query_start: as in `masked_attention`
         dtype: of the result, fp32 or fp16; the sum is always taken in fp32
         fill: False leaves unwritten what no query of a tile sees, which `indexer_kl_loss` does not read
 
     Returns:
-        [B, rows, Lk], without gradient
+        [B, rows.count, Lk], without gradient
     """
     scale = check_attention(q, k, k, words, document_starts, softmax_scale, None, query_start)
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
-    check_at_least("row_start", row_start, 0)
-    check_at_least("rows", rows, 1)
-    if row_start + rows > length:
-        raise ValueError(f"row_start + rows is {row_start + rows}; pass rows of a sequence of {length}")
+    check_at_least("rows.start", rows.start, 0)
+    check_at_least("rows.count", rows.count, 1)
+    if rows.row(rows.count - 1) >= length:
+        raise ValueError(f"rows end at {rows.row(rows.count - 1)}; pass rows of a sequence of {length}")
     tiles = tiles or shared_probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
-    out = torch.empty(batch, rows, num_keys, dtype=dtype, device=q.device)
+    out = torch.empty(batch, rows.count, num_keys, dtype=dtype, device=q.device)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
-    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows, tiles.queries), batch)
+    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows.count, tiles.queries), batch)
     _probs_kernel[grid](
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
@@ -87,8 +89,8 @@ def head_sum_probs_rows(
         *q.stride()[:3],
         *k.stride()[:3],
         *(words.stride()[:2] if words is not None else (0, 0)),
-        row_start,
-        row_start + rows,
+        rows.start,
+        rows.count,
         length,
         query_start or None,
         triton.cdiv(num_keys, 32),
@@ -98,9 +100,11 @@ def head_sum_probs_rows(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
+        RUN=sampling.SAMPLED_ROWS,
+        SPACING=rows.spacing,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
-        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)) and rows % tiles.queries == 0,
+        EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)) and rows.count % tiles.queries == 0,
         TMA=tma,
         PRECISION=input_precision(q.dtype),
         FILL=fill,
@@ -117,9 +121,10 @@ def _probs_kernel(
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_wb, stride_wl,
-    row_start, row_end, length, query_start, word_columns, scale_log2,
+    row_start, num_rows, length, query_start, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    KEYS: tl.constexpr, RUN: tl.constexpr, SPACING: tl.constexpr,
+    HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the result, summed over all heads."""
@@ -128,10 +133,11 @@ def _probs_kernel(
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS
-    start = row_start + tl.program_id(1) * QUERIES
+    number = tl.program_id(1) * QUERIES
+    start = row_of(number, row_start, RUN, SPACING)
     rows = start + tl.arange(0, QUERIES)
     columns = column + tl.arange(0, KEYS)
-    valid = rows < row_end
+    valid = number + tl.arange(0, QUERIES) < num_rows
     num_keys = query_start + length
     total = tl.zeros([QUERIES, KEYS], tl.float32)
 
@@ -167,7 +173,7 @@ def _probs_kernel(
             hit = causal_hit(query_start + rows, columns, first_keys, HAS_DOCUMENTS)
         # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
         total = tl.where(hit, total, 0.0)
-    out += (batch64 * (row_end - row_start) + (start - row_start)) * num_keys
+    out += (batch64 * num_rows + number) * num_keys
     target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * num_keys + columns[None, :])
     if seen | FILL:
         tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & (columns < num_keys)[None, :])

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gsa_kernels.sampling import runs_per_sampled
+
 Gradients = tuple[torch.Tensor | None, ...]
 Calculate = Callable[..., tuple[torch.Tensor, torch.Tensor, Gradients]]
 """(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta) -> the sum, the KL of each row, and the gradients in
@@ -52,7 +54,5 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
 
 
 def check_sampling(row_fraction: float, seed: int | None) -> None:
-    if not 0 < row_fraction <= 1:
-        raise ValueError(f"row_fraction is {row_fraction}; pass a number in (0, 1]")
-    if row_fraction < 1 and seed is None:
+    if runs_per_sampled(row_fraction) > 1 and seed is None:
         raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")

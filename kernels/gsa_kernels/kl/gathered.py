@@ -24,6 +24,7 @@ from gsa_kernels.kl.triton_gathered_launch import (
 )
 from gsa_kernels.kl.triton_launch import score_kind
 from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.sampling import systematic
 
 TargetTiles = Callable[[torch.Tensor], torch.Tensor]
 """int32 [N] numbers of tiles -> fp32 [B, N, max_count, queries]: attention probabilities by entry and query, summed
@@ -69,7 +70,7 @@ def gathered_indexer_kl_loss(
         selection_block: b; only the first query of each aligned block of b has a row. 1, or a multiple of the
             lists' tile; the tiles of a block share their keys
         scratch_bytes: size of a chunk's scratch memory, about
-        row_fraction: below 1, an unbiased estimate from that share of the tiles (of the blocks), rescaled
+        row_fraction: 1 / n: below 1, an unbiased estimate from every n-th tile (or block), rescaled
         seed: chooses these tiles; the same on every tensor-parallel rank
         return_rows: give also the KL of each row, without gradient; NaN for rows left out of the estimate
         blocks: block shapes, for measurements
@@ -136,8 +137,8 @@ def _value_and_gradients(
         rows=rows,
     )
     num_tiles = -(-num_rows // rows)
-    tiles = _sample_tiles(num_tiles, row_fraction, seed)
-    factor = num_tiles / len(tiles)
+    first, factor = systematic(num_tiles, row_fraction, seed)
+    tiles = torch.arange(first, num_tiles, factor, dtype=torch.int32)
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
     allocate = torch.empty_like if with_gradients and factor == 1 else torch.zeros_like
     fp32 = torch.float32
@@ -177,16 +178,6 @@ def _value_and_gradients(
         sums[1 : 1 + heads].sum().to(beta.dtype).reshape(beta.shape),
     )
     return sums[0].float(), kl_rows, gradients
-
-
-def _sample_tiles(num_tiles: int, fraction: float, seed: int | None) -> torch.Tensor:
-    """int32, ascending, on the CPU: the tiles to compute. Each is as likely as any other to be taken."""
-    if fraction == 1:
-        return torch.arange(num_tiles, dtype=torch.int32)
-    kept = max(1, round(fraction * num_tiles))
-    generator = torch.Generator()
-    generator.manual_seed(int(seed or 0))
-    return torch.randperm(num_tiles, generator=generator)[:kept].sort().values.int()
 
 
 def _check_target(target: torch.Tensor, sizes: tuple[int, int, int], rows: int, device: torch.device) -> None:

@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 import torch
 
+from gsa_kernels import sampling
 from gsa_kernels.checks import check_at_least, check_shape, count_queries
 from gsa_kernels.kl.autograd import LossWithGradients, beta_tensor, check_sampling, needs_gradients
-from gsa_kernels.kl.sampling import row_ranges
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
+from gsa_kernels.sampling import RowSample, sample_rows
 
-TargetRows = Callable[[int, int], torch.Tensor]
-"""(row_start, rows) -> fp32 or fp16 [B, rows, Lk]: attention probabilities of these rows, summed over the heads and,
-with `selection_block`, over the queries of each row's block."""
+TargetRows = Callable[[RowSample], torch.Tensor]
+"""Rows -> fp32 or fp16 [B, their count, Lk]: attention probabilities of these rows, summed over the heads and, with
+`selection_block`, over the queries of each row's block."""
 
 
 def indexer_kl_loss(
@@ -54,7 +55,7 @@ def indexer_kl_loss(
         q_idx: [B, R, HI, DI], R = ceil(L / selection_block)
         k_idx: [B, Lk, DI], Lk = query_start + L
         weight_logits: [B, R, HI]
-        target_rows: gives the target of a range of rows, at any positive scale; what it holds off the
+        target_rows: gives the target of a chunk of rows, at any positive scale; what it holds off the
             support is ignored. Called once per chunk, without gradients.
         score_bias, weight_bias: [HI]
         inverse_temperature: beta, a number or a tensor of one element
@@ -64,8 +65,8 @@ def indexer_kl_loss(
         selection_block: b; only the first query of each aligned block of b has a row
         query_start: position of the first query, a multiple of b
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
-        row_fraction: below 1, an unbiased estimate from that share of the row tiles, rescaled
-        seed: chooses these tiles; the same on every tensor-parallel rank
+        row_fraction: 1 / n: below 1, an unbiased estimate from that share of the rows, rescaled (`sample_rows`)
+        seed: chooses these rows; the same on every tensor-parallel rank
         return_rows: give also the KL of each row, without gradient; NaN for rows left out of the estimate
         blocks: block shapes, for measurements
 
@@ -95,7 +96,7 @@ def indexer_kl_loss(
         "selection_block": selection_block,
         "query_start": query_start,
         "row_chunk_bytes": row_chunk_bytes,
-        "ranges": row_ranges(num_rows, row_fraction, seed),
+        "sample": sample_rows(num_rows, row_fraction, seed),
         "blocks": blocks,
         "with_gradients": needs_gradients(*differentiable),
     }
@@ -118,7 +119,7 @@ def _value_and_gradients(
     selection_block: int,
     query_start: int,
     row_chunk_bytes: int,
-    ranges: tuple[list[tuple[int, int]], float],
+    sample: RowSample,
     blocks: Blocks | None,
     with_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
@@ -140,27 +141,27 @@ def _value_and_gradients(
     )
     chosen = choose_blocks(inputs) if blocks is None else blocks
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
-    allocate = torch.empty_like if with_gradients and ranges[1] == 1 else torch.zeros_like
+    allocate = torch.empty_like if with_gradients and sample.factor == 1 else torch.zeros_like
     outputs = Outputs(
         row_results=allocate(q_idx.new_empty(batch, num_rows, 1 + 3 * heads, dtype=torch.float32)),
         dq=allocate(inputs.q_idx) if with_gradients else None,
         dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
         dw=allocate(inputs.weight_logits) if with_gradients else None,
     )
-    sampled, factor = ranges
-    chunk_rows = row_chunk_bytes // (4 * batch * num_keys) // chosen.rows * chosen.rows
-    for start, stop in sampled:
-        for row_start in range(start, stop, max(chunk_rows, chosen.rows)):
-            rows = min(max(chunk_rows, chosen.rows), stop - row_start)
-            target = target_rows(row_start, rows).detach()
-            _check_target(target, batch, rows, num_keys, q_idx.device)
-            run_chunk(inputs, outputs, target, row_start, rows, chosen)
+    factor = sample.factor
+    unit = chosen.rows if factor == 1 else sampling.SAMPLED_ROWS
+    chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
+    for number in range(0, sample.count, chunk_rows):
+        chunk = sample.chunk(number, chunk_rows)
+        target = target_rows(chunk).detach()
+        _check_target(target, batch, chunk.count, num_keys, q_idx.device)
+        run_chunk(inputs, outputs, target, chunk, chosen)
 
     # fp64: tens of thousands of rows, some of both signs.
     sums = outputs.row_results.sum((0, 1), dtype=torch.float64) * factor
     kl_rows = outputs.row_results[..., 0]
     if factor != 1:
-        kl_rows = _only_sampled(kl_rows, sampled)
+        kl_rows = _only_sampled(kl_rows, sample)
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
     if factor != 1:
@@ -177,11 +178,10 @@ def _value_and_gradients(
     return sums[0].float(), kl_rows, gradients
 
 
-def _only_sampled(kl_rows: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-    out = torch.full_like(kl_rows, float("nan"))
-    for start, stop in ranges:
-        out[:, start:stop] = kl_rows[:, start:stop]
-    return out
+def _only_sampled(kl_rows: torch.Tensor, sample: RowSample) -> torch.Tensor:
+    left_out = torch.ones(kl_rows.shape[1], dtype=torch.bool)
+    left_out[sample.rows()] = False
+    return kl_rows.masked_fill(left_out.to(kl_rows.device), float("nan"))
 
 
 def check_inputs(

@@ -9,12 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels import sampling
 from gsa_kernels.kl import triton_scores as kinds
 from gsa_kernels.kl.triton_grad import grad_kernel
 from gsa_kernels.kl.triton_reduce import reduce_keys_kernel, reduce_rows_kernel
 from gsa_kernels.kl.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.kl.triton_stacked_stats import stacked_stats_kernel
 from gsa_kernels.kl.triton_stats import stats_kernel
+from gsa_kernels.sampling import RowSample
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def run_chunk(
-    inputs: Inputs, outputs: Outputs, target: torch.Tensor, row_start: int, rows: int, blocks: Blocks
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: RowSample, blocks: Blocks
 ) -> None:
-    """All kernels for rows row_start .. row_start + rows.
+    """All kernels for the rows of a chunk.
 
     Args:
         target: fp32 or fp16 [B, rows, Lk], last dimension contiguous
@@ -106,17 +108,20 @@ def run_chunk(
         raise ValueError(
             f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
         )
-    for launch in chunk_launches(inputs, outputs, target, row_start, rows, blocks).values():
+    for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
         launch()
 
 
 def chunk_launches(
-    inputs: Inputs, outputs: Outputs, target: torch.Tensor, row_start: int, rows: int, blocks: Blocks
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: RowSample, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
     """The kernels of `run_chunk` by name, in the order in which they must run."""
     batch, num_rows, heads, dim = inputs.q_idx.shape
     length, device, stride = inputs.k_idx.shape[1], inputs.q_idx.device, inputs.query_stride
-    num_keys = inputs.query_start + (row_start + rows - 1) * stride + 1  # that any of these rows sees
+    row_start, rows = chunk.start, chunk.count
+    run = sampling.SAMPLED_ROWS
+    assert chunk.factor == 1 or run % blocks.rows == 0, "a tile has rows of one run"
+    num_keys = inputs.query_start + chunk.row(rows - 1) * stride + 1  # that any of these rows sees
     block_d = max(16, triton.next_power_of_2(dim))
     tiles = triton.cdiv(rows, blocks.rows)
     padded = tiles * blocks.rows
@@ -152,6 +157,8 @@ def chunk_launches(
         "BLOCK_D": block_d,
         "BM": blocks.rows,
         "SEGMENT": blocks.segment,
+        "RUN": run,
+        "SPACING": chunk.spacing,
         "KIND": inputs.kind,
         "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
         "SCORE_BIAS": has_score_bias,
@@ -223,6 +230,8 @@ def chunk_launches(
         BM=blocks.rows,
         BR=block_rows,
         SEGMENT=blocks.segment,
+        RUN=run,
+        SPACING=chunk.spacing,
         KIND=inputs.kind,
         WEIGHT_BIAS=has_weight_bias,
         WITH_GRADIENTS=with_gradients,
@@ -248,6 +257,8 @@ def chunk_launches(
             BM=blocks.rows,
             BK=block_keys,
             BD=block_dims,
+            RUN=run,
+            SPACING=chunk.spacing,
             HAS_STARTS=inputs.document_starts is not None,
             num_warps=4,
         )

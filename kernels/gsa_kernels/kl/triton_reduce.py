@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import LN_2, head_weight, head_weight_slope
+from gsa_kernels.triton_rows import last_row_of, number_of, row_of
 
 
 @triton.jit
@@ -33,6 +34,8 @@ def reduce_rows_kernel(
     BM: tl.constexpr,
     BR: tl.constexpr,
     SEGMENT: tl.constexpr,
+    RUN: tl.constexpr,
+    SPACING: tl.constexpr,
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
@@ -49,8 +52,8 @@ def reduce_rows_kernel(
     local = tl.program_id(0) * BR + tl.arange(0, BR)
     tile = tl.program_id(0) * BR // BM
     valid = local < num_rows
-    row_index = b.to(tl.int64) * R + row_start + local
-    last = query_start + (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+    row_index = b.to(tl.int64) * R + row_of(tl.program_id(0) * BR, row_start, RUN, SPACING) + tl.arange(0, BR)
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
     first = tl.load(first_keys + b * (padded_rows // BM) + tile)
     first_segment = first // SEGMENT
     last_segment = last // SEGMENT
@@ -113,6 +116,8 @@ def reduce_keys_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
+    RUN: tl.constexpr,
+    SPACING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
     """Grid (ceil(keys / BK), BLOCK_D / BD, B): BK keys over the row tiles that see any of them."""
@@ -126,10 +131,10 @@ def reduce_keys_kernel(
     out = dk + (b * L + cols)[None, :] * DI + d[:, None]
     total = tl.load(out, mask=inside, other=0.0)
     first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # that sees one of these keys
-    first_tile = tl.maximum(first_row - row_start, 0) // BM
+    first_tile = number_of(tl.maximum(first_row, row_start), row_start, RUN, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only what a tile's rows see was written.
-        written = cols <= query_start + (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+        written = cols <= query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
         if HAS_STARTS:
             written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
         part = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]

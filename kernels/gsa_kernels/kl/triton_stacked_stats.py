@@ -15,6 +15,7 @@ from gsa_kernels.kl.triton_stacked import (
     stacked_activations,
     sum_in_lanes,
 )
+from gsa_kernels.triton_rows import last_row_of, row_of
 
 
 @triton.jit
@@ -47,6 +48,8 @@ def stacked_stats_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SEGMENT: tl.constexpr,
+    RUN: tl.constexpr,
+    SPACING: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
     SCORE_BIAS: tl.constexpr,
@@ -66,9 +69,10 @@ def stacked_stats_kernel(
     b = tl.program_id(2)
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
-    rows = tl.where(valid, query_start + (row_start + local) * STRIDE, -1)
-    row_index = b.to(tl.int64) * R + row_start + local
-    last = query_start + (row_start + tl.minimum(tile * BM + BM, num_rows) - 1) * STRIDE
+    in_sequence = row_of(tile * BM, row_start, RUN, SPACING) + tl.arange(0, BM)
+    rows = tl.where(valid, query_start + in_sequence * STRIDE, -1)
+    row_index = b.to(tl.int64) * R + in_sequence
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
 
     first = 0
     starts = rows

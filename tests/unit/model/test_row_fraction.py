@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels.kl import sampling
-from gsa_kernels.kl.sampling import SAMPLED_ROWS, row_ranges
+from gsa_kernels import sampling
+from gsa_kernels.sampling import SAMPLED_ROWS, RowSample, sample_rows
 from gsa_train.model.build import Model
 from gsa_train.model.triton_core import TritonCore
 from gsa_train.optim import build_optimizer
@@ -41,45 +41,63 @@ def indexer_gradients(fraction: float, seed: int) -> dict[str, torch.Tensor]:
     return {name: gradient for name, gradient in gradients.items() if ".indexer." in name}
 
 
-def test_each_tile_of_rows_is_as_likely_as_any_other() -> None:
-    for num_rows, fraction, kept in ((5 * SAMPLED_ROWS, 0.4, 2), (4 * SAMPLED_ROWS - 7, 0.5, 2), (9, 0.1, 1)):
-        tiles = -(-num_rows // SAMPLED_ROWS)
-        counts = torch.zeros(tiles)
+def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> None:
+    for num_rows, fraction, factor in (
+        (5 * SAMPLED_ROWS, 0.3333, 3),
+        (4 * SAMPLED_ROWS - 7, 0.5, 2),
+        (3 * SAMPLED_ROWS + 1, 0.25, 4),
+        (9, 0.1, 1),
+    ):
+        counts = torch.zeros(num_rows)
         for seed in range(2000):
-            ranges, factor = row_ranges(num_rows, fraction, seed)
-            assert factor == tiles / kept
-            assert len(ranges) <= 2
-            for start, stop in ranges:
-                assert 0 <= start < stop <= num_rows
-                counts[start // SAMPLED_ROWS : -(-stop // SAMPLED_ROWS)] += 1
-        assert counts.sum() == 2000 * kept
-        assert counts.max() < 1.15 * counts.min()
-    assert row_ranges(100, 1, None) == ([(0, 100)], 1.0)
+            sample = sample_rows(num_rows, fraction, seed)
+            rows = sample.rows()
+            assert sample.factor == factor
+            assert len(rows) == sample.count
+            assert (rows.diff() <= (factor - 1) * SAMPLED_ROWS + 1).all()
+            assert all(sample.row(number) == row for number, row in enumerate(rows.tolist()))
+            counts[rows] += 1
+        assert counts.sum() > 0
+        assert (counts / 2000 - 1 / factor).abs().max() < 0.05  # five standard deviations
+    assert sample_rows(100, 1, None) == RowSample(0, 100)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 0.3, 0.75, 2.0])
+def test_a_share_is_one_of_a_whole_number(fraction: float) -> None:
+    with pytest.raises(ValueError, match="1 / n"):
+        sample_rows(1000, fraction, 1)
+
+
+def test_chunks_of_a_sample_are_its_rows() -> None:
+    sample = sample_rows(11 * SAMPLED_ROWS - 5, 0.25, 3)
+    chunks = [sample.chunk(number, SAMPLED_ROWS) for number in range(0, sample.count, SAMPLED_ROWS)]
+    assert len(chunks) > 1
+    assert torch.equal(torch.cat([chunk.rows() for chunk in chunks]), sample.rows())
 
 
 def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
-    """Half of four tiles: the draws start at one of four tiles, each of which some seed finds."""
-    by_draw: dict[Any, dict[str, torch.Tensor]] = {}
+    """Half of four runs: the draws start at the first or the second run, each of which some seed finds."""
+    by_draw: dict[RowSample, dict[str, torch.Tensor]] = {}
     for seed in range(100):
-        draw = _ranges_of(seed)
+        draw = _sample_of(seed)
         if draw not in by_draw:
             by_draw[draw] = indexer_gradients(0.5, seed)
-        if len(by_draw) == 4:
+        if len(by_draw) == 2:
             break
     whole = indexer_gradients(1.0, 0)
-    assert len(by_draw) == 4
+    assert len(by_draw) == 2
     for name, expected in whole.items():
         draws = [gradients[name] for gradients in by_draw.values()]
         assert not torch.allclose(draws[0], draws[1]), name
         torch.testing.assert_close(torch.stack(draws).mean(0), expected, rtol=1e-3, atol=1e-6, msg=name)
 
 
-def _ranges_of(seed: int) -> tuple[tuple[int, int], ...]:
+def _sample_of(seed: int) -> RowSample:
     model = tiny_model(config_with(0.5))
     model.runtime.begin_step(str(seed))
     fraction, drawn = model.runtime.draw_rows(0)
     assert fraction == 0.5
-    return tuple(row_ranges(LENGTH, fraction, drawn)[0])
+    return sample_rows(LENGTH, fraction, drawn)
 
 
 def train(model: Model, optimizer: Any, config: Any, steps: range) -> list[torch.Tensor]:
@@ -131,11 +149,11 @@ def test_validation_takes_every_row_and_the_log_shows_the_estimate() -> None:
 
 @pytest.mark.slow
 def test_the_fused_core_draws_the_rows_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 16)
+    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
     config = tiny_config(
         model={"head_dim": 32, "init_std": 0.2},
-        gsa={"indexer_dim": 16, "indexer_heads": 2, "indexer_loss_row_fraction": 0.4},
-        train={"seq_len_tokens": 40, "global_batch_size": 2},
+        gsa={"indexer_dim": 16, "indexer_heads": 2, "indexer_loss_row_fraction": 0.5},
+        train={"seq_len_tokens": 80, "global_batch_size": 2},
     )
     found = []
     for fused in (False, True):

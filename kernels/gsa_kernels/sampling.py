@@ -1,0 +1,72 @@
+"""Which rows an estimate of the indexer's loss calculates."""
+
+from dataclasses import dataclass
+
+import torch
+
+SAMPLED_ROWS = 128
+"""Rows of a run: neighbours that are taken or left together."""
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Runs of SAMPLED_ROWS rows, one of each `factor` runs of the sequence."""
+
+    start: int
+    """First row."""
+    count: int
+    """Rows in all. Only the sequence's last run may be short."""
+    factor: int = 1
+    """Times the sum over the sample is the estimate of the sum over all rows."""
+
+    @property
+    def spacing(self) -> int:
+        """From the first row of a run to that of the next."""
+        return self.factor * SAMPLED_ROWS
+
+    def row(self, number: int) -> int:
+        """The row that is number `number` of the sample."""
+        return self.start + number // SAMPLED_ROWS * self.spacing + number % SAMPLED_ROWS
+
+    def chunk(self, number: int, count: int) -> "RowSample":
+        """`count` of the rows, from that with `number` on, the first of a run."""
+        return RowSample(self.row(number), min(count, self.count - number), self.factor)
+
+    def rows(self) -> torch.Tensor:
+        """All of them, int64 [count]."""
+        number = torch.arange(self.count)
+        return self.start + number // SAMPLED_ROWS * self.spacing + number % SAMPLED_ROWS
+
+
+def sample_rows(num_rows: int, fraction: float, seed: int | None) -> RowSample:
+    """A systematic sample: evenly spaced runs, so that each part of the sequence has its share in every draw.
+
+    Args:
+        fraction: 1 / n for a whole n; of a sequence with fewer runs one run is taken. 1 takes all rows
+        seed: chooses the first run, each of n with the same probability
+    """
+    first, factor = systematic(-(-num_rows // SAMPLED_ROWS), fraction, seed)
+    start, spacing = first * SAMPLED_ROWS, factor * SAMPLED_ROWS
+    whole, rest = divmod(num_rows - start, spacing)
+    return RowSample(start, whole * SAMPLED_ROWS + min(rest, SAMPLED_ROWS), factor)
+
+
+def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:
+    """The first unit and the distance to the next: of num_units units each is as likely as any other to be taken."""
+    factor = min(runs_per_sampled(fraction), num_units)
+    if factor == 1:
+        return 0, 1
+    generator = torch.Generator().manual_seed(int(seed or 0))
+    return int(torch.randint(factor, (), generator=generator)), factor
+
+
+def runs_per_sampled(fraction: float) -> int:
+    """n of a fraction 1 / n.
+
+    Raises:
+        ValueError: it is no such number, to one percent.
+    """
+    whole = round(1 / fraction) if 0 < fraction <= 1 else 0
+    if whole == 0 or abs(whole * fraction - 1) > 0.01:
+        raise ValueError(f"row_fraction is {fraction}; pass 1 / n for a whole n: 1, 0.5, 0.3333, 0.25, ...")
+    return whole
