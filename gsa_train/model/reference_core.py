@@ -167,7 +167,7 @@ class ReferenceCore:
         if fraction == 1:
             return rows.sum(), rows
         sample = sample_rows(rows.shape[1], fraction, seed)
-        kl = rows[:, sample.rows().to(rows.device)].sum() * sample.factor
+        kl = rows[:, sample.rows(rows.device)].sum() * sample.factor
         return kl, kl.detach() / rows.numel()
 
     def _measure(

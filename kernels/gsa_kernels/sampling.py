@@ -32,9 +32,9 @@ class RowSample:
         """`count` of the rows, from that with `number` on, the first of a run."""
         return RowSample(self.row(number), min(count, self.count - number), self.factor)
 
-    def rows(self) -> torch.Tensor:
-        """All of them, int64 [count]."""
-        number = torch.arange(self.count)
+    def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """All of them, int64 [count]; made where they are needed, since a copy to a device would wait for it."""
+        number = torch.arange(self.count, device=device)
         return self.start + number // SAMPLED_ROWS * self.spacing + number % SAMPLED_ROWS
 
 

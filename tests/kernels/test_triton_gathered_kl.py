@@ -279,7 +279,7 @@ def test_equals_the_loss_over_bits(device: str, block: int) -> None:
     target = problem.row_target()
     other_total, other_rows = indexer_kl_loss(
         *(leaves[name] for name in NAMES[:3]),
-        lambda start, count: target[:, start : start + count],
+        lambda rows: target[:, rows.rows(device)],
         **{name: leaves[name] for name in NAMES[3:]},
         words=words,
         selection_block=block,

@@ -52,7 +52,7 @@ class Problem:
 
     def target_rows(self, rows: RowSample) -> torch.Tensor:
         """Off the support there is NaN: it must not be read."""
-        part = rows.rows().to(self.target.device)
+        part = rows.rows(self.target.device)
         return self.target[:, part].masked_fill(~self.support[:, part], float("nan"))
 
 

@@ -138,7 +138,7 @@ def _value_and_gradients(
     )
     num_tiles = -(-num_rows // rows)
     first, factor = systematic(num_tiles, row_fraction, seed)
-    tiles = torch.arange(first, num_tiles, factor, dtype=torch.int32)
+    tiles = torch.arange(first, num_tiles, factor, dtype=torch.int32, device=q_idx.device)
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
     allocate = torch.empty_like if with_gradients and factor == 1 else torch.zeros_like
     fp32 = torch.float32
@@ -151,7 +151,7 @@ def _value_and_gradients(
     )
     chosen_blocks = choose_gathered_blocks(inputs) if blocks is None else blocks
     chunk = max(1, scratch_bytes // max(1, batch * bytes_per_tile(inputs, with_gradients)))
-    for part in tiles.to(q_idx.device).split(chunk):
+    for part in tiles.split(chunk):
         target = target_tiles(part).detach()
         _check_target(target, (batch, len(part), lists.max_count), rows, q_idx.device)
         run_gathered_chunk(inputs, outputs, target, part, chosen_blocks)
@@ -161,9 +161,8 @@ def _value_and_gradients(
     tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64) * factor
     kl_rows = outputs.row_results[..., 0]
     if factor != 1:
-        row_tiles = torch.arange(num_rows) // rows
-        left_out = ~torch.isin(row_tiles, tiles)
-        kl_rows = kl_rows.masked_fill(left_out.to(q_idx.device), float("nan"))
+        row_tiles = torch.arange(num_rows, device=q_idx.device) // rows
+        kl_rows = kl_rows.masked_fill(row_tiles % factor != first, float("nan"))
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
     if factor != 1:

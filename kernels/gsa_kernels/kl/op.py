@@ -179,9 +179,8 @@ def _value_and_gradients(
 
 
 def _only_sampled(kl_rows: torch.Tensor, sample: RowSample) -> torch.Tensor:
-    left_out = torch.ones(kl_rows.shape[1], dtype=torch.bool)
-    left_out[sample.rows()] = False
-    return kl_rows.masked_fill(left_out.to(kl_rows.device), float("nan"))
+    taken = sample.rows(kl_rows.device)
+    return torch.full_like(kl_rows, float("nan")).index_copy_(1, taken, kl_rows[:, taken])
 
 
 def check_inputs(
