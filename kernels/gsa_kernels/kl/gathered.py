@@ -86,20 +86,23 @@ def gathered_indexer_kl_loss(
     check_at_least("scratch_bytes", scratch_bytes, 1)
     check_sampling(row_fraction, seed)
 
+    rows_per_tile = lists.queries if selection_block == 1 else 1
+    sample = systematic(-(-q_idx.shape[1] // rows_per_tile), row_fraction, seed)
     differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
     settings: dict[str, Any] = {
         "target_tiles": target_tiles,
         "lists": lists,
         "activation": activation,
         "tiles_per_unit": tiles_per_unit,
-        "rows": lists.queries if selection_block == 1 else 1,
+        "rows": rows_per_tile,
         "scratch_bytes": scratch_bytes,
-        "row_fraction": row_fraction,
-        "seed": seed,
+        "sample": sample,
         "blocks": blocks,
         "with_gradients": needs_gradients(*differentiable),
     }
     total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
+    if sample[1] != 1:
+        total = total * sample[1]
     return (total, rows) if return_rows else total
 
 
@@ -117,12 +120,12 @@ def _value_and_gradients(
     tiles_per_unit: int,
     rows: int,
     scratch_bytes: int,
-    row_fraction: float,
-    seed: int | None,
+    sample: tuple[int, int],
     blocks: GatheredBlocks | None,
     with_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The sum, the KL of each row [B, R], and the gradients in the order of the first six arguments."""
+    """The sum over the sample, the KL of each row [B, R], and the sum's gradients in the order of the first six
+    arguments."""
     batch, num_rows, heads, dim = q_idx.shape
     inputs = GatheredInputs(
         q_idx=q_idx.contiguous(),
@@ -137,7 +140,7 @@ def _value_and_gradients(
         rows=rows,
     )
     num_tiles = -(-num_rows // rows)
-    first, factor = systematic(num_tiles, row_fraction, seed)
+    first, factor = sample
     tiles = torch.arange(first, num_tiles, factor, dtype=torch.int32, device=q_idx.device)
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
     allocate = torch.empty_like if with_gradients and factor == 1 else torch.zeros_like
@@ -157,17 +160,14 @@ def _value_and_gradients(
         run_gathered_chunk(inputs, outputs, target, part, chosen_blocks)
 
     # fp64: tens of thousands of rows, some of both signs.
-    sums = outputs.row_results.sum((0, 1), dtype=torch.float64) * factor
-    tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64) * factor
+    sums = outputs.row_results.sum((0, 1), dtype=torch.float64)
+    tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]
     if factor != 1:
         row_tiles = torch.arange(num_rows, device=q_idx.device) // rows
         kl_rows = kl_rows.masked_fill(row_tiles % factor != first, float("nan"))
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
-    if factor != 1:
-        for gradient in (outputs.dq, outputs.dk, outputs.dw):
-            gradient.mul_(factor)
     gradients = (
         outputs.dq,
         outputs.dk[..., :dim].to(k_idx.dtype),

@@ -88,6 +88,7 @@ def indexer_kl_loss(
     check_sampling(row_fraction, seed)
 
     differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
+    sample = sample_rows(num_rows, row_fraction, seed)
     settings: dict[str, Any] = {
         "target_rows": target_rows,
         "activation": activation,
@@ -96,11 +97,13 @@ def indexer_kl_loss(
         "selection_block": selection_block,
         "query_start": query_start,
         "row_chunk_bytes": row_chunk_bytes,
-        "sample": sample_rows(num_rows, row_fraction, seed),
+        "sample": sample,
         "blocks": blocks,
         "with_gradients": needs_gradients(*differentiable),
     }
     total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
+    if sample.factor != 1:
+        total = total * sample.factor
     return (total, rows) if return_rows else total
 
 
@@ -123,7 +126,8 @@ def _value_and_gradients(
     blocks: Blocks | None,
     with_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The sum, the KL of each row [B, R], and the gradients in the order of the first six arguments."""
+    """The sum over the sample, the KL of each row [B, R], and the sum's gradients in the order of the first six
+    arguments."""
     batch, num_rows, heads, _ = q_idx.shape
     num_keys = k_idx.shape[1]
     inputs = Inputs(
@@ -148,8 +152,7 @@ def _value_and_gradients(
         dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
         dw=allocate(inputs.weight_logits) if with_gradients else None,
     )
-    factor = sample.factor
-    unit = chosen.rows if factor == 1 else sampling.SAMPLED_ROWS
+    unit = chosen.rows if sample.factor == 1 else sampling.SAMPLED_ROWS
     chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
     for number in range(0, sample.count, chunk_rows):
         chunk = sample.chunk(number, chunk_rows)
@@ -158,15 +161,12 @@ def _value_and_gradients(
         run_chunk(inputs, outputs, target, chunk, chosen)
 
     # fp64: tens of thousands of rows, some of both signs.
-    sums = outputs.row_results.sum((0, 1), dtype=torch.float64) * factor
+    sums = outputs.row_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]
-    if factor != 1:
+    if sample.factor != 1:
         kl_rows = _only_sampled(kl_rows, sample)
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
-    if factor != 1:
-        for gradient in (outputs.dq, outputs.dk, outputs.dw):
-            gradient.mul_(factor)
     gradients = (
         outputs.dq,
         outputs.dk.to(k_idx.dtype),
