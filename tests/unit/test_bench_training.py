@@ -1,9 +1,13 @@
-"""The bench of whole models: names of layouts, and weak scaling."""
+"""The bench of whole models: names of layouts, weak scaling, and whether ranks that failed may go on together."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from gsa_train.bench.failures import Failure, difference
 from gsa_train.bench.layout_names import layout_list, layout_overrides
 from gsa_train.bench.training import Sizes, plain, scaling
 from gsa_train.config import ConfigError
@@ -57,3 +61,22 @@ def test_weak_scaling_compares_equal_work_per_device() -> None:
         scaling([row(1, 100.0, sequences=4)], [row(4, 90.0)])
     with pytest.raises(ValueError, match="no model and layout in common"):
         scaling([row(1, None)], [row(4, 90.0)])
+
+
+@pytest.mark.parametrize(
+    ("collectives", "pipeline", "expected"),
+    [
+        ([{"world": 4, "tp 0": 7}, {"world": 4, "tp 1": 9}], 1, ""),
+        ([{"world": 4, "tp": 7}, {"world": 4, "tp": 8}], 1, "all ranks failed, but at different places"),
+        ([{"world": 4}, {"world": 4}], 2, "all ranks failed, but sends between pipeline stages"),
+        ([{"world": 4}], 1, "1 of 2 ranks failed, and the others wait for them"),
+    ],
+)
+def test_failed_ranks_go_on_only_where_nothing_is_half_done(
+    collectives: list[dict[str, int]], pipeline: int, expected: str
+) -> None:
+    parallel: Any = SimpleNamespace(world_size=2, pipeline_size=pipeline)
+    found = {rank: Failure("out of memory", counts) for rank, counts in enumerate(collectives)}
+    answer = difference(found, parallel)
+    assert answer.startswith(expected)
+    assert bool(answer) == bool(expected)
