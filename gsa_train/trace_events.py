@@ -86,8 +86,8 @@ def traced_span(on_host: Iterable[Any], intervals: Iterable[Interval]) -> tuple[
 
 
 def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, str]:
-    """Launch's id -> part. What no operation stands around (a Triton kernel in a bare range, or on autograd's thread)
-    has lost its thread in the profiler: it belongs to the part, on whatever thread, that began last around it."""
+    """Launch's id -> part. A launch that no operation stands around counts as the main thread's, whatever thread it was
+    on: where that is in no part, it belongs to the part, on any thread, that began last around it."""
     forward_parts = forward_parts_of(on_host)
     found: dict[int, str] = {}
     lost = []

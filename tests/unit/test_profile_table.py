@@ -18,8 +18,8 @@ from gsa_train.spans import span
 from gsa_train.step_breakdown import Interval, breakdown
 from gsa_train.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
 
-MAIN, AUTOGRAD, UNKNOWN = 1, 2, 48213
-"""Threads: the profiler's numbers of two, and what a launch has that no operation stands around."""
+MAIN, AUTOGRAD = 1, 2
+"""Threads, as the profiler numbers them. Launches that no operation stands around get the main thread's."""
 
 
 def on_host(
@@ -102,8 +102,8 @@ def gpu_trace() -> EventList:
             on_host("cudaLaunchKernel", 1232, 1233, 32, AUTOGRAD),
             kernel("gemm_again", 1500, 1550, 32),
             on_host(f"{BACKWARD}MmBackward0", 1250, 1270, 6, AUTOGRAD, sequence=7, forward_thread=AUTOGRAD),
-            # Triton's launch there stands in no operation, so the profiler knows no thread of it.
-            on_host("cuLaunchKernelEx", 1260, 1262, 33, UNKNOWN),
+            # There, too, but in no operation: the profiler takes it for the main thread's.
+            on_host("cuLaunchKernelEx", 1260, 1262, 33, MAIN),
             kernel("triton_mlp_backward", 1550, 1650, 33),
             # Beside it a collective on a stream of its own, alone at last.
             on_host("c10d::_reduce_scatter_base_", 1300, 1320, 7),
