@@ -65,11 +65,12 @@ bench:
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
-# a dry run predicts; on one GPU, on all, and what that scales. ARGS adds options and key=value.
+# a dry run predicts; on one GPU, on all, and what that scales. Tensor parallelism in a process of its own, as it sets
+# CUDA up in another way (gsa_train/cuda_connections.py). ARGS adds options (--breakdown) and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
-LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full$(if $(filter-out 0 1,$(GPUS)),;tp=1$(comma)mbs=4$(comma)opt=off;tp=2$(comma)mbs=4;tp=2$(comma)sp$(comma)mbs=4)
-comma := ,
+LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full;tp=1,mbs=4,opt=off
+TP_LAYOUTS ?= tp=2,mbs=4;tp=2,sp,mbs=4
 BENCH_NODE = launch/bench_training.py --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml \
 	--megatron configs/standard_1.7b.yaml
 bench-node:
@@ -77,6 +78,8 @@ bench-node:
 		--layouts "tp=1,mbs=4" --json $(RESULTS)/bench_1.json $(ARGS)
 	[ "$(GPUS)" -lt 2 ] || { $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
 		--layouts "$(LAYOUTS)" --json $(RESULTS)/bench_$(GPUS).json $(ARGS) && \
+		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
+		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS) && \
 		$(PYTHON) launch/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
 
 # Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase.

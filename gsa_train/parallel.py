@@ -59,8 +59,9 @@ class Parallel:
         return self.tensor_size, self.pipeline_size, self.data_size, self.context_size
 
     def describe(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return (
-            f"{self.world_size} ranks on {self.device.type} = tensor {self.tensor_size} x context "
+            f"{ranks} on {self.device.type} = tensor {self.tensor_size} x context "
             f"{self.context_size} x pipeline {self.pipeline_size} x data {self.data_size}"
         )
 

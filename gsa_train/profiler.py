@@ -70,6 +70,8 @@ class StepProfiler:
             self._running, self._prepared = self._prepared, None
             if self._snapshots:
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # no work of the step before in this one's table
             self._running.start_trace()
         self._step_name = record_function(f"ProfilerStep#{step}")  # what trace viewers look for
         self._step_name.__enter__()

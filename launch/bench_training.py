@@ -8,6 +8,14 @@
 Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline; the
 same sequences per device in every layout. A layout names its sizes in short (gsa_train/bench/layout_names.py); what
 it leaves of the GPUs is data parallel. Runs on CPUs too, without memory and MFU.
+
+--breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
+of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the
+ranks beside it) and how long nothing ran (`idle`). These add up to the traced step, which is slower than the measured
+one. Communication beside other kernels (`overlapped`) is in the parts' time. gsa_train/step_breakdown.py has the rules.
+
+A variant that runs out of memory on all ranks alike says so, and the next one follows. If only some ranks fail, the
+others wait for them in a collective: then all end at once with exit code 1, and the last row of the results says why.
 """
 
 from __future__ import annotations
@@ -20,9 +28,12 @@ import logging
 import os
 import sys
 import time
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend(str(ROOT / folder) for folder in (".", "kernels", "data", "kernels/bench"))
@@ -31,9 +42,22 @@ import harness  # noqa: E402  (kernels/bench)
 
 from gsa_train.bench.layout_names import layout_list  # noqa: E402
 from gsa_train.bench.megatron_peer import ATTENTIONS  # noqa: E402
-from gsa_train.bench.training import Result, Sizes, as_row, run_variants, scaling, variants  # noqa: E402
+from gsa_train.bench.training import (  # noqa: E402
+    Result,
+    Sizes,
+    VariantFailed,
+    as_row,
+    run_variants,
+    scaling,
+    variants,
+)
 from gsa_train.config import ConfigError  # noqa: E402
+from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections  # noqa: E402
 from gsa_train.parallel import shutdown_parallel, world_size_from_environment  # noqa: E402
+
+TRACED_STEPS = 2
+LAST_WORDS_SECONDS = 5
+"""Of the rank that reports for all that failed: torchrun ends all with the first that ends."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,6 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, help="tokens, instead of the configs'")
     parser.add_argument("--sequences-per-device", type=int, default=8, help="per optimizer step")
     parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench_training.json", metavar="OUT")
+    parser.add_argument("--breakdown", action="store_true", help="what a step's time goes to; needs GPUs")
     parser.add_argument("--scaling", type=Path, nargs=2, metavar=("FEW", "MANY"), help="compare two reports")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all configs")
     arguments = parser.parse_intermixed_args()
@@ -61,6 +86,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("name --config, --megatron or both")
     if min(arguments.steps, arguments.sequences_per_device) < 1:
         parser.error("--steps and --sequences-per-device must be 1 or more")
+    if arguments.breakdown and not torch.cuda.is_available():
+        parser.error(
+            "--breakdown needs CUDA devices: on CPUs there is no device whose time could be looked at"
+        )
     return arguments
 
 
@@ -96,26 +125,80 @@ def measure(arguments: argparse.Namespace) -> int:
         else:
             time.sleep(5)  # torchrun ends all ranks with the first: let that be the one that speaks
         return 2
-    about = harness.environment() | {"megatron": version("megatron-core"), "devices": str(world_size)}
+    chosen = VARIABLE in os.environ
+    prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
+    if is_main and not chosen and VARIABLE in os.environ and any(v.config.parallel.tensor == 1 for v in plan):
+        print(
+            f"{VARIABLE}=1 for all layouts, also those without tensor parallelism, which train without it: to see"
+        )
+        print("their own speed, measure them in a run without tp")
+    about = harness.environment() | {
+        "megatron": version("megatron-core"),
+        "devices": str(world_size),
+        VARIABLE: os.environ.get(VARIABLE, "not set"),
+    }
     if is_main:
         print(harness.describe(about), flush=True)
     content: dict[str, Any] = {"command": " ".join(sys.argv), "environment": about, "rows": []}
-    columns: dict[str, str] = {}
-    for result in run_variants(plan, arguments.steps, arguments.warmup_steps, seed=1):
-        if not is_main:
-            continue
-        content["rows"].append(finite(as_row(result)))
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        cells = cells_of(result)
-        if not columns:
-            columns = {"model": "<20", "layout": "<28", **dict.fromkeys(list(cells)[2:], ">9")}
-            print(harness.table_line(columns, {name: name for name in cells}))
-        print(harness.table_line(columns, finite(cells)), result.failed, flush=True)
+    results: list[Result] = []
+    traced_steps = TRACED_STEPS if arguments.breakdown else 0
+    try:
+        for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1, traced_steps):
+            results.append(result)
+            content["rows"].append(finite(as_row(result)))
+            if is_main:
+                write(content, arguments.json)
+                print_rows([cells_of(result)], [result.failed], with_header=len(results) == 1)
+    except VariantFailed as failure:
+        if failure.speaks:
+            content["rows"].append(finite(as_row(failure.result)))
+            write(content, arguments.json)
+            print(f"{failure}\nresults so far: {arguments.json}", file=sys.stderr)
+            if failure.__cause__ is not None and failure.__cause__.__cause__ is not None:
+                traceback.print_exception(failure.__cause__.__cause__)
+        else:
+            time.sleep(LAST_WORDS_SECONDS)
+        sys.stderr.flush()
+        os._exit(1)  # the usual end would wait for the other ranks
     shutdown_parallel()
     if is_main:
+        if arguments.breakdown:
+            print_breakdowns(results)
         print(arguments.json)
     return 0
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool) -> None:
+    """Model and layout, then numbers."""
+    columns = {
+        "model": "<20",
+        "layout": "<28",
+        **{name: f">{max(9, len(name))}" for name in list(rows[0])[2:]},
+    }
+    if with_header:
+        print(harness.table_line(columns, {name: name for name in columns}))
+    for cells, remark in zip(rows, remarks, strict=True):
+        print(harness.table_line(columns, finite(cells)), remark, flush=True)
+
+
+def print_breakdowns(results: list[Result]) -> None:
+    rows = []
+    for result in results:
+        if result.breakdown:
+            named = {
+                name.removesuffix("_ms").removesuffix("_communication"): ms
+                for name, ms in result.breakdown.items()
+            }
+            largest = {"exposed_max": max(result.exposed_communication_ms)}
+            rows.append({"model": result.model, "layout": result.layout, **named, **largest})
+    if rows:
+        print("\nms of a traced step on rank 0's device:")
+        print_rows(rows, [""] * len(rows), with_header=True)
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import time
 
 from gsa_train.cli import parse_arguments
 from gsa_train.config import ConfigError, load_config
+from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
 
@@ -49,6 +50,7 @@ def main() -> int:
     )
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return EXIT_STOPPED  # to torchrun a stop is a failure, and it tries again
+    prepare_connections([config.parallel], os.environ, compute_capability())
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError

@@ -1,4 +1,5 @@
-"""megatron-core's own GPT model, data-parallel wrapper, optimizer and schedule, with nothing of ours but the loop.
+"""megatron-core's own GPT model, data-parallel wrapper, optimizer and schedule, with nothing of ours but the loop, and
+names of the parts for traces.
 
 Its local layer specification: what runs without Transformer Engine and Apex. So attention is made of L x L matrices
 (`local`, computed again in the backward pass as Megatron-LM advises: all layers' would not fit), or is torch's
@@ -20,7 +21,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -31,7 +31,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from gsa_train.batches import MicroBatch
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.named_parts import NamedGPTModel, NamedTransformerLayer
 from gsa_train.parallel import Parallel
+from gsa_train.spans import span
 
 ATTENTIONS = ("local", "sdpa")
 
@@ -123,7 +125,8 @@ class MegatronTrainee:
             micro_batch_size=train.micro_batch_size,
             forward_only=False,
         )
-        self.optimizer.step()
+        with span("optimizer"):
+            self.optimizer.step()
 
     def loss(self) -> float:
         """Mean over micro-batches of equal size and replicas."""
@@ -195,14 +198,15 @@ def _transformer_config(config: Config, attention: str, parallel: Parallel) -> T
 
 def _chunk(
     number: int, config: Config, transformer: TransformerConfig, attention: str, parallel: Parallel
-) -> GPTModel:
+) -> NamedGPTModel:
     count = config.parallel.virtual_pipeline
     vp_stage = number if count > 1 else None
     layer = get_gpt_layer_local_spec(qk_layernorm=config.model.qk_norm, normalization="RMSNorm")
     if attention == "sdpa":
         layer.submodules.self_attention.submodules.core_attention = SdpaCore
+    layer.module = NamedTransformerLayer
     layers = [layer] * get_num_layers_to_build(transformer, vp_stage)
-    chunk = GPTModel(
+    chunk = NamedGPTModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm),
         vocab_size=config.model.vocab_size,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gsa_train.bench.failures import RankFailed, agree, give_up
 from gsa_train.bench.layout_names import layout_overrides
 from gsa_train.bench.megatron_peer import MegatronTrainee, unsupported_by_megatron
 from gsa_train.bench.step_bench import (
@@ -26,10 +27,12 @@ from gsa_train.bench.step_bench import (
     reset_peak_memory,
     time_steps,
 )
+from gsa_train.bench.step_trace import in_columns, trace_steps
 from gsa_train.config import Config, GSAConfig, PhaseConfig, load_config
 from gsa_train.memory import estimate_memory
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.parallel import Parallel, init_parallel, leave_layout
+from gsa_train.step_breakdown import Breakdown
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,10 @@ class Result:
     """What a dry run says, by rank; empty for megatron-core's model."""
     loss: float = float("nan")
     """Of the last step, on the same random tokens."""
+    breakdown: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of a traced step on rank 0's device, see `step_trace.in_columns`; empty where none was traced."""
+    exposed_communication_ms: list[float] = field(default_factory=list)
+    """Of a traced step, by rank."""
     failed: str = ""
     """Why there are no figures."""
 
@@ -92,6 +99,16 @@ class Result:
         """Largest |predicted - peak| / peak over the ranks; NaN where there is none."""
         pairs = [(p, m) for p, m in zip(self.predicted_gib, self.peak_gib, strict=False) if m > 0]
         return max((abs(p - m) / m for p, m in pairs), default=float("nan"))
+
+
+class VariantFailed(RuntimeError):
+    """The process must end without waiting for other ranks."""
+
+    def __init__(self, result: Result, speaks: bool) -> None:
+        super().__init__(f"{result.model}, {result.layout}: {result.failed}")
+        self.result = result
+        self.speaks = speaks
+        """This rank reports for all that failed."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +164,28 @@ def plain(config: Config) -> Config:
     return replace(config, gsa=gsa, phases=[phase])
 
 
-def run_variants(plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int) -> Iterator[Result]:
+def run_variants(
+    plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
+) -> Iterator[Result]:
     """Measure one after the other, on every rank alike. Everything of one is gone before the next begins.
 
-    A variant that runs out of memory, or that megatron-core cannot run, gives a result that says so.
+    A variant that runs out of memory on all ranks, or that megatron-core cannot run, gives a result that says so.
+
+    Args:
+        traced_steps: after the measured ones, for `Result.breakdown`; needs CUDA devices.
+
+    Raises:
+        VariantFailed: this rank failed in a way that leaves the others waiting, or because another one did.
     """
     for number, variant in enumerate(plan):
         parallel = init_parallel(variant.config.parallel, seed)
-        yield _measure(variant, parallel, steps, warmup_steps)
+        result = _result_of(variant, parallel)
+        try:
+            _measure(result, variant, number, parallel, steps, warmup_steps, traced_steps)
+        except RankFailed as failure:
+            result.failed = str(failure)
+            raise VariantFailed(result, failure.speaks) from failure
+        yield result
         left = release_memory(parallel.device)
         if left > LEFT_OVER_BYTES:
             logger.warning("%s, %s: %.2f GiB are still allocated", variant.name, variant.layout, left / 2**30)
@@ -162,35 +193,52 @@ def run_variants(plan: Sequence[Variant], steps: int, warmup_steps: int, seed: i
             leave_layout()
 
 
-def _measure(variant: Variant, parallel: Parallel, steps: int, warmup_steps: int) -> Result:
-    config, train = variant.config, variant.config.train
-    result = Result(
+def _result_of(variant: Variant, parallel: Parallel) -> Result:
+    train = variant.config.train
+    return Result(
         model=variant.name,
         layout=variant.layout,
         world_size=parallel.world_size,
         data_parallel=parallel.data_size,
         sequences=train.global_batch_size,
         seq_len_tokens=train.seq_len_tokens,
-        num_layers=config.model.num_layers,
+        num_layers=variant.config.model.num_layers,
     )
-    if variant.attention and (reason := unsupported_by_megatron(config)):
+
+
+def _measure(
+    result: Result,
+    variant: Variant,
+    number: int,
+    parallel: Parallel,
+    steps: int,
+    warmup_steps: int,
+    traced_steps: int,
+) -> None:
+    if variant.attention and (reason := unsupported_by_megatron(variant.config)):
         result.failed = reason
-        return result
+        return
     if not variant.attention:
-        memory = estimate_memory(config, variant.phase, parallel.world_size, parallel.pipeline_rank)
+        memory = estimate_memory(variant.config, variant.phase, parallel.world_size, parallel.pipeline_rank)
         result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
     release_memory(parallel.device)
     reset_peak_memory(parallel.device)
+    out_of_memory = ""
     try:
-        _fill(result, variant, parallel, steps, warmup_steps)
+        _fill(result, variant, parallel, steps, warmup_steps, traced_steps)
     except torch.OutOfMemoryError as error:
-        result.failed = f"out of memory: {str(error).splitlines()[0]}"
-    return result
+        out_of_memory = f"out of memory: {str(error).splitlines()[0]}"
+    except RuntimeError as error:
+        raise give_up(f"{type(error).__name__}: {error}", number, parallel) from error
+    if out_of_memory:  # behind the handler, whose error holds on to the tensors
+        result.failed = agree(out_of_memory, number, parallel)
 
 
-def _fill(result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int) -> None:
-    config, device = variant.config, parallel.device
-    batches = random_batches(config, parallel)
+def _fill(
+    result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
+) -> None:
+    device = parallel.device
+    batches = random_batches(variant.config, parallel)
     trainee = variant.build(parallel)
     try:
         for _ in range(warmup_steps):
@@ -199,12 +247,22 @@ def _fill(result: Result, variant: Variant, parallel: Parallel, steps: int, warm
         seconds = time_steps(lambda: trainee.step(batches), steps, device)
         peak = peak_memory(device)
         result.loss = trainee.loss()
+        every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
+        result.peak_gib = [row[0] for row in every]
+        result.peak_reserved_gib = [row[1] for row in every]
+        _add_speed(result, variant, parallel, [row[2:] for row in every])
+        if traced_steps:
+            _add_breakdown(
+                result, trace_steps(lambda: trainee.step(batches), traced_steps), traced_steps, parallel
+            )
     finally:
         trainee.close()
-    every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
-    result.peak_gib = [row[0] for row in every]
-    result.peak_reserved_gib = [row[1] for row in every]
-    slowest = [max(times) for times in zip(*(row[2:] for row in every), strict=True)]
+
+
+def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
+    """Of each rank's steps: what the slowest one takes."""
+    config, device = variant.config, parallel.device
+    slowest = [max(times) for times in zip(*seconds, strict=True)]
     result.step_ms = 1e3 * statistics.median(slowest)
     result.step_ms_low, result.step_ms_high = 1e3 * min(slowest), 1e3 * max(slowest)
     tokens = result.sequences * result.seq_len_tokens / parallel.world_size
@@ -215,6 +273,14 @@ def _fill(result: Result, variant: Variant, parallel: Parallel, steps: int, warm
         flops = flops_per_token(config.model, config.gsa, variant.phase, config.train.seq_len_tokens)
         if rate is not None:
             result.mfu = result.tokens_per_second_per_device * flops.total / rate
+
+
+def _add_breakdown(result: Result, traced: Breakdown, steps: int, parallel: Parallel) -> None:
+    columns = in_columns(traced, steps)
+    rows = over_ranks(list(columns.values()), parallel)
+    by_rank = [dict(zip(columns, row, strict=True)) for row in rows]
+    result.breakdown = by_rank[0]
+    result.exposed_communication_ms = [each["exposed_communication_ms"] for each in by_rank]
 
 
 def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""A run of the bench of whole models, on two CPU ranks."""
+"""Runs of the bench of whole models, on two CPU ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,46 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
     assert rows[4]["loss"] == pytest.approx(rows[5]["loss"], rel=1e-4)
     assert len(rows[0]["predicted_gib"]) == 2
     assert "commit" in json.loads(report.read_text())["environment"]
+
+
+def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
+    """Together they go on to the next variant. One alone ends the run at once, with all results and its reason."""
+    report, log = tmp_path / "bench.json", tmp_path / "log"
+    command = ["tests/helpers/failing_bench.py", "--config", "configs/demo.yaml", "--json", str(report)]
+    command += [
+        "--layouts",
+        "tp=1;tp=2;tp=1,opt=off;tp=2,sp",
+        "--layers",
+        "1",
+        "--seq-len",
+        "32",
+        "--steps",
+        "2",
+    ]
+    command += ["--sequences-per-device", "1", "--warmup-steps", "0"]
+    failures = [[0, 0, 1], [0, 1, 1], [2, 1, 1]]
+    environment = {**os.environ, **ENVIRONMENT, "FAILURES": json.dumps(failures)}
+    ranks = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks=2, rendezvous=True)
+    began = time.monotonic()
+    assert ranks.wait(300) == 1, log.read_text()[-4000:]
+    assert time.monotonic() - began < 100, "as long as a collective's timeout"
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["layout"] for row in rows] == ["tp=1", "tp=2", "tp=1,opt=off"]
+    reason = "out of memory: CUDA out of memory. Tried to allocate 3.00 GiB."
+    assert rows[0]["failed"] == f"on all ranks: {reason}"
+    assert (rows[1]["failed"], rows[1]["tokens_per_second_per_device"] > 0) == ("", True)
+    alone = f"1 of 2 ranks failed, and the others wait for them. rank 1: {reason}"
+    assert rows[2]["failed"] == alone
+    output = log.read_text()
+    assert f"demo, tp=1,opt=off: {alone}\nresults so far: {report}" in output
+    assert "Traceback" not in output
+
+
+def test_a_breakdown_needs_a_gpu(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = ["launch/bench_training.py", "--config", "configs/demo.yaml", "--breakdown"]
+    ranks = ForkedRanks(
+        command, REPOSITORY, {**os.environ, **ENVIRONMENT}, {}, log, ranks=1, rendezvous=False
+    )
+    assert ranks.wait(100) == 2
+    assert "--breakdown needs CUDA devices" in log.read_text()

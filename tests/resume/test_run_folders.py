@@ -39,7 +39,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
     again = start_in(old_run).wait()
     assert "is complete" in again.output
     assert [start["step"] for start in read_starts(again.folder)] == [0, 20]
-    assert read_starts(again.folder)[1]["layout"].startswith("1 ranks on cpu")
+    assert read_starts(again.folder)[1]["layout"].startswith("1 rank on cpu")
     assert again.steps() == records
     assert (again.folder / "summary.json").read_text() == summary
     assert {path: path.stat().st_mtime_ns for path in again.checkpoints.rglob("*")} == before

@@ -1,14 +1,25 @@
-"""The bench of whole models: names of layouts, and weak scaling."""
+"""The bench of whole models: names of layouts, weak scaling, and what a traced step says, and ranks that fail."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import runpy
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from gsa_train.bench import training
+from gsa_train.bench.failures import Failure, RankFailed, difference
 from gsa_train.bench.layout_names import layout_list, layout_overrides
-from gsa_train.bench.training import Sizes, plain, scaling
+from gsa_train.bench.step_trace import in_columns
+from gsa_train.bench.training import Result, Sizes, Variant, as_row, plain, scaling
 from gsa_train.config import ConfigError
 from gsa_train.model.flops import count_parameters, flops_per_token
+from gsa_train.step_breakdown import Breakdown
 from helpers.runs import REPOSITORY
+from helpers.single_rank import single_rank
 
 DEMO = REPOSITORY / "configs" / "demo.yaml"
 
@@ -57,3 +68,73 @@ def test_weak_scaling_compares_equal_work_per_device() -> None:
         scaling([row(1, 100.0, sequences=4)], [row(4, 90.0)])
     with pytest.raises(ValueError, match="no model and layout in common"):
         scaling([row(1, None)], [row(4, 90.0)])
+
+
+@pytest.mark.parametrize(
+    ("collectives", "pipeline", "expected"),
+    [
+        ([{"world": 4, "tp 0": 7}, {"world": 4, "tp 1": 9}], 1, ""),
+        ([{"world": 4, "tp": 7}, {"world": 4, "tp": 8}], 1, "all ranks failed, but at different places"),
+        ([{"world": 4}, {"world": 4}], 2, "all ranks failed, but sends between pipeline stages"),
+        ([{"world": 4}], 1, "1 of 2 ranks failed, and the others wait for them"),
+    ],
+)
+def test_failed_ranks_go_on_only_where_nothing_is_half_done(
+    collectives: list[dict[str, int]], pipeline: int, expected: str
+) -> None:
+    parallel: Any = SimpleNamespace(world_size=2, pipeline_size=pipeline)
+    found = {rank: Failure("out of memory", counts) for rank, counts in enumerate(collectives)}
+    answer = difference(found, parallel)
+    assert answer.startswith(expected)
+    assert bool(answer) == bool(expected)
+
+
+def measure(error: RuntimeError) -> Result:
+    """A variant of this process alone, whose model cannot be built."""
+
+    class Failing(Variant):
+        def build(self, parallel: Any) -> Any:
+            raise error
+
+    config = Sizes(sequences_per_device=1, seq_len_tokens=64, num_layers=1).apply(DEMO, "tp=1", world_size=1)
+    result = Result("demo", "tp=1", 1)
+    training._measure(result, Failing("demo", "tp=1", config), 7, single_rank(), 1, 0, 0)
+    return result
+
+
+def test_errors_of_a_variant() -> None:
+    found = measure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nMore."))
+    assert found.failed == "on all ranks: out of memory: CUDA out of memory. Tried to allocate 1 GiB."
+    error = RuntimeError("CUDA error: misaligned address")
+    speaks = []
+    for _ in range(2):  # as two ranks of one world would
+        with pytest.raises(
+            RankFailed, match="rank 0: RuntimeError: CUDA error: misaligned address"
+        ) as raised:
+            measure(error)
+        assert raised.value.__cause__ is error
+        speaks.append(raised.value.speaks)
+    assert speaks == [True, False]
+
+
+def test_a_traced_step_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {"attention": 1e5, "selection": 2e4, "indexer": 1e4, "embedding": 4e3, "communication": 2e3}
+    traced = Breakdown(2e5, parts, exposed_communication=5e4, overlapped_communication=3e4, idle=1.4e4)
+    assert sum(in_columns(traced, 2).values()) == pytest.approx(2 * 100 + 15)
+    result = Result("gsa", "tp=2", 1)
+    training._add_breakdown(result, traced, 2, single_rank())
+    row = as_row(result)
+    assert row["exposed_communication_ms"] == [25]
+    assert row["breakdown"]["indexer_ms"] == 15
+    assert row["breakdown"]["other_ms"] == 3
+
+    launcher = runpy.run_path(str(REPOSITORY / "launch" / "bench_training.py"))
+    other = dataclasses.replace(result, exposed_communication_ms=[25.0, 40.0])
+    launcher["print_breakdowns"]([Result("failed", "tp=1", 1), result, other])
+    header, *lines = capsys.readouterr().out.splitlines()[2:]
+    assert header.split()[:3] == ["model", "layout", "traced_step"]
+    assert header.split()[-4:] == ["exposed", "idle", "overlapped", "exposed_max"]
+    assert [[float(cell) for cell in line.split()[-4:]] for line in lines] == [
+        [25, 7, 15, 25],
+        [25, 7, 15, 40],
+    ]

@@ -1,79 +1,271 @@
-"""Where the time of a trace goes, on events as torch's profiler gives them."""
+"""Where the time of a trace goes: torch's own events, made by hand as on a GPU, and by its profiler on a CPU."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from gsa_train.profile_table import BACKWARD, profile_table
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from gsa_train.bench.step_trace import in_columns
+from gsa_train.profile_table import profile_table
+from gsa_train.spans import span
+from gsa_train.step_breakdown import Interval, breakdown
+from gsa_train.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
+
+MAIN, AUTOGRAD = 1, 2
+"""Threads, as the profiler numbers them. Launches that no operation stands around get the main thread's."""
 
 
-def event(name: str, parent: Any = None, own: float = 0.0, sequence: int = -1, **fields: Any) -> Any:
-    """An event of the CPU; times in microseconds."""
-    made = {
-        "device_type": SimpleNamespace(name="CPU"),
-        "is_async": False,
-        "is_user_annotation": False,
-        "kernels": [],
-        "time_range": SimpleNamespace(elapsed_us=lambda: 4000.0),
-    }
-    names = {"name": name, "cpu_parent": parent, "self_cpu_time_total": own, "sequence_nr": sequence}
-    return SimpleNamespace(**{**made, **names, **fields})
+def on_host(
+    name: str,
+    start: float,
+    end: float,
+    number: int = 0,
+    thread: int = MAIN,
+    sequence: int = -1,
+    forward_thread: int = 0,
+    is_range: bool = False,
+) -> FunctionEvent:
+    return FunctionEvent(
+        number,
+        name,
+        thread,
+        start,
+        end,
+        fwd_thread=forward_thread,
+        sequence_nr=sequence,
+        is_user_annotation=is_range,
+        use_device="cuda",
+    )
 
 
-def kernel(name: str, microseconds: float) -> Any:
-    return SimpleNamespace(name=name, duration=microseconds)
+def named(name: str, start: float, end: float, thread: int = MAIN) -> FunctionEvent:
+    """A range of the host's code."""
+    return on_host(name, start, end, thread=thread, is_range=True)
+
+
+def kernel(
+    name: str, start: float, end: float, number: int, stream: int = 7, is_range: bool = False
+) -> FunctionEvent:
+    return FunctionEvent(
+        number,
+        name,
+        0,
+        start,
+        end,
+        device_type=DeviceType.CUDA,
+        device_resource_id=stream,
+        is_user_annotation=is_range,
+        use_device="cuda",
+    )
+
+
+def tree(events: list[FunctionEvent]) -> EventList:
+    for event in events:
+        event.cpu_parent, event.cpu_children = None, []
+    made = EventList(events, use_device="cuda")
+    made._build_tree()
+    return made
+
+
+NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
+
+
+def gpu_trace() -> EventList:
+    """Two steps, of 2 ms together: attention with an indexer, its backward pass on autograd's thread, an optimizer."""
+    return tree(
+        [
+            named(f"{STEP}*", 1000, 1500),
+            named(f"{STEP}*", 1500, 2000),
+            named("attention", 1010, 1100),
+            named("indexer", 1040, 1060),
+            # Operations and launches are numbered apart: here alike, and crosswise.
+            on_host("aten::mm", 1015, 1030, number=11, sequence=7),
+            on_host("cudaLaunchKernel", 1020, 1025, number=21),
+            on_host("aten::bmm", 1045, 1055, number=21, sequence=8),
+            on_host("cuLaunchKernelEx", 1050, 1054, number=11),
+            kernel("gemm", 1030, 1230, 21),
+            kernel("scores", 1230, 1330, 11),
+            # Backward of sequence 7 of the main thread; then that of autograd's own thread, which recomputes an MLP.
+            on_host(f"{BACKWARD}MmBackward0", 1200, 1220, 3, AUTOGRAD, sequence=7, forward_thread=MAIN),
+            on_host("aten::mm", 1205, 1215, 4, AUTOGRAD),
+            on_host("cudaLaunchKernel", 1206, 1207, 31, AUTOGRAD),
+            kernel("gemm_backward", 1330, 1500, 31),
+            named("mlp", 1230, 1240, AUTOGRAD),
+            on_host("aten::mm", 1231, 1239, 5, AUTOGRAD, sequence=7),
+            on_host("cudaLaunchKernel", 1232, 1233, 32, AUTOGRAD),
+            kernel("gemm_again", 1500, 1550, 32),
+            on_host(f"{BACKWARD}MmBackward0", 1250, 1270, 6, AUTOGRAD, sequence=7, forward_thread=AUTOGRAD),
+            # There, too, but in no operation: the profiler takes it for the main thread's.
+            on_host("cuLaunchKernelEx", 1260, 1262, 33, MAIN),
+            kernel("triton_mlp_backward", 1550, 1650, 33),
+            # Beside it a collective on a stream of its own, alone at last.
+            on_host("c10d::_reduce_scatter_base_", 1300, 1320, 7),
+            on_host("cudaLaunchKernelExC", 1310, 1311, 34),
+            kernel(NCCL, 1600, 2100, 34, stream=20),
+            # A graph: one launch, two kernels.
+            named("optimizer", 1800, 1900),
+            on_host("cudaGraphLaunch", 1850, 1860, 35),
+            kernel("adam", 2200, 2300, 35),
+            kernel("norm", 2300, 2400, 35),
+            # Launched before the trace began; and the host's ranges as drawn on the device; and no work.
+            kernel("left_over", 900, 1010, 99),
+            kernel("attention", 1030, 2900, 0, is_range=True),
+            kernel("nccl:_reduce_scatter_base", 1600, 2950, 0, stream=20, is_range=True),
+            named("nccl:_reduce_scatter_base", 1300, 1301),
+            kernel("Context Sync", 2400, 2990, 36),
+            # The last work ends later than the host's last step.
+            on_host("aten::add", 1950, 1960, 8),
+            on_host("cudaLaunchKernel", 1951, 1952, 37),
+            kernel("add", 2900, 3000, 37),
+        ]
+    )
+
+
+EXPECTED = {
+    "attention": 0.2 + 0.17,
+    "indexer": 0.1,
+    "mlp": 0.05 + 0.1,
+    "optimizer": 0.2,
+    "other": 0.01 + 0.1,
+    "exposed communication": 0.45,
+    "idle": 0.02 + 0.1 + 0.5,
+}
+"""Milliseconds of both steps, of 2.0 together."""
 
 
 def rows(table: str) -> dict[str, float]:
-    """Milliseconds per step by part."""
+    """Milliseconds per step by part, without those that took none."""
     lines = table.split("\n\n")[1].splitlines()[1:]
-    return {line.split()[0]: float(line.split()[1]) for line in lines if float(line.split()[1])}
+    found = {line[:24].strip(): float(line[24:34]) for line in lines}
+    return {part: milliseconds for part, milliseconds in found.items() if milliseconds}
 
 
-def trace() -> list[Any]:
-    """Two steps together: attention with an indexer in it, and a backward pass, on the thread that ran all."""
-    step = event("ProfilerStep*", is_user_annotation=True)
-    attention = event("attention", step, own=1000, is_user_annotation=True)
-    indexer = event("indexer", attention, own=200, is_user_annotation=True)
-    forward = event("aten::mm", attention, own=3000, sequence=7, kernels=[kernel("gemm", 5000)])
-    scores = event("aten::bmm", indexer, own=600, sequence=8, kernels=[kernel("gemm", 700)])
-    back = event(f"{BACKWARD}MmBackward0", step, own=100, sequence=7)
-    back_mm = event("aten::mm", back, own=4000, kernels=[kernel("gemm", 9000)])
-    unknown = event(f"{BACKWARD}CopyBackward", step, own=50, sequence=99)
-    # Recomputed in the backward pass: its own range is nearer than the backward node around it.
-    again = event("attention", event(f"{BACKWARD}Checkpoint", step, sequence=98), is_user_annotation=True)
-    recomputed = event("aten::mm", again, own=500, sequence=11, kernels=[kernel("gemm", 300)])
-    reduce = event("c10d::allreduce_", step, own=900, kernels=[kernel("ncclDevKernel_AllReduce", 6000)])
-    on_device = event("attention", is_user_annotation=True, device_type=SimpleNamespace(name="CUDA"))
-    attention.kernels = [kernel("attention", 77777)]  # the range as the device draws it
-    return [
-        step,
-        attention,
-        indexer,
-        forward,
-        scores,
-        back,
-        back_mm,
-        unknown,
-        again,
-        recomputed,
-        reduce,
-        on_device,
-    ]
+def test_time_on_the_device() -> None:
+    table = profile_table(gpu_trace(), [20, 21], on_gpu=True)
+    assert rows(table) == pytest.approx({part: value / 2 for part, value in EXPECTED.items()}, abs=0.006)
+    assert sum(rows(table).values()) == pytest.approx(1.0, abs=0.03)
+    assert table.startswith("steps 20 to 21: 1.0 ms per step\n")
+    assert "0.03 ms/step of communication run beside other kernels" in table
+    longest = table.split("\n\n")[2].splitlines()[1]
+    assert longest.split() == [NCCL, "communication", "0.5", "0.25", "25.0%"]
 
 
-def test_time_on_the_cpu() -> None:
-    table = profile_table(trace(), [20, 21], on_gpu=False)
-    # Per step, so half of: 1000 + 3000 + 100 + 4000 + 500; 200 + 600; 900; 50.
-    assert rows(table) == {"attention": 4.3, "indexer": 0.4, "communication": 0.45, "other": 0.03}
-    assert table.startswith("steps 20 to 21: 2.0 ms per step")
-    largest = table.split("\n\n")[2].splitlines()[1]
-    assert largest.split() == ["aten::mm", "attention", "1.5", "3.75", "72.5%"]
+def test_columns_of_the_bench() -> None:
+    events = gpu_trace()
+    intervals = device_intervals(events)
+    columns = in_columns(breakdown(intervals, *traced_span(host_events(events), intervals)), steps=2)
+    expected = {f"{part.replace(' ', '_')}_ms": value / 2 for part, value in EXPECTED.items()}
+    rest = {
+        "kl_ms": 0,
+        "loss_ms": 0,
+        "data_ms": 0,
+        "traced_step_ms": 1.0,
+        "overlapped_communication_ms": 0.025,
+    }
+    assert columns == pytest.approx({**expected, **rest})
+    beside = columns.pop("overlapped_communication_ms")
+    assert beside > 0
+    assert columns.pop("traced_step_ms") == pytest.approx(sum(columns.values()))
 
 
-def test_time_on_the_device_is_that_of_kernels() -> None:
-    table = profile_table(trace(), [20, 21], on_gpu=True)
-    assert rows(table) == {"attention": 7.15, "communication": 3.0, "indexer": 0.35}
-    assert "ncclDevKernel_AllReduce" in table
-    assert "77" not in table
+class Double(torch.autograd.Function):
+    """As our kernels are called: what runs is no operation that autograd knows."""
+
+    @staticmethod
+    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+        return x.double().float() * 2
+
+    @staticmethod
+    def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class Recomputed(torch.autograd.Function):
+    """As megatron-core recomputes: a backward pass within the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        context.layer = layer
+        context.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x = context.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            again = context.layer(x)
+        again.backward(gradient)
+        return None, x.grad
+
+
+def cpu_trace(steps: int) -> EventList:
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
+
+    def mlp(x: torch.Tensor) -> torch.Tensor:
+        with span("mlp"):
+            return Double.apply(x @ weights[1]).relu()
+
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        for step in range(steps):
+            with record_function(f"{STEP}#{step}"):
+                with span("attention"):
+                    x = torch.ones(64, 64) @ weights[0]
+                    with span("indexer"):
+                        x = x + (x @ weights[2]).cumsum(0)
+                x = Recomputed.apply(mlp, x)
+                with span("loss"):
+                    loss = x.exp().sum()
+                loss.backward()
+                with span("optimizer"), torch.no_grad():
+                    for weight in weights:
+                        weight.sub_(weight.grad).sin_()
+    events = trace.events()
+    assert isinstance(events, EventList)
+    return events
+
+
+def test_a_profiled_step_on_the_cpu() -> None:
+    events = cpu_trace(steps=2)
+    found = rows(profile_table(events, [5, 6], on_gpu=False))
+    for part in ("attention", "indexer", "mlp", "loss", "optimizer", "other"):
+        assert found[part] > 0
+    assert found.keys() <= {"attention", "indexer", "mlp", "loss", "optimizer", "other"}
+
+
+def test_kernels_follow_the_operations_of_a_real_trace() -> None:
+    """Had each of these operations of a real step, and of its backward pass, launched a kernel."""
+    expected = {
+        # Forward and twice backward, but for the first input, which needs no gradient; of what is computed again
+        # forward twice.
+        ("aten::mm", "attention"): 2,
+        ("aten::mm", "indexer"): 3,
+        ("aten::mm", "mlp"): 4,
+        ("aten::cumsum", "indexer"): 2,
+        ("Double", "mlp"): 2,
+        ("DoubleBackward", "mlp"): 1,
+        ("aten::relu", "mlp"): 2,
+        ("aten::threshold_backward", "mlp"): 1,
+        ("aten::exp", "loss"): 1,
+        ("aten::sin_", "optimizer"): 3,
+    }
+    names = {name for name, _ in expected}
+    events = list(cpu_trace(steps=1))
+    made: list[FunctionEvent] = []
+    for number, event in enumerate(event for event in events if event.name in names):
+        middle = (event.time_range.start + event.time_range.end) / 2
+        made.append(on_host("cudaLaunchKernel", middle, middle, number, thread=event.thread))
+        made.append(kernel(event.name, 1e7 + number, 1e7 + number + 1, number))
+    found = Counter((each.name, each.part) for each in device_intervals(tree([*events, *made])))
+    assert found == expected
+
+
+def test_what_no_host_event_tells_is_other() -> None:
+    events = tree([named(f"{STEP}*", 0, 10), kernel("gemm", 2, 5, 1)])
+    assert device_intervals(events) == [Interval("gemm", "other", 2, 5, 7)]

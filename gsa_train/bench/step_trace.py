@@ -1,0 +1,56 @@
+"""Some steps of a model under the profiler: what a step's time goes to on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from gsa_train.step_breakdown import Breakdown, breakdown
+from gsa_train.trace_events import OTHER, STEP, device_intervals, host_events, traced_span
+
+COLUMNS = {
+    "attention": ("attention",),
+    "indexer": ("indexer", "selection"),
+    "kl": ("kl",),
+    "mlp": ("mlp",),
+    "loss": ("loss",),
+    "optimizer": ("optimizer",),
+    "data": ("data",),
+}
+"""Name in the report -> parts of the step; what is in none of them is `other`."""
+
+
+def trace_steps(step: Callable[[], None], steps: int) -> Breakdown:
+    """Of `steps` together, after one more to warm the profiler up. Collective; for CUDA devices."""
+    trace = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    trace.prepare_trace()
+    step()
+    dist.barrier()  # so that no rank waits for another's profiler
+    torch.cuda.synchronize()
+    trace.start_trace()
+    for number in range(steps):
+        with record_function(f"{STEP}#{number}"):
+            step()
+    torch.cuda.synchronize()
+    trace.stop_trace()
+    events = list(trace.events())
+    intervals = device_intervals(events)
+    return breakdown(intervals, *traced_span(host_events(events), intervals))
+
+
+def in_columns(found: Breakdown, steps: int) -> dict[str, float]:
+    """Milliseconds per step by name: all but the first and the last add up to the first."""
+    parts = dict(found.parts)
+    columns = {name: sum(parts.pop(part, 0.0) for part in of) for name, of in COLUMNS.items()}
+    columns[OTHER] = sum(parts.values())
+    microseconds = {
+        "traced_step": found.wall,
+        **columns,
+        "exposed_communication": found.exposed_communication,
+        "idle": found.idle,
+        "overlapped_communication": found.overlapped_communication,
+    }
+    return {f"{name}_ms": value / (1000 * steps) for name, value in microseconds.items()}

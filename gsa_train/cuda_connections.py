@@ -1,0 +1,73 @@
+"""CUDA_DEVICE_MAX_CONNECTIONS: work queues between the host and a CUDA device, 8 if nothing is said.
+
+With tensor parallelism megatron-core starts a collective and then the product that is to hide it, and relies on a
+single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run
+otherwise, but for Blackwell and later, which need it no more, and for weights gathered layer by layer, which want
+several queues (its training/arguments.py). CUDA reads the variable when it makes its context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, MutableMapping
+
+from gsa_train.config import ParallelConfig
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLACKWELL = 10
+"""Major compute capability."""
+
+
+def prepare_connections(
+    layouts: Iterable[ParallelConfig], environment: MutableMapping[str, str], capability: int | None
+) -> None:
+    """Set the variable to 1 where one of the layouts wants that and nobody has set it. Rank 0 says so.
+
+    Call it before CUDA is initialised.
+
+    Args:
+        layouts: that this process will have, of which CUDA's context sees the first only.
+        environment: of this process.
+        capability: see `compute_capability`.
+    """
+    if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    tensor = max((each.tensor for each in layouts if not _gathers_layers(each)), default=1)
+    if tensor == 1:
+        return
+    is_main, found = environment.get("RANK", "0") == "0", environment.get(VARIABLE)
+    if found is None:
+        environment[VARIABLE] = "1"
+        if is_main:
+            logger.info("%s=1, for the overlap of tensor parallelism (parallel.tensor=%d)", VARIABLE, tensor)
+    elif found != "1" and is_main:
+        logger.warning(
+            "%s=%s: with parallel.tensor=%d products may be scheduled before the collectives that they are to hide, "
+            "which costs time and changes no number; unset it, or set it to 1",
+            VARIABLE,
+            found,
+            tensor,
+        )
+
+
+def compute_capability() -> int | None:
+    """Major number of this machine's first NVIDIA device; None without one. Asks NVML, since CUDA is not to start."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(
+        0, ctypes.byref(device)
+    ) or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    nvml.nvmlShutdown()
+    return None if failed else major.value
+
+
+def _gathers_layers(layout: ParallelConfig) -> bool:
+    return layout.strategy == "deepspeed" and layout.zero_stage == 3

@@ -1,0 +1,164 @@
+"""What a step's time goes to on CUDA devices: beside the device's own clock, and over NCCL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_train.bench.step_bench import OurTrainee, random_batches
+from gsa_train.bench.step_trace import in_columns, trace_steps
+from gsa_train.config import ProfileConfig, load_config
+from gsa_train.cuda_connections import VARIABLE, compute_capability
+from gsa_train.profiler import StepProfiler
+from helpers.runs import REPOSITORY
+from helpers.single_rank import single_rank
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SMALL = (
+    "model.num_layers=4",
+    "model.vocab_size=8192",
+    "train.seq_len_tokens=4096",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=8",
+    "train.recompute=full",
+    "data.num_workers=0",
+)
+
+
+class Marks:
+    """A trainee's steps, each between two events on the device's clock."""
+
+    def __init__(self) -> None:
+        path = REPOSITORY / "configs" / "gsa_1.7b.yaml"
+        config = load_config(path, SMALL, world_size=1, need_data=False)
+        self.trainee = OurTrainee(config, config.phases[-1], single_rank())
+        self.batches = random_batches(config, single_rank())
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        for _ in range(2):
+            self.step()  # compiles
+
+    def step(self) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        self.trainee.step(self.batches)
+        after.record()
+        self.events.append((before, after))
+
+    def milliseconds_of_last(self, steps: int) -> float:
+        torch.cuda.synchronize()
+        return self.events[-steps][0].elapsed_time(self.events[-1][1])
+
+
+def test_a_breakdown_adds_up_to_the_steps_it_is_of(tmp_path: Path) -> None:
+    marks = Marks()
+    try:
+        traced = trace_steps(marks.step, 2)
+        by_clock = marks.milliseconds_of_last(2) / 2
+        columns = in_columns(traced, 2)
+        print({name: round(value, 3) for name, value in columns.items()}, f"by events: {by_clock:.3f}")
+        beside = columns.pop("overlapped_communication_ms")
+        assert columns.pop("traced_step_ms") == pytest.approx(by_clock, rel=0.02)
+        assert sum(columns.values()) == pytest.approx(by_clock, rel=0.02)
+        assert beside == columns["exposed_communication_ms"] == 0, "one rank sends nothing"
+        for part in ("attention", "indexer", "kl", "mlp", "loss", "optimizer"):
+            assert columns[f"{part}_ms"] > 0, part
+        # Elementwise work of the gradient buffers; all the rest has a name, also where it is computed again.
+        assert columns["other_ms"] < 0.2 * by_clock
+
+        profiler = StepProfiler(ProfileConfig(start_step=5, steps=2), tmp_path, 0, torch.device("cuda", 0))
+        for step in (4, 5, 6):
+            profiler.before(step)
+            marks.step()
+            profiler.after(step)
+        by_clock = marks.milliseconds_of_last(2) / 2
+        table = (tmp_path / "steps_00000005-00000006" / "rank_00000.txt").read_text()
+        print(table)
+        rows = table.split("\n\n")[1].splitlines()[1:]
+        assert sum(float(row[24:34]) for row in rows) == pytest.approx(by_clock, rel=0.02)
+    finally:
+        marks.trainee.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_communication_of_two_ranks(tmp_path: Path) -> None:
+    report = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [
+        "launch/bench_training.py",
+        "--config",
+        "configs/gsa_1.7b.yaml",
+        "--breakdown",
+        "--layers",
+        "4",
+    ]
+    command += ["--megatron", "configs/standard_1.7b.yaml", "--attention", "sdpa", "--seq-len", "2048"]
+    command += [
+        "--layouts",
+        "tp=1;tp=2",
+        "--steps",
+        "3",
+        "--sequences-per-device",
+        "4",
+        "--json",
+        str(report),
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    content = json.loads(report.read_text())
+    assert len(content["rows"]) == 4
+    if (compute_capability() or 0) < 10:
+        assert content["environment"][VARIABLE] == "1"
+    for row in content["rows"]:
+        columns = row["breakdown"]
+        beside = columns.pop("overlapped_communication_ms")
+        assert sum(columns.values()) == pytest.approx(2 * columns["traced_step_ms"])
+        assert (
+            0.8 * row["step_ms"] < columns["traced_step_ms"] < 3 * row["step_ms"]
+        )  # the profiler's own time
+        assert columns["exposed_communication_ms"] + beside > 0
+        assert len(row["exposed_communication_ms"]) == 2
+        for part in ("attention", "mlp", "loss", "optimizer"):
+            assert columns[f"{part}_ms"] > 0, (row["model"], part)
+
+
+ORDER = """
+import os, sys, torch
+assert torch.cuda.is_available()  # as imports of megatron-core ask
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = sys.argv[1]
+one, other = torch.cuda.Stream(), torch.cuda.Stream()
+start, first_is_over, other_is_over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+torch.cuda._sleep(1)
+start.record()
+torch.cuda.synchronize()
+with torch.cuda.stream(one):
+    torch.cuda._sleep(400_000_000)
+    first_is_over.record()
+    torch.cuda._sleep(1000)
+with torch.cuda.stream(other):
+    torch.cuda._sleep(1000)
+    other_is_over.record()
+torch.cuda.synchronize()
+print(start.elapsed_time(other_is_over) < start.elapsed_time(first_is_over))
+"""
+
+
+@pytest.mark.skipif((compute_capability() or 0) >= 10, reason="from Blackwell on it may not matter")
+def test_cuda_reads_the_variable_after_it_was_asked_for_devices() -> None:
+    """With one queue a kernel waits behind another stream's, which waits for a third; with several it does not."""
+    overtakes = {}
+    for connections in ("8", "1"):
+        command = [sys.executable, "-c", ORDER, connections]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        overtakes[connections] = done.stdout.strip()
+    assert overtakes == {"8": "True", "1": "False"}

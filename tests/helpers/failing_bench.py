@@ -1,0 +1,35 @@
+"""launch/bench_training.py on devices that run out of memory: FAILURES as JSON, [variant, rank, step] each, from 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from typing import Any
+
+import torch
+
+from gsa_train.bench import failures, step_bench
+from helpers.runs import REPOSITORY
+
+failures.GRACE_SECONDS = 3.0
+PLAN = [tuple(each) for each in json.loads(os.environ["FAILURES"])]
+BUILT = 0
+
+
+class FailingTrainee(step_bench.OurTrainee):
+    def __init__(self, *arguments: Any) -> None:
+        global BUILT
+        self.number, BUILT = BUILT, BUILT + 1
+        self.done = 0
+        super().__init__(*arguments)
+
+    def step(self, batches: list[Any]) -> None:
+        if (self.number, self.parallel.rank, self.done) in PLAN:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nMore about it.")
+        self.done += 1
+        super().step(batches)
+
+
+step_bench.OurTrainee = FailingTrainee  # type: ignore[misc]
+runpy.run_path(str(REPOSITORY / "launch" / "bench_training.py"), run_name="__main__")

@@ -1,0 +1,98 @@
+"""Each instant of a device's time counted once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gsa_train.step_breakdown import Breakdown, Interval, breakdown
+
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+H2D, D2D = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)"
+
+CASES: dict[str, tuple[list[Interval], Breakdown]] = {
+    "nothing": ([], Breakdown(100, {}, 0, 0, 100)),
+    "one after the other": (
+        [Interval("gemm", "mlp", 10, 30, 7), Interval("softmax", "attention", 30, 45, 7)],
+        Breakdown(100, {"mlp": 20, "attention": 15}, 0, 0, 65),
+    ),
+    "side by side: the union, and what began first has it": (
+        [Interval("gemm", "mlp", 10, 50, 7), Interval("softmax", "attention", 40, 80, 9)],
+        Breakdown(100, {"mlp": 40, "attention": 30}, 0, 0, 30),
+    ),
+    "one within the other": (
+        [Interval("gemm", "mlp", 10, 50, 7), Interval("softmax", "attention", 20, 30, 9)],
+        Breakdown(100, {"mlp": 40}, 0, 0, 60),
+    ),
+    "together: the lower stream has it": (
+        [Interval("softmax", "attention", 10, 20, 9), Interval("gemm", "mlp", 10, 20, 7)],
+        Breakdown(100, {"mlp": 10}, 0, 0, 90),
+    ),
+    "communication that began first, half hidden by two kernels": (
+        [
+            Interval(NCCL, "communication", 0, 60, 20),
+            Interval("gemm", "mlp", 20, 40, 7),
+            Interval("adam", "optimizer", 35, 50, 8),
+        ],
+        Breakdown(100, {"mlp": 20, "optimizer": 10}, 30, 30, 40),
+    ),
+    "two collectives at once are exposed once": (
+        [Interval(NCCL, "mlp", 0, 60, 20), Interval("ncclDevKernel_SendRecv", "other", 30, 80, 21)],
+        Breakdown(100, {}, 80, 0, 20),
+    ),
+    "copies from the host hide no communication, copies on the device do": (
+        [
+            Interval(H2D, "data", 0, 30, 12),
+            Interval(NCCL, "communication", 20, 70, 20),
+            Interval(D2D, "mlp", 60, 70, 7),
+            Interval("gemm", "mlp", 0, 10, 7),
+        ],
+        Breakdown(100, {"data": 10, "mlp": 20}, 40, 10, 30),
+    ),
+    "what reaches out of the window is cut": (
+        [
+            Interval("gemm", "mlp", -50, 10, 7),
+            Interval("adam", "optimizer", 90, 300, 7),
+            Interval("gemm", "mlp", 200, 300, 7),
+        ],
+        Breakdown(100, {"mlp": 10, "optimizer": 10}, 0, 0, 80),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_known_by_hand(name: str) -> None:
+    intervals, expected = CASES[name]
+    assert breakdown(intervals, 0, 100) == expected
+    assert breakdown(reversed(intervals), 0, 100) == expected
+
+
+def test_every_microsecond_is_counted_once() -> None:
+    """Against a count microsecond by microsecond."""
+    draw = random.Random(0)
+    names = ["gemm", "softmax", D2D, NCCL, H2D]
+    intervals = []
+    for _ in range(300):
+        start = draw.randrange(-20, 1000)
+        part = draw.choice(["mlp", "attention"])
+        intervals.append(
+            Interval(draw.choice(names), part, start, start + draw.randrange(1, 9), draw.randrange(4))
+        )
+    found = breakdown(intervals, 0, 1000)
+
+    kinds = {"parts": 0, "exposed": 0, "overlapped": 0, "idle": 0}
+    for moment in range(1000):
+        names_now = {each.name for each in intervals if each.start <= moment < each.end}
+        kernels, communicates = names_now - {NCCL, H2D}, NCCL in names_now
+        kinds["overlapped"] += bool(kernels) and communicates
+        kind = "parts" if kernels else "exposed" if communicates else "parts" if names_now else "idle"
+        kinds[kind] += 1
+    assert all(kinds.values())
+    assert (found.exposed_communication, found.overlapped_communication, found.idle) == (
+        kinds["exposed"],
+        kinds["overlapped"],
+        kinds["idle"],
+    )
+    assert sum(found.parts.values()) == kinds["parts"]
+    assert sum(found.parts.values()) + found.exposed_communication + found.idle == found.wall == 1000
