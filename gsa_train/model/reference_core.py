@@ -166,8 +166,8 @@ class ReferenceCore:
         fraction, seed = self.runtime.draw_rows(self.layer)
         if fraction == 1:
             return rows.sum(), rows
-        sample = sample_rows(rows.shape[1], fraction, seed)
-        kl = rows[:, sample.rows(rows.device)].sum() * sample.factor
+        sample, factor = sample_rows(rows.shape[1], fraction, seed)
+        kl = rows[:, sample.rows(rows.device)].sum() * factor
         return kl, kl.detach() / rows.numel()
 
     def _measure(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention
@@ -35,18 +34,12 @@ class LossInputs:
     """Of the queries that select: every b-th one when blocks of b share a selection."""
     q: torch.Tensor
     k: torch.Tensor
+    """Both of all heads, whose probabilities the target sums: the kernels renormalise."""
     lse: torch.Tensor
     """fp32 [B, n_h, L], of the attention over the same support."""
     document_starts: torch.Tensor | None
-    tp_group: dist.ProcessGroup
     options: dict[str, Any]
-    """Biases, activation, temperature and row sampling, as the kernels' functions name them."""
-
-    def over_all_heads(self, probs: torch.Tensor) -> torch.Tensor:
-        """The target averages the heads of all tensor-parallel ranks; the kernels renormalise sums."""
-        if self.tp_group.size() > 1:
-            dist.all_reduce(probs, group=self.tp_group)
-        return probs
+    """Biases, activation, temperature, and which rows: as the kernels' functions name them."""
 
 
 class Support(Protocol):
@@ -66,7 +59,8 @@ class Support(Protocol):
         ...
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the scored rows of KL(p_t || softmax of beta * I[t, :] on the support), and the rows [B, R]."""
+        """Sum over the scored rows of KL(p_t || softmax of beta * I[t, :] on the support), and the rows [B, R]; of the
+        rows that `options` choose."""
         ...
 
     def sees_first(self, document_starts: torch.Tensor | None, length: int) -> torch.Tensor:
@@ -170,15 +164,9 @@ class SelectedLists:
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         def target(tiles: torch.Tensor) -> torch.Tensor:
-            probs = head_sum_probs_lists(
-                inputs.q.detach(),
-                inputs.k.detach(),
-                inputs.lse,
-                self.lists,
-                tiles,
-                selection_block=self.block,
+            return head_sum_probs_lists(
+                inputs.q, inputs.k, inputs.lse, self.lists, tiles, selection_block=self.block
             )
-            return inputs.over_all_heads(probs)
 
         result = gathered_indexer_kl_loss(
             *inputs.projections,
@@ -211,14 +199,14 @@ def _loss_by_rows(
     inputs: LossInputs, words: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The target is made for chunks of rows, [B, rows, L_k]."""
-    q, k, starts = inputs.q.detach(), inputs.k.detach(), inputs.document_starts
+    q, k, starts = inputs.q, inputs.k, inputs.document_starts
     query_start = k.shape[1] - q.shape[1]
 
     def target(rows: RowSample) -> torch.Tensor:
         where: dict[str, Any] = {"document_starts": starts, "query_start": query_start}
         if block == 1:
             # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
-            probs = head_sum_probs_rows(
+            return head_sum_probs_rows(
                 q,
                 k,
                 inputs.lse,
@@ -228,9 +216,7 @@ def _loss_by_rows(
                 dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
                 fill=False,
             )
-        else:
-            probs = block_sum_probs_rows(q, k, inputs.lse, words, rows, selection_block=block, **where)
-        return inputs.over_all_heads(probs)
+        return block_sum_probs_rows(q, k, inputs.lse, words, rows, selection_block=block, **where)
 
     result = indexer_kl_loss(
         *inputs.projections,

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_train.model.attention_core import indexer_graph
@@ -28,6 +29,17 @@ def document_starts(document_ids: torch.Tensor | None, query_start: int = 0) -> 
         return None
     document_ids = document_ids.contiguous()
     return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
+
+
+def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The heads of all tensor-parallel ranks in the order of the ranks, without gradient. Collective."""
+    local = local.detach()
+    if group.size() == 1:
+        return local
+    local = local.contiguous()
+    every = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+    dist.all_gather_into_tensor(every, local, group=group)
+    return torch.cat(every.chunk(group.size()), dim=dim)
 
 
 class TritonCore:
@@ -128,9 +140,15 @@ class TritonCore:
         starts: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the rows of KL(p_t || softmax over the support of beta * I[t, :]), and the rows [B, R]; of a
-        sample of rows an estimate of the sum, and its mean over all rows, 0-d."""
+        sample of rows an estimate of the sum, and its mean over all rows, 0-d.
+
+        The target has the heads of all tensor-parallel ranks. These exchange queries, keys and log-sum-exps, which grow
+        with L, instead of probabilities, which grow with L^2, and each takes its share of the rows. The sum is this
+        rank's, times their number: the indexer's gradients are averaged over these ranks (indexer.py).
+        """
         indexer = self.attention.indexer
         assert indexer is not None
+        tp = self.attention.groups.tp
         fraction, seed = self.runtime.draw_rows(self.layer)
         options = {
             "score_bias": indexer.score_bias,
@@ -139,11 +157,16 @@ class TritonCore:
             "inverse_temperature": indexer.inverse_temperature(),
             "row_fraction": fraction,
             "seed": seed,
+            "share": (tp.rank(), tp.size()),
         }
-        kl, rows = support.indexer_loss(
-            LossInputs(projections, q, k, lse, starts, self.attention.groups.tp, options)
-        )
-        return kl, rows if fraction == 1 else kl.detach() / rows.numel()
+        q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((q, 2), (k, 2), (lse, 1)))
+        kl, rows = support.indexer_loss(LossInputs(projections, q, k, lse, starts, options))
+        if fraction == 1 and tp.size() == 1:
+            return kl, rows
+        total = kl.detach().clone()
+        if tp.size() > 1 and self.runtime.measuring:
+            dist.all_reduce(total, group=tp)
+        return kl * tp.size(), total / rows.numel()
 
     @torch.no_grad()
     def _measure_attention(

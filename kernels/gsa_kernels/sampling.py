@@ -1,4 +1,4 @@
-"""Which rows an estimate of the indexer's loss calculates."""
+"""Which rows of the indexer's loss are calculated: all, a share of them for an estimate, or one rank's part."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,18 @@ SAMPLED_ROWS = 128
 
 @dataclass(frozen=True)
 class RowSample:
-    """Runs of SAMPLED_ROWS rows, one of each `factor` runs of the sequence."""
+    """Runs of SAMPLED_ROWS rows, one of each `every` runs of the sequence."""
 
     start: int
     """First row."""
     count: int
     """Rows in all. Only the sequence's last run may be short."""
-    factor: int = 1
-    """Times the sum over the sample is the estimate of the sum over all rows."""
+    every: int = 1
 
     @property
     def spacing(self) -> int:
         """From the first row of a run to that of the next."""
-        return self.factor * SAMPLED_ROWS
+        return self.every * SAMPLED_ROWS
 
     def row(self, number: int) -> int:
         """The row that is number `number` of the sample."""
@@ -30,7 +29,7 @@ class RowSample:
 
     def chunk(self, number: int, count: int) -> "RowSample":
         """`count` of the rows, from that with `number` on, the first of a run."""
-        return RowSample(self.row(number), min(count, self.count - number), self.factor)
+        return RowSample(self.row(number), min(count, self.count - number), self.every)
 
     def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """All of them, int64 [count]; made where they are needed, since a copy to a device would wait for it."""
@@ -38,17 +37,25 @@ class RowSample:
         return self.start + number // SAMPLED_ROWS * self.spacing + number % SAMPLED_ROWS
 
 
-def sample_rows(num_rows: int, fraction: float, seed: int | None) -> RowSample:
+def sample_rows(
+    num_rows: int, fraction: float, seed: int | None, share: tuple[int, int] = (0, 1)
+) -> tuple[RowSample, int]:
     """A systematic sample: evenly spaced runs, so that each part of the sequence has its share in every draw.
 
     Args:
         fraction: 1 / n for a whole n; of a sequence with fewer runs one run is taken. 1 takes all rows
         seed: chooses the first run, each of n with the same probability
+        share: (rank, size): of the runs that are taken, every size-th from number `rank` on
+
+    Returns:
+        The rows, perhaps none, and by what the sum over all shares of the sample is to be multiplied.
     """
     first, factor = systematic(-(-num_rows // SAMPLED_ROWS), fraction, seed)
-    start, spacing = first * SAMPLED_ROWS, factor * SAMPLED_ROWS
-    whole, rest = divmod(num_rows - start, spacing)
-    return RowSample(start, whole * SAMPLED_ROWS + min(rest, SAMPLED_ROWS), factor)
+    rank, size = share
+    every = factor * size
+    start = (first + rank * factor) * SAMPLED_ROWS
+    whole, rest = divmod(max(num_rows - start, 0), every * SAMPLED_ROWS)
+    return RowSample(start, whole * SAMPLED_ROWS + min(rest, SAMPLED_ROWS), every), factor
 
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:

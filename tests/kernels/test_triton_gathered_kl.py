@@ -329,6 +329,12 @@ def test_row_fraction_is_unbiased(device: str, monkeypatch: pytest.MonkeyPatch, 
             mean[name] += grads[name] / 3
     monkeypatch.undo()
     whole, _, grads = compute(problem, blocks=SMALL)
+    parts = [compute(problem, blocks=SMALL, share=(rank, 4)) for rank in range(4)]
+    assert parts[3][0] == 0  # no tile is left for it
+    torch.testing.assert_close(sum(part[0] for part in parts), whole)
+    for name in mean:
+        total = sum(part[2][name] for part in parts)
+        torch.testing.assert_close(total, grads[name], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(torch.stack(seen).mean(), whole)
     for name in mean:
         torch.testing.assert_close(mean[name], grads[name], rtol=1e-4, atol=1e-6)

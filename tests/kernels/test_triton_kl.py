@@ -408,6 +408,21 @@ def test_row_fraction_is_the_rescaled_sum_over_its_runs(
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
+@device_of
+def test_shares_of_ranks_sum_to_the_whole(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two runs, and for the third rank nothing."""
+    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
+    problem = make_problem(50, device=device, sparse=True)
+    whole, rows, grads = compute(problem, blocks=SMALL)
+    parts = [compute(problem, blocks=SMALL, share=(rank, 3)) for rank in range(3)]
+    assert parts[2][0] == 0
+    torch.testing.assert_close(sum(part[0] for part in parts), whole)
+    torch.testing.assert_close(torch.stack([part[1] for part in parts]).nansum(0), rows)
+    for name, grad in grads.items():
+        torch.testing.assert_close(sum(part[2][name] for part in parts), grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])

@@ -46,6 +46,7 @@ def gathered_indexer_kl_loss(
     scratch_bytes: int = 512 * 2**20,
     row_fraction: float = 1.0,
     seed: int | None = None,
+    share: tuple[int, int] = (0, 1),
     return_rows: bool = False,
     blocks: GatheredBlocks | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +73,7 @@ def gathered_indexer_kl_loss(
         scratch_bytes: size of a chunk's scratch memory, about
         row_fraction: 1 / n: below 1, an unbiased estimate from every n-th tile (or block), rescaled
         seed: chooses these tiles; the same on every tensor-parallel rank
+        share: (rank, size): of these tiles every size-th; see `indexer_kl_loss`
         return_rows: give also the KL of each row, without gradient; NaN for rows left out of the estimate
         blocks: block shapes, for measurements
 
@@ -87,7 +89,7 @@ def gathered_indexer_kl_loss(
     check_sampling(row_fraction, seed)
 
     rows_per_tile = lists.queries if selection_block == 1 else 1
-    sample = systematic(-(-q_idx.shape[1] // rows_per_tile), row_fraction, seed)
+    first, factor = systematic(-(-q_idx.shape[1] // rows_per_tile), row_fraction, seed)
     differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
     settings: dict[str, Any] = {
         "target_tiles": target_tiles,
@@ -96,13 +98,13 @@ def gathered_indexer_kl_loss(
         "tiles_per_unit": tiles_per_unit,
         "rows": rows_per_tile,
         "scratch_bytes": scratch_bytes,
-        "sample": sample,
+        "sample": (first + share[0] * factor, share[1] * factor),
         "blocks": blocks,
         "with_gradients": needs_gradients(*differentiable),
     }
     total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
-    if sample[1] != 1:
-        total = total * sample[1]
+    if factor != 1:
+        total = total * factor
     return (total, rows) if return_rows else total
 
 
@@ -140,10 +142,10 @@ def _value_and_gradients(
         rows=rows,
     )
     num_tiles = -(-num_rows // rows)
-    first, factor = sample
-    tiles = torch.arange(first, num_tiles, factor, dtype=torch.int32, device=q_idx.device)
+    first, every = sample
+    tiles = torch.arange(min(first, num_tiles), num_tiles, every, dtype=torch.int32, device=q_idx.device)
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
-    allocate = torch.empty_like if with_gradients and factor == 1 else torch.zeros_like
+    allocate = torch.empty_like if with_gradients and every == 1 else torch.zeros_like
     fp32 = torch.float32
     outputs = GatheredOutputs(
         row_results=allocate(q_idx.new_empty(batch, num_rows, 1 + 2 * heads, dtype=fp32)),
@@ -154,7 +156,7 @@ def _value_and_gradients(
     )
     chosen_blocks = choose_gathered_blocks(inputs) if blocks is None else blocks
     chunk = max(1, scratch_bytes // max(1, batch * bytes_per_tile(inputs, with_gradients)))
-    for part in tiles.split(chunk):
+    for part in tiles.split(chunk) if len(tiles) > 0 else ():
         target = target_tiles(part).detach()
         _check_target(target, (batch, len(part), lists.max_count), rows, q_idx.device)
         run_gathered_chunk(inputs, outputs, target, part, chosen_blocks)
@@ -163,9 +165,9 @@ def _value_and_gradients(
     sums = outputs.row_results.sum((0, 1), dtype=torch.float64)
     tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]
-    if factor != 1:
+    if every != 1:
         row_tiles = torch.arange(num_rows, device=q_idx.device) // rows
-        kl_rows = kl_rows.masked_fill(row_tiles % factor != first, float("nan"))
+        kl_rows = kl_rows.masked_fill(row_tiles % every != first, float("nan"))
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
     gradients = (

@@ -38,6 +38,7 @@ def indexer_kl_loss(
     row_chunk_bytes: int = 256 * 2**20,
     row_fraction: float = 1.0,
     seed: int | None = None,
+    share: tuple[int, int] = (0, 1),
     return_rows: bool = False,
     blocks: Blocks | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +68,8 @@ def indexer_kl_loss(
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         row_fraction: 1 / n: below 1, an unbiased estimate from that share of the rows, rescaled (`sample_rows`)
         seed: chooses these rows; the same on every tensor-parallel rank
+        share: (rank, size) of ranks that share the rows out: only this rank's part of value and gradients, which sum to
+            the whole over the ranks; evenly spaced like a sample
         return_rows: give also the KL of each row, without gradient; NaN for rows left out of the estimate
         blocks: block shapes, for measurements
 
@@ -88,7 +91,7 @@ def indexer_kl_loss(
     check_sampling(row_fraction, seed)
 
     differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
-    sample = sample_rows(num_rows, row_fraction, seed)
+    sample, factor = sample_rows(num_rows, row_fraction, seed, share)
     settings: dict[str, Any] = {
         "target_rows": target_rows,
         "activation": activation,
@@ -102,8 +105,8 @@ def indexer_kl_loss(
         "with_gradients": needs_gradients(*differentiable),
     }
     total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
-    if sample.factor != 1:
-        total = total * sample.factor
+    if factor != 1:
+        total = total * factor
     return (total, rows) if return_rows else total
 
 
@@ -145,14 +148,14 @@ def _value_and_gradients(
     )
     chosen = choose_blocks(inputs) if blocks is None else blocks
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.
-    allocate = torch.empty_like if with_gradients and sample.factor == 1 else torch.zeros_like
+    allocate = torch.empty_like if with_gradients and sample.every == 1 else torch.zeros_like
     outputs = Outputs(
         row_results=allocate(q_idx.new_empty(batch, num_rows, 1 + 3 * heads, dtype=torch.float32)),
         dq=allocate(inputs.q_idx) if with_gradients else None,
         dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
         dw=allocate(inputs.weight_logits) if with_gradients else None,
     )
-    unit = chosen.rows if sample.factor == 1 else sampling.SAMPLED_ROWS
+    unit = chosen.rows if sample.every == 1 else sampling.SAMPLED_ROWS
     chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
     for number in range(0, sample.count, chunk_rows):
         chunk = sample.chunk(number, chunk_rows)
@@ -163,7 +166,7 @@ def _value_and_gradients(
     # fp64: tens of thousands of rows, some of both signs.
     sums = outputs.row_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]
-    if sample.factor != 1:
+    if sample.every != 1:
         kl_rows = _only_sampled(kl_rows, sample)
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6

@@ -120,7 +120,7 @@ def chunk_launches(
     length, device, stride = inputs.k_idx.shape[1], inputs.q_idx.device, inputs.query_stride
     row_start, rows = chunk.start, chunk.count
     run = sampling.SAMPLED_ROWS
-    assert chunk.factor == 1 or run % blocks.rows == 0, "a tile has rows of one run"
+    assert chunk.every == 1 or run % blocks.rows == 0, "a tile has rows of one run"
     num_keys = inputs.query_start + chunk.row(rows - 1) * stride + 1  # that any of these rows sees
     block_d = max(16, triton.next_power_of_2(dim))
     tiles = triton.cdiv(rows, blocks.rows)

@@ -50,16 +50,28 @@ def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> Non
     ):
         counts = torch.zeros(num_rows)
         for seed in range(2000):
-            sample = sample_rows(num_rows, fraction, seed)
+            sample, found = sample_rows(num_rows, fraction, seed)
             rows = sample.rows()
-            assert sample.factor == factor
+            assert found == sample.every == factor
             assert len(rows) == sample.count
             assert (rows.diff() <= (factor - 1) * SAMPLED_ROWS + 1).all()
             assert all(sample.row(number) == row for number, row in enumerate(rows.tolist()))
             counts[rows] += 1
         assert counts.sum() > 0
         assert (counts / 2000 - 1 / factor).abs().max() < 0.05  # five standard deviations
-    assert sample_rows(100, 1, None) == RowSample(0, 100)
+    assert sample_rows(100, 1, None) == (RowSample(0, 100), 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("fraction", [1, 0.5])
+def test_shares_of_a_sample_are_its_rows_once_each(fraction: float, size: int) -> None:
+    """Also where there are fewer runs than ranks: the last of these have none."""
+    num_rows = 5 * SAMPLED_ROWS + 3
+    whole, factor = sample_rows(num_rows, fraction, 1)
+    shares = [sample_rows(num_rows, fraction, 1, (rank, size)) for rank in range(size)]
+    assert {other for _, other in shares} == {factor}
+    assert sum(share.count for share, _ in shares) == whole.count
+    assert torch.equal(torch.cat([share.rows() for share, _ in shares]).sort().values, whole.rows())
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 0.3, 0.75, 2.0])
@@ -69,7 +81,7 @@ def test_a_share_is_one_of_a_whole_number(fraction: float) -> None:
 
 
 def test_chunks_of_a_sample_are_its_rows() -> None:
-    sample = sample_rows(11 * SAMPLED_ROWS - 5, 0.25, 3)
+    sample, _ = sample_rows(11 * SAMPLED_ROWS - 5, 0.25, 3)
     chunks = [sample.chunk(number, SAMPLED_ROWS) for number in range(0, sample.count, SAMPLED_ROWS)]
     assert len(chunks) > 1
     assert torch.equal(torch.cat([chunk.rows() for chunk in chunks]), sample.rows())
@@ -97,7 +109,7 @@ def _sample_of(seed: int) -> RowSample:
     model.runtime.begin_step(str(seed))
     fraction, drawn = model.runtime.draw_rows(0)
     assert fraction == 0.5
-    return sample_rows(LENGTH, fraction, drawn)
+    return sample_rows(LENGTH, fraction, drawn)[0]
 
 
 def train(model: Model, optimizer: Any, config: Any, steps: range) -> list[torch.Tensor]:

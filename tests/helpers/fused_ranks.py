@@ -1,0 +1,74 @@
+"""The fused kernels under tensor parallelism, in Triton's interpreter: `torchrun --nproc_per_node=2 fused_ranks.py OUT`.
+
+Each case with two tensor-parallel ranks, and with two data-parallel ones, whose layers hold all heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
+
+from gsa_kernels import sampling
+from gsa_train.config import Config
+from gsa_train.model.build import Model
+from gsa_train.model.triton_core import TritonCore
+from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
+from helpers.many_layouts import train_case
+from helpers.single_rank import CONFIG, SPARSE, WARM_UP
+
+LENGTH, RUN = 80, 32
+"""Three runs of rows, one of them short, for two ranks."""
+CASES: dict[str, dict[str, Any]] = {
+    "bits": {},
+    "lists": {"attention_kernel": "gathered"},
+    "blocks": {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16},
+}
+
+
+def case_config(gsa: dict[str, Any], parallel: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 1, "init_std": 0.1, "head_dim": 32},
+        "gsa": {
+            "indexer_dim": 16,
+            "indexer_heads": 2,
+            "k_base": LENGTH,
+            "k_min": LENGTH,
+            "k_max": LENGTH,
+            **gsa,
+        },
+        "train": {"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 2},
+        "parallel": parallel,
+    }
+    changed = {
+        name: dataclasses.replace(getattr(CONFIG, name), **fields) for name, fields in sections.items()
+    }
+    return dataclasses.replace(CONFIG, phases=[WARM_UP, SPARSE], **changed)
+
+
+def fuse(model: Model) -> None:
+    for attention in model.attentions:
+        attention.core = TritonCore(attention)
+
+
+def main(out: Path) -> None:
+    sampling.SAMPLED_ROWS = RUN
+    found: dict[str, dict[str, Any]] = {}
+    for name, gsa in CASES.items():
+        for layout in ("tensor", "data"):
+            config = case_config(gsa, {"tensor": 2} if layout == "tensor" else {})
+            parallel = init_parallel(config.parallel, seed=1)
+            found.setdefault(name, {})[layout] = train_case(config, parallel, 1, prepare=fuse)
+            if parallel.rank == 0:
+                out.write_text(json.dumps(found))
+            leave_layout()
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
