@@ -27,9 +27,11 @@ TITLES = {
     "stop": "The monitor stopped the run",
     "checkpoint_failed": "A save failed",
     "checkpoint_damaged": "A checkpoint is damaged",
+    "log_failed": "A log cannot be written",
+    "log_lost": "A log is written again",
 }
 """Of events."""
-ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged"})
+ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged", "log_failed"})
 
 
 class Alert(NamedTuple):

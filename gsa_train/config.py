@@ -304,7 +304,8 @@ class MonitorConfig:
     """A loss that rises by less is no spike, however quiet it was."""
     grad_norm_min_ratio: float = 4.0
     """A gradient norm that rises by a smaller factor is no spike. AdamW's second moment with beta 2 = 0.95 remembers 20
-    steps, which a norm 20^0.5 = 4.5 times as large outweighs; rare documents alone make factors of 3."""
+    steps, which a norm 20^0.5 = 4.5 times as large outweighs; rare documents alone make factors of 3. Where
+    `train.grad_clip` leaves less of it, a norm alone is a spike from this factor's square on, or after 10 steps."""
     patience_steps: int = 3
     """lower_lr, rewind and stop act after this many spiking steps in a row, whose updates are left out."""
     max_skips_in_a_row: int = 50
