@@ -98,6 +98,13 @@ class Sinks:
             if self._wandb:
                 self._wandb.log(each, scalars)
 
+    def tell_of_hang(self, step: int, report: str) -> None:
+        """To W&B alone, whose run ends as failed: the main thread hangs, perhaps in one of the files."""
+        record = {"event": "hang", "step": step, "reason": report}
+        if self._wandb:
+            self._wandb.log(record, to_scalars(record))
+            self._wandb.close(exit_code=1)
+
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
         self._metrics.close()

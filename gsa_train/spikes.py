@@ -6,7 +6,7 @@ at it later (gsa_train.monitor). `robust` compares the logarithm of the gradient
 long tail; `sigma` the norm itself.
 
 A large gradient with a usual loss is most often text: a short stretch of one kind. Where clipping makes of it an update
-like any other, `robust` leaves it to what follows: a loss that rises, or a norm that stays large for long.
+like any other, `robust` leaves it to what follows: a loss that rises, or a norm that stays large.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALONE = 2.0
 with batches of 256 tokens, larger batches make less; a wrong exponent bit makes 2^8 or more."""
 FOLLOWS_STEPS = 10
 """Steps, its own included, in which what a large gradient did to the loss shows: AdamW's momentum carries it so long,
-1 / (1 - beta 1). Clipped norms that stay large for so long are a spike without it; text kept them for 7."""
+1 / (1 - beta 1)."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 
@@ -96,8 +96,6 @@ class SpikeDetector:
         self._least = torch.stack([least, 0.5 * least]).to(device)
         """fp32 [single or lasting, signal]."""
         self._factors = factors[:, None].to(device)
-        steps = [config.lasting_steps, max(config.lasting_steps, FOLLOWS_STEPS)]
-        self._lasting_steps, self._lasting_steps_clipped = torch.tensor(steps, device=device)
 
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         """The verdict on a step, which then joins the history.
@@ -119,7 +117,7 @@ class SpikeDetector:
         alone = torch.where(clipped, limits[3], limits[0])
         above = torch.stack([compared > alone, compared > limits[1], compared > limits[2]])
         streak = (self._streak + 1) * above[1]
-        lasts = streak >= torch.where(clipped, self._lasting_steps_clipped, self._lasting_steps)
+        lasts = streak >= self._config.lasting_steps
         together = above[2].all()
         after_large = (self._history[1, 1 - FOLLOWS_STEPS :] > limits[0, 1]).any()
         follows = above[2] & after_large & ~self._is_norm
