@@ -299,7 +299,7 @@ class MonitorConfig:
     lasting_sigmas: float = 3.0
     """Rise that makes a spike when it lasts `lasting_steps`; its least rises are half of those of a single step."""
     lasting_steps: int = 8
-    """Steps in a row above `lasting_sigmas`, the last of which is a spike. Batches of the same lanes are alike over some
+    """Steps in a row above `lasting_sigmas`, the last of which is a spike. Batches of the same lanes are alike for some
     steps, and text alone kept them above for 6."""
     loss_min_rise_nats: float = 0.2
     """A loss that rises by less is no spike, however quiet it was."""
