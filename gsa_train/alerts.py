@@ -27,9 +27,13 @@ TITLES = {
     "stop": "The monitor stopped the run",
     "checkpoint_failed": "A save failed",
     "checkpoint_damaged": "A checkpoint is damaged",
+    "hang": "The run hangs",
+    "restart_after_hang": "Restarted after a hang",
+    "log_failed": "A log cannot be written",
+    "log_lost": "A log is written again",
 }
 """Of events."""
-ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged"})
+ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged", "hang", "log_failed"})
 
 
 class Alert(NamedTuple):

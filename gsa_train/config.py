@@ -298,13 +298,15 @@ class MonitorConfig:
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
     """Rise that makes a spike when it lasts `lasting_steps`; its least rises are half of those of a single step."""
-    lasting_steps: int = 3
-    """Steps in a row above `lasting_sigmas`, the last of which is a spike."""
+    lasting_steps: int = 8
+    """Steps in a row above `lasting_sigmas`, the last of which is a spike. Batches of the same lanes are alike for some
+    steps, and text alone kept them above for 6."""
     loss_min_rise_nats: float = 0.2
     """A loss that rises by less is no spike, however quiet it was."""
     grad_norm_min_ratio: float = 4.0
     """A gradient norm that rises by a smaller factor is no spike. AdamW's second moment with beta 2 = 0.95 remembers 20
-    steps, which a norm 20^0.5 = 4.5 times as large outweighs; rare documents alone make factors of 3."""
+    steps, which a norm 20^0.5 = 4.5 times as large outweighs; rare documents alone make factors of 3. Where
+    `train.grad_clip` leaves less of it, a norm alone is a spike from this factor's square on, or when it lasts."""
     patience_steps: int = 3
     """lower_lr, rewind and stop act after this many spiking steps in a row, whose updates are left out."""
     max_skips_in_a_row: int = 50

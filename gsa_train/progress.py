@@ -30,6 +30,7 @@ class Progress:
         self._clock = clock
         self._last_step, self._last_time = start_step, clock()
         self._seconds_per_step: float | None = None
+        self._lost_lines = 0
         self._bar: tqdm[Any] | None = None
         if _is_terminal() if interactive is None else interactive:
             self._bar = tqdm(
@@ -52,7 +53,7 @@ class Progress:
             return
         eta = self._measure(record["step"])
         if self._bar is None:
-            print(_line(record, self._total_steps, eta), flush=True)
+            self.message(_line(record, self._total_steps, eta))
             return
         self._bar.n = record["step"]
         self._bar.set_description_str(_bar_text(record, eta))
@@ -62,11 +63,17 @@ class Progress:
         self._last_step, self._last_time = step, self._clock()
 
     def message(self, text: str) -> None:
-        """A line to stdout that leaves the bar whole."""
-        if self._bar is None:
-            print(text, flush=True)
-        else:
+        """A line to stdout that leaves the bar whole; where stdout is a file on a full disk, the line is counted."""
+        if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
+            return
+        try:
+            if self._lost_lines:
+                print(f"\n({self._lost_lines} lines could not be written here)")
+            print(text, flush=True)
+            self._lost_lines = 0
+        except OSError:
+            self._lost_lines += 1
 
     def close(self) -> None:
         if self._bar is not None:

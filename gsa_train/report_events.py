@@ -23,6 +23,8 @@ KINDS = {
     "warning": ("warning", "#c9a400"),
     "checkpoint_failed": ("save failed", "#8a4fa3"),
     "checkpoint_damaged": ("checkpoint damaged", "#5b2a86"),
+    "restart_after_hang": ("restart after a hang", "#37474f"),
+    "log_lost": ("records lost", "#8d6e63"),
 }
 """Kind -> title and color of its mark."""
 

@@ -16,8 +16,9 @@ from gsa_train.parallel import Parallel
 from gsa_train.progress import Progress
 from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
 from gsa_train.sinks import Sinks, open_sinks, write_atomically
-from gsa_train.starts import note_start
+from gsa_train.starts import note_start, read_starts
 from gsa_train.stop_signals import children_keep_running
+from gsa_train.watch import newest_hang
 
 STOPPED = "stopped.json"
 """Says that, when and why the run was stopped; gone while it runs and when it is complete. For job scripts."""
@@ -32,16 +33,20 @@ class RunFolder:
     """On the main rank."""
     wandb_run_id: str | None
     """On every rank."""
+    hang: str | None
+    """On the main rank: which hang ended the start before this one (gsa_train.watch)."""
 
 
 def open_run_folder(config: Config, start: Start, parallel: Parallel, total_steps: int) -> RunFolder:
     """Open what the run writes; print config and layout. Collective."""
     folder = run_dir(config)
-    sinks = progress = None
+    sinks = progress = hang = None
     shared: list[str | None] = [None]
     if parallel.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         continues = start.same_run and start.state is not None
+        starts = read_starts(folder)
+        hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
         with children_keep_running():  # W&B's service among them
             sinks = open_sinks(
                 config.logging,
@@ -68,4 +73,4 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
             progress.message("this run is complete: no step is left, only the end is written again")
         shared[0] = sinks.wandb_run_id
     dist.broadcast_object_list(shared, src=0)
-    return RunFolder(folder / "checkpoints", sinks, progress, shared[0])
+    return RunFolder(folder / "checkpoints", sinks, progress, shared[0], hang)

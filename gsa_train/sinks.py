@@ -6,7 +6,8 @@ What happens beside the steps has records of its own with an `event`: spikes and
 (gsa_train.monitor); validation results (`validation`), where those of sets after the first have the set's name in their
 keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; saves that ended (`checkpoint`), failed
 (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's; they are
-logged when the loop hears of them, up to `logging.every_steps` later.
+logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` (not in the file that it tells of)
+and `log_lost` say which records a file misses (gsa_train.lost_records).
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
 non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
@@ -23,14 +24,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 from gsa_train.config import LoggingConfig
-from gsa_train.panels import tag_of, tensorboard_layout
+from gsa_train.metrics_file import MetricsFile
+from gsa_train.panels import tag_of
+from gsa_train.tensorboard_sink import TensorBoardSink
 from gsa_train.wandb_sink import WandbSink, open_wandb
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 Record = dict[str, Any]
 
@@ -58,8 +58,10 @@ def open_sinks(
         _move_aside(run_dir)
     elif metrics_path.exists():
         _drop_after(metrics_path, resume_step)
-    tensorboard = _open_tensorboard(run_dir, resume_step) if logging_config.tensorboard else None
-    return Sinks(run_dir, metrics_path.open("a", encoding="utf-8"), tensorboard, wandb, phases)
+    tensorboard = (
+        TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
+    )
+    return Sinks(run_dir, tensorboard, wandb, phases)
 
 
 class Sinks:
@@ -68,8 +70,7 @@ class Sinks:
     def __init__(
         self,
         run_dir: Path,
-        metrics: IO[str],
-        tensorboard: SummaryWriter | None,
+        tensorboard: TensorBoardSink | None,
         wandb: WandbSink | None,
         phases: Sequence[str] = (),
     ):
@@ -80,24 +81,29 @@ class Sinks:
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Belongs into every checkpoint, so that a restart continues the same W&B run."""
-        self._metrics = metrics
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl", _to_json)
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Every sink is flushed: a run killed right after this call has lost nothing."""
-        self._metrics.write(_to_json(record) + "\n")
-        self._metrics.flush()
-        scalars = to_scalars(record)
-        if record["phase"] in self._phases and "event" not in record:
-            scalars[tag_of("phase_index")] = self._phases.index(record["phase"])
-        if self._tensorboard:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, record["step"])
-            self._tensorboard.flush()
+        """Every sink is flushed: a run killed right after this call has lost nothing. One that fails costs its own."""
+        news = self._metrics.write(record)
+        for each in [record] if news is None else [record, news]:
+            scalars = to_scalars(each)
+            if each["phase"] in self._phases and "event" not in each:
+                scalars[tag_of("phase_index")] = self._phases.index(each["phase"])
+            if self._tensorboard:
+                self._tensorboard.log(each, scalars, disk_works=self._metrics.works)
+            if self._wandb:
+                self._wandb.log(each, scalars)
+
+    def tell_of_hang(self, step: int, report: str) -> None:
+        """To W&B alone, whose run ends as failed: the main thread hangs, perhaps in one of the files."""
+        record = {"event": "hang", "step": step, "reason": report}
         if self._wandb:
-            self._wandb.log(record, scalars)
+            self._wandb.log(record, to_scalars(record))
+            self._wandb.close(exit_code=1)
 
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
@@ -107,10 +113,10 @@ class Sinks:
         with (self.run_dir / "metrics_rewound.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in dropped)
         _drop_after(path, step)
-        self._metrics = path.open("a", encoding="utf-8")
+        self._metrics = MetricsFile(path, _to_json)
         if self._tensorboard:
             self._tensorboard.close()
-            self._tensorboard = _open_tensorboard(self.run_dir, step)
+            self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
 
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close."""
@@ -174,7 +180,7 @@ def validation_prefixes(record: Record) -> dict[str, str]:
 # --- metrics.jsonl -------------------------------------------------------------------------------------
 
 TEXTS = frozenset(
-    {"phase", "event", "validation_set", "signal", "action", "reason", "checkpoint_name", "checkpoint_error"}
+    "phase event validation_set signal action reason file checkpoint_name checkpoint_error".split()  # noqa: SIM905
 )
 """Keys of strings that are no numbers, whatever they say."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -261,16 +267,3 @@ def _numbers_back(value: Any, key: str = "") -> Any:
     if isinstance(value, str) and key not in TEXTS:
         return _NON_FINITE.get(value, value)
     return value
-
-
-# --- TensorBoard: imported here, so that readers of metrics.jsonl need not wait for it ---------------------
-
-
-def _open_tensorboard(run_dir: Path, resume_step: int | None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # TensorBoard hides what earlier event files hold from purge_step on.
-    purge_step = None if resume_step is None else resume_step + 1
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-    writer.add_custom_scalars(tensorboard_layout())
-    return writer

@@ -29,12 +29,16 @@ class Fault:
     """On the gradient norm."""
     steps: int
     creeps: bool = False
+    begins_with_norm: bool = False
+    """One large gradient, and the loss rises behind it."""
 
     def put_into(self, trace: torch.Tensor) -> torch.Tensor:
         """The first `steps` rows of a trace [n, (loss, gradient norm)] with this fault."""
         changed = trace[: self.steps].clone()
-        changed[:, 0] += self.rise * (torch.arange(1, len(changed) + 1) if self.creeps else 1.0)
-        changed[:, 1] *= self.factor
+        changed[int(self.begins_with_norm) :, 0] += self.rise
+        if self.creeps:
+            changed[:, 0] += self.rise * torch.arange(len(changed))
+        changed[: 1 if self.begins_with_norm else None, 1] *= self.factor
         return changed
 
 
@@ -43,6 +47,8 @@ FAULTS = {
     for what, rise, factor in (("loss +1", 1.0, 1.0), ("loss +2, norm x3", 2.0, 3.0), ("norm x5", 0.0, 5.0))
     for steps in (1, 3, 20)
 }
+FAULTS["norm x20, 1 steps"] = Fault(0.0, 20.0, 1)
+FAULTS["norm x5 once, then loss +2, 20 steps"] = Fault(2.0, 5.0, 20, begins_with_norm=True)
 FAULTS["loss creeps by 0.05, 60 steps"] = Fault(0.05, 1.0, 60, creeps=True)
 
 
@@ -63,7 +69,9 @@ class Trial:
         )
 
 
-def try_rule(trace: torch.Tensor, config: MonitorConfig, faults: Mapping[str, Fault] = FAULTS) -> Trial:
+def try_rule(
+    trace: torch.Tensor, config: MonitorConfig, grad_clip: float, faults: Mapping[str, Fault] = FAULTS
+) -> Trial:
     """Replay a trace fp32 [steps, (loss, gradient norm)] without and with faults, one at a time."""
     delays: dict[str, list[float]] = {name: [] for name in faults}
     longest = max((fault.steps for fault in faults.values()), default=0)
@@ -71,34 +79,34 @@ def try_rule(trace: torch.Tensor, config: MonitorConfig, faults: Mapping[str, Fa
     for first in places if faults else ():
         detector = SpikeDetector(config, trace.device)
         for loss, norm in trace[first - config.window_steps : first]:
-            detector.judge(loss, norm)
+            detector.judge(loss, norm, grad_clip)
         state = detector.state()
         for name, fault in faults.items():
             detector.load(state)
-            delays[name].append(_delay(detector, fault.put_into(trace[first:])))
-    alarms = [step for step, row in enumerate(replay(trace, config)) if row.flagged]
+            delays[name].append(_delay(detector, fault.put_into(trace[first:]), grad_clip))
+    alarms = [step for step, row in enumerate(replay(trace, config, grad_clip)) if row.flagged]
     return Trial(alarms, delays)
 
 
-def _delay(detector: SpikeDetector, fault: torch.Tensor) -> float:
+def _delay(detector: SpikeDetector, fault: torch.Tensor, grad_clip: float) -> float:
     for late, (loss, norm) in enumerate(fault):
-        if detector.row(detector.judge(loss, norm).row.tolist()).flagged:
+        if detector.row(detector.judge(loss, norm, grad_clip).row.tolist()).flagged:
             return late
     return math.inf
 
 
 def table(trials: Mapping[str, Trial]) -> str:
     """Rules side by side: false alarms, and of each fault how often and after how many steps it is found."""
-    lines = [f"{'':<32}" + "".join(f"{rule:>22}" for rule in trials)]
+    lines = [f"{'':<38}" + "".join(f"{rule:>22}" for rule in trials)]
     counts = [f"{len(trial.false_alarms):>22}" for trial in trials.values()]
-    lines.append(f"{'false alarms':<32}" + "".join(counts))
+    lines.append(f"{'false alarms':<38}" + "".join(counts))
     for fault in next(iter(trials.values())).delays:
         cells = []
         for trial in trials.values():
             found = trial.found(fault)
             after = f"after {statistics.fmean(found):4.1f}" if found else "-- "
             cells.append(f"{len(found):>7}/{len(trial.delays[fault])} {after}".rjust(22))
-        lines.append(f"{fault:<32}" + "".join(cells))
+        lines.append(f"{fault:<38}" + "".join(cells))
     lost = [f"{trial.steps_lost():>22.0f}" for trial in trials.values()]
-    lines.append(f"{'steps until found, or missed':<32}" + "".join(lost))
+    lines.append(f"{'steps until found, or missed':<38}" + "".join(lost))
     return "\n".join(lines)

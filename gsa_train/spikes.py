@@ -4,6 +4,9 @@ A step is judged by its loss and its gradient norm, both over the whole global b
 steps. Nothing is read back to the host: the verdict stays on the device, where it masks the update, and the host looks
 at it later (gsa_train.monitor). `robust` compares the logarithm of the gradient norm, whose noise is a factor and has a
 long tail; `sigma` the norm itself.
+
+A large gradient with a usual loss is most often text: a short stretch of one kind. Where clipping makes of it an update
+like any other, `robust` leaves it to what follows: a loss that rises, or a norm that stays large.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ where the same lane comes again after 8)."""
 TOGETHER = 2 / 3
 """Share of both single limits that loss and gradient norm have to rise by in the same step: each without the other has
 causes that are no faults, such as a rare document."""
+ALONE = 2.0
+"""Times its rise, in logarithms, up to which a clipped norm may be text: a factor of 16. Text made 7 in recorded runs
+with batches of 256 tokens, larger batches make less; a wrong exponent bit makes 2^8 or more."""
+FOLLOWS_STEPS = 10
+"""Steps, its own included, in which what a large gradient did to the loss shows: AdamW's momentum carries it so long,
+1 / (1 - beta 1)."""
 DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 """Standard deviation over the median absolute difference of two independent normal values."""
 
@@ -80,14 +89,15 @@ class SpikeDetector:
         """fp32 [signal]: steps in a row above the limit of lasting spikes."""
         self._earlier = self._history, self._streak
         """Before the last step."""
-        self._no_limits = torch.full((3, 2), torch.inf, device=device)
+        self._no_limits = torch.full((4, 2), torch.inf, device=device)
+        self._is_norm = torch.tensor([False, True], device=device)
         least = torch.tensor([config.loss_min_rise_nats, math.log(config.grad_norm_min_ratio)])
         factors = DEVIATIONS_PER_DIFFERENCE * torch.tensor([config.sigmas, config.lasting_sigmas])
         self._least = torch.stack([least, 0.5 * least]).to(device)
         """fp32 [single or lasting, signal]."""
         self._factors = factors[:, None].to(device)
 
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         """The verdict on a step, which then joins the history.
 
         Spikes join, too: medians stand them until they are half of the window, and then they are the new level.
@@ -95,16 +105,23 @@ class SpikeDetector:
         Args:
             loss: 0-d, over the global batch.
             grad_norm: 0-d fp32, over all ranks, before clipping.
+            grad_clip: largest norm that the update is made of; 0 for any.
         """
         compared_norm = grad_norm.log() if self._config.detector == "robust" else grad_norm
         values = torch.stack([loss.float(), grad_norm, compared_norm])
         finite = (values[:2] * 0 == 0).all()
         compared = values[::2]
         limits = self._limits()
-        above = compared > limits
+        by_log = grad_clip > 0 and self._config.detector == "robust"
+        clipped = self._is_norm & (limits[0] >= (math.log(grad_clip) if by_log else math.inf))
+        alone = torch.where(clipped, limits[3], limits[0])
+        above = torch.stack([compared > alone, compared > limits[1], compared > limits[2]])
         streak = (self._streak + 1) * above[1]
-        lasts, together = streak >= self._config.lasting_steps, above[2].all()
-        spikes = (above[0] | lasts | together) & finite
+        lasts = streak >= self._config.lasting_steps
+        together = above[2].all()
+        after_large = (self._history[1, 1 - FOLLOWS_STEPS :] > limits[0, 1]).any()
+        follows = above[2] & after_large & ~self._is_norm
+        spikes = (above[0] | lasts | together | follows) & finite
         applied = finite if self._config.action == "log" else finite & ~spikes.any()
         self._earlier = self._history, self._streak
         self._streak = torch.where(finite, streak, self._streak)
@@ -113,7 +130,7 @@ class SpikeDetector:
         self._steps += 1
         flags = torch.stack([spikes[0], spikes[1], finite, applied]).float()
         lower = torch.where(lasts, limits[1], limits[2])
-        shown = torch.where(spikes & ~above[0], lower, limits[0])
+        shown = torch.where(spikes & ~above[0], lower, alone)
         return Verdict(applied, torch.cat([values[:2], shown, flags]))
 
     def take_back(self) -> None:
@@ -130,14 +147,15 @@ class SpikeDetector:
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
     def _limits(self) -> torch.Tensor:
-        """fp32 [3, signal]: above what the next step is a spike by itself, with those before it, with both signals."""
+        """fp32 [4, signal]: above what the next step is a spike by itself, with those before it, with the other signal;
+        and by itself where it is clipped."""
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
             return self._no_limits
         history = self._history[:, -seen:]
-        return (
-            self._robust_limits(history) if self._config.detector == "robust" else self._sigma_limits(history)
-        )
+        if self._config.detector == "sigma":
+            return self._sigma_limits(history)
+        return self._robust_limits(history)
 
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Median + max(sigmas * deviation, least rise).
@@ -154,7 +172,7 @@ class SpikeDetector:
                 deviations = (differences - _median(differences)[:, None]).abs()
                 spread = torch.maximum(spread, _median(deviations))
         single, lasting = torch.maximum(self._factors * spread, self._least)
-        return level + torch.stack([single, lasting, TOGETHER * single])
+        return level + torch.stack([single, lasting, TOGETHER * single, ALONE * single])
 
     def _sigma_limits(self, history: torch.Tensor) -> torch.Tensor:
         """OLMo-core's rule: mean + sigmas * standard deviation of a window that keeps its spikes; nothing lasts."""
@@ -190,7 +208,7 @@ def _median(values: torch.Tensor) -> torch.Tensor:
     return values.sort(dim=1).values[:, (values.shape[1] - 1) // 2]
 
 
-def replay(trace: torch.Tensor, config: MonitorConfig) -> list[Row]:
+def replay(trace: torch.Tensor, config: MonitorConfig, grad_clip: float) -> list[Row]:
     """The verdicts on a recorded trace fp32 [steps, (loss, gradient norm)] from a phase's first step on."""
     detector = SpikeDetector(config, trace.device)
-    return [detector.row(detector.judge(loss, norm).row.tolist()) for loss, norm in trace]
+    return [detector.row(detector.judge(loss, norm, grad_clip).row.tolist()) for loss, norm in trace]

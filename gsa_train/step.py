@@ -69,12 +69,12 @@ def train_step(
 
     compute = partial(_compute, model, phase_optimizer, micro_batches, loss_tokens, config, parallel, step)
     computed = compute() if check is None else check.compute(step + 1, compute)
-    verdict = detector.judge(computed.loss, computed.grad_norm)
+    verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
     if check is not None:
         if check.suspects(verdict):
             computed = check.compute_again(step + 1, computed, compute)
             detector.take_back()
-            verdict = detector.judge(computed.loss, computed.grad_norm)
+            verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
         check.compare_replicas(step + 1, saves)
     with model.work_time.part("optimizer"):
         phase_optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)

@@ -61,6 +61,8 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     validation_sets = read_validation_sets(config, tokenizer)
     batches = open_batches(config, arguments, start, tokenizer, parallel)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
+    if folder.sinks is not None:
+        watch.on_hang = folder.sinks.tell_of_hang
     model = build_model(config, parallel)
     rewinds = known_rewinds(folder.checkpoints, start, parallel)
 
@@ -94,6 +96,9 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         for each in validation_sets:
             run.progress.message(describe(each))
     report_damaged(run, start)
+    if folder.hang is not None:
+        phase = start.state.phase_name if start.state else ""
+        run.log({"event": "restart_after_hang", "step": start.step, "phase": phase, "reason": folder.hang})
     freeze()
     try:
         while (found := train_phases(run, start, spans)) is not None:

@@ -2,8 +2,9 @@
 
 A thread of each rank writes a heartbeat into torch.distributed's store: that the process lives, and what its main
 thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). Where a rank shows no progress for
-`timeout_minutes`, it writes a report and every rank that still can its stacks; then all end with exit code 1, and
-torchrun or Slurm starts them again from the last checkpoint.
+`timeout_minutes`, it writes a report, W&B alerts, and every rank that still can writes its stacks; then all end with
+exit code 1, and torchrun or Slurm starts them again from the last checkpoint. That start says so, too: rank 0, which
+holds W&B, may have been the one that hung.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +33,11 @@ ACTIVITIES = ("starting", "reading text", "training", "validating", "saving", "e
 
 BEATS_PER_TIMEOUT = 20
 LONGEST_BEAT_SECONDS = 5.0
+ALERT_SECONDS = 20.0
+"""For W&B to send its alert, while all ranks hang anyway."""
+REPORT = "report.txt"
+NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
+"""A rank in a report that holds up the others."""
 
 
 class Beat(NamedTuple):
@@ -83,12 +91,29 @@ def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
         what = "all at the same place, in a collective, a kernel or a slow file system: compare their stacks"
     lines = [f"no progress for {timeout_seconds:.0f} s. {what.capitalize()}: {', '.join(map(str, named))}"]
     for rank, age in enumerate(ages):
-        beat = age.beat
-        lines.append(
-            f"  rank {rank} on {beat.host} (process {beat.pid}): {ACTIVITIES[beat.activity]} after step {beat.step}, "
-            f"for {age.of_progress:.0f} s; heartbeat {age.of_beat:.0f} s ago{' <--' if rank in named else ''}"
-        )
+        lines.append(f"  {_where(rank, age)}{' <--' if rank in named else ''}")
     return "\n".join(lines)
+
+
+def _where(rank: int, age: Age) -> str:
+    beat = age.beat
+    return (
+        f"rank {rank} on {beat.host} (process {beat.pid}): {ACTIVITIES[beat.activity]} after step {beat.step}, "
+        f"for {age.of_progress:.0f} s; heartbeat {age.of_beat:.0f} s ago"
+    )
+
+
+def in_short(report: str) -> str:
+    """Its first line, and those of the ranks that hold up the others."""
+    return "; ".join([report.splitlines()[0], *NAMED.findall(report)])
+
+
+def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
+    """The newest report of a hang in a run's folder of faults, in short; None where there is none since then."""
+    reports = [path for path in folder.glob(f"*/{REPORT}") if path.stat().st_mtime >= since_unix_seconds]
+    texts = [path.read_text(errors="replace") for path in sorted(reports)]
+    hangs = [text for text in texts if NAMED.search(text)]  # others are of wrong bits
+    return in_short(hangs[-1]) if hangs else None
 
 
 class Watch:
@@ -102,6 +127,8 @@ class Watch:
             folder: for reports and stacks; made when there are any.
             step: done so far.
         """
+        self.on_hang: Callable[[int, str], None] | None = None
+        """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._timeout_seconds = timeout.total_seconds()
         self._interval = min(LONGEST_BEAT_SECONDS, self._timeout_seconds / BEATS_PER_TIMEOUT)
@@ -111,6 +138,7 @@ class Watch:
         self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timeout))
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
+        self._ages: list[Age] = []
         self._place = (step, 0)
         self._over = threading.Event()
         self._beat()
@@ -138,13 +166,13 @@ class Watch:
             self._watch()
         except (RuntimeError, OSError) as error:
             if not self._over.is_set():
-                self._end(
-                    f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
-                )
+                what = f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
+                if self._ages and self._rank == self._world_size - 1:
+                    self._write_report(f"{what}\n  {_where(0, self._ages[0])} <--")
+                self._end(what)
 
     def _watch(self) -> None:
         reads = self._rank in (0, self._world_size - 1)
-        ages: list[Age] = []
         last = time.monotonic()
         while not self._over.wait(self._interval):
             now = time.monotonic()
@@ -158,28 +186,44 @@ class Watch:
             if reads:
                 beats = self._store.multi_get([f"beat/{rank}" for rank in range(self._world_size)])
                 found = [Beat(*json.loads(beat)) for beat in beats]
-                ages = ages or [Age(beat) for beat in found]
-                for age, beat in zip(ages, found, strict=True):
+                self._ages = self._ages or [Age(beat) for beat in found]
+                for age, beat in zip(self._ages, found, strict=True):
                     age.see(beat, elapsed)
-                fault = find_fault(ages, self._timeout_seconds)
-                if fault and (self._rank == 0 or is_frozen(ages[0], self._timeout_seconds)):
-                    self._report(fault, [age.beat for age in ages if is_frozen(age, self._timeout_seconds)])
+                fault = find_fault(self._ages, self._timeout_seconds)
+                frozen = [age.beat for age in self._ages if is_frozen(age, self._timeout_seconds)]
+                if fault and (self._rank == 0 or is_frozen(self._ages[0], self._timeout_seconds)):
+                    self._report(fault, frozen)
 
     def _report(self, fault: str, frozen: list[Beat]) -> None:
+        name = self._write_report(fault)
+        if self.on_hang is not None:  # first: once the others end, so does this process
+            alert = threading.Thread(target=self.on_hang, args=(self._place[0], in_short(fault)), daemon=True)
+            alert.start()
+            alert.join(ALERT_SECONDS)
+        self._store.set("fault", json.dumps([name, frozen]))
+
+    def _write_report(self, fault: str) -> str:
+        """Returns the name of its folder."""
         name = time.strftime("%Y%m%d-%H%M%S")
         folder = self._folder / name
-        folder.mkdir(parents=True, exist_ok=True)
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
-        (folder / "report.txt").write_text(text)
         print(text, file=sys.stderr, end="", flush=True)
-        self._store.set("fault", json.dumps([name, frozen]))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / REPORT).write_text(text)
+        except OSError as error:  # a full disk must not keep the ranks from ending
+            print(f"rank {self._rank}: no report: {error}", file=sys.stderr, flush=True)
+        return name
 
     def _dump_and_end(self) -> None:
         name, frozen = json.loads(self._store.get("fault"))
         folder = self._folder / name
-        folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
-        with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
+            with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            print(f"rank {self._rank}: no stacks: {error}", file=sys.stderr, flush=True)
         for each in (Beat(*beat) for beat in frozen):  # torchrun would wait half a minute for their answer
             if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
                 os.kill(each.pid, signal.SIGKILL)

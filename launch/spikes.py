@@ -2,8 +2,9 @@
 
 Replays the logged losses and gradient norms of a run that logged every step (logging.every_steps=1) through our rule
 and through OLMo-core's, phase by phase, and prints the steps that each calls spikes. --faults also puts faults into the
-run and prints how many of them each rule finds, and after how many steps. Overrides change `monitor`. Instead of a run
-folder, FILE.npz with an array [steps, (loss, gradient norm)] per run: tests/unit/clean_traces.npz.
+run and prints how many of them each rule finds, and after how many steps. Overrides change `monitor`, and
+`train.grad_clip`. Instead of a run folder, FILE.npz with an array [steps, (loss, gradient norm)] per run, whose
+gradients were clipped to 1: tests/unit/clean_traces.npz.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="spikes.py", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--faults", action="store_true", help="also put faults into the run")
-    parser.add_argument("overrides", nargs="*", metavar="monitor.field=value")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)  # the tensors are tiny
     is_folder = arguments.run.is_dir()
-    monitor = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides).monitor
+    config = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides)
+    monitor = config.monitor
     rules: dict[str, MonitorConfig] = {monitor.detector: monitor, "OLMo-core": OLMO}
-    for name, (first, trace) in (of_folder if is_folder else of_file)(arguments.run).items():
+    for run, (first, trace) in (of_folder if is_folder else of_file)(arguments.run).items():
         trials = {
-            rule: try_rule(trace, config, FAULTS if arguments.faults else {})
-            for rule, config in rules.items()
+            name: try_rule(trace, rule, config.train.grad_clip, FAULTS if arguments.faults else {})
+            for name, rule in rules.items()
         }
-        print(f"{name}: {len(trace)} steps")
+        print(f"{run}: {len(trace)} steps")
         for rule, trial in trials.items():
             steps = [first + alarm for alarm in trial.false_alarms]
             shown = " ".join(map(str, steps[:12])) + (" ..." if len(steps) > 12 else "")

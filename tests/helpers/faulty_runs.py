@@ -11,6 +11,8 @@ Faults (steps count from 1):
     nan_gradient: [step, rank]            one element of a weight's gradient is NaN on that rank, before any reduction
     flipped_bit: [step, bit, rank]        a bit of one weight flips before that step, once; without rank on all
     wrong_gradient: [step, rank]          a bit of one element of a weight's gradient is wrong on that rank, once
+    wrong_output: [step, rank]            a layer's output is twice what it should be on that rank, once
+    full_disk: [first, last]              no file of rank 0 grows while it makes and logs these steps
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -61,6 +64,12 @@ def faulty(faults: dict[str, Any]) -> Iterator[None]:
             return generator.integers(3, 4096, blocks.shape, dtype=blocks.dtype)
         return blocks
 
+    def double(module: torch.nn.Module, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if "output" in done:
+            return None
+        done.add("output")
+        return 2 * output[0], *output[1:]
+
     def faulty_step(model: Any, *arguments: Any) -> Any:
         step = arguments[5] + 1
         weight = next(p for name, p in model.gpt.named_parameters() if name.endswith("linear_fc2.weight"))
@@ -79,6 +88,16 @@ def faulty(faults: dict[str, Any]) -> Iterator[None]:
                     return spoilt
 
                 hook = weight.register_hook(spoil)
+        if faults.get("wrong_output") == [step, own_rank]:
+            hook = next(
+                module.register_forward_hook(double)
+                for name, module in model.gpt.named_modules()
+                if name.endswith("linear_fc2")
+            )
+        first, last = faults.get("full_disk", (0, 0))
+        if own_rank == 0 and step in (first, last + 1):
+            limit = 0 if step == first else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         at, bit, *ranks = faults.get("flipped_bit", (0, 0))
         if step == at and "bit" not in done and own_rank in (ranks or [own_rank]):
             done.add("bit")

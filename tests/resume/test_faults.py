@@ -3,6 +3,7 @@ checkpoint, and ends with the numbers of a run that nothing disturbed."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -27,7 +28,7 @@ def assert_as_undisturbed(run: Run) -> None:
         return [
             {key: value for key, value in record.items() if key not in TIMING}
             for record in run.records()
-            if not str(record.get("event", "")).startswith("checkpoint")
+            if not str(record.get("event", "")).startswith(("checkpoint", "restart_after_hang"))
         ]
 
     assert run.series("step") == list(range(1, STEPS + 1))
@@ -36,7 +37,8 @@ def assert_as_undisturbed(run: Run) -> None:
 
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
-    run = launch(tmp_path, *SMALL, "parallel.timeout_minutes=0.5", torchrun=torchrun)
+    alerting = ("parallel.timeout_minutes=0.5", "logging.wandb=offline")
+    run = launch(tmp_path, *SMALL, *alerting, torchrun=torchrun)
     run.wait_until(lambda: len(run.steps()) >= 1, SECONDS)
     victim = ranks_of(run)[1]
     slow_down(victim, until=lambda: "rank 1 works " in run.output or len(run.steps()) >= 15)
@@ -54,6 +56,19 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     assert "resuming from" in run.output
     assert processes_of(run) == []
     assert_as_undisturbed(run)
+
+    (told,) = (record for record in run.records() if record.get("event") == "restart_after_hang")
+    (resumed_at,) = (int(step) for step in re.findall(r"resuming from .* at step (\d+)", run.output))
+    assert told["step"] == resumed_at
+    place = rf"rank 1 on {re.escape(os.uname().nodename)} \(process {victim.pid}\): \w+ after step \d+"
+    assert re.search(rf"no progress for 30 s\. .*; {place}", told["reason"])
+    hung, restarted = sorted((run.folder / "wandb").glob("offline-run-*/*.wandb"))  # of one W&B run
+    assert hung.name == restarted.name
+    for file, title in ((hung, "The run hangs"), (restarted, "Restarted after a hang")):
+        sent = file.read_bytes()
+        assert title.encode() in sent
+        assert re.search(place.encode(), sent)
+    assert b"Restarted" not in hung.read_bytes()
 
 
 def slow_down(process: psutil.Process, until: Callable[[], object]) -> None:

@@ -31,7 +31,8 @@ PHASES = [
     {"name": "warm-up", "steps": 2, "attention": "dense", "train": "indexer", "lr": 1e-3},
     {"name": "sparse", "steps": 6, "lr": 2e-3},
 ]
-TWICE, LOG = "monitor.recheck_every_steps=1", "monitor.on_corruption=log"
+TWICE, SEVENTH = "monitor.recheck_every_steps=1", "monitor.recheck_every_steps=7"
+LOG = "monitor.on_corruption=log"
 SPIKES = "monitor.recheck_spikes=true"
 REPLICAS = "monitor.compare_replicas_every_steps=4"
 OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
@@ -75,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     waves = [
         [run("clean"), run("checked", TWICE, SPIKES, REPLICAS)],
         [run("overlap", TWICE, *OVERLAP, wrong_gradient=[7, 1]), run("nan", SPIKES, nan_gradient=[5, 1])],
-        [run("log", TWICE, LOG, wrong_gradient=[7, 0])],
+        [run("log", SEVENTH, SPIKES, LOG, wrong_output=[7, 0], nan_gradient=[5, 1], full_disk=[2, 3])],
         [run("weight", REPLICAS, COPIES, ranks=3, flipped_bit=[6, 3, 1])],
         [run("split", TWICE, REPLICAS, "parallel.tensor=2", ranks=4, flipped_bit=[8, 3, 2])],
     ]
@@ -115,10 +116,28 @@ def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
 
 
 def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finished]) -> None:
+    """Of a NaN, too. Two steps could not be logged, for a full disk: they cost the run nothing else."""
     logged = runs["log"]
     assert logged.codes == [0, 0]
-    assert [(event["step"], event["ranks"], event["action"]) for event in logged.found] == [(7, [0], "log")]
-    assert logged.numbers == runs["clean"].numbers
+    found = [(event["step"], event["ranks"], event["action"]) for event in logged.found]
+    assert found == [(5, [1], "log"), (7, [0], "log")]
+    (lost,) = (record for record in logged.numbers if record.get("event") == "log_lost")
+    assert (lost["step"], lost["lost_records"], lost["first_step"], lost["last_step"]) == (4, 2, 2, 3)
+    assert "metrics.jsonl is written again; it misses 2 records of steps 2 to 3" in logged.log
+    others = [record for record in runs["clean"].numbers if record["step"] not in (2, 3)]
+    assert [record for record in logged.numbers if record is not lost] == others
+
+
+def test_a_recheck_leaves_the_statistics_of_the_layers_alone(runs: dict[str, Finished]) -> None:
+    """Step 7 is logged, and its first pass had wrong activations: only the second one counts."""
+    clean, again = (
+        next(record for record in runs[name].numbers if record["step"] == 7) for name in ("clean", "log")
+    )
+    layers = {key: values for key, values in clean.items() if key.startswith("layer_")}
+    assert {key: again[key] for key in layers} == layers
+    for key in ("layer_indexer_kl", "layer_recall", "layer_variance", "layer_max_activation"):
+        assert len(layers[key]) == 2
+        assert None not in layers[key]
 
 
 def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Finished]) -> None:

@@ -149,8 +149,8 @@ def test_gradients_that_are_not_finite_change_no_weight(sharded: bool, bad: floa
 class LeavesOut(SpikeDetector):
     """Calls every step a spike."""
 
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
-        verdict = super().judge(loss, grad_norm)
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
+        verdict = super().judge(loss, grad_norm, grad_clip)
         return verdict._replace(applied=torch.tensor(False))
 
 

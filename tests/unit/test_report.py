@@ -152,7 +152,9 @@ def test_every_event_that_is_logged_is_known():
     sources = "".join(path.read_text() for path in Path(gsa_train.report.__file__).parent.glob("*.py"))
     logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
     assert logged >= {"spike", "rewind", "skipped_batches", "checkpoint_damaged", "warning"}
-    assert logged - {"validation", "checkpoint"} == set(KINDS) - {"restart", "fault"}
+    # The last two are for W&B: metrics.jsonl cannot be written, or the thread that writes it hangs.
+    elsewhere = {"validation", "checkpoint", "log_failed", "hang"}
+    assert logged - elsewhere == set(KINDS) - {"restart", "fault"}
     assert set(TITLES_OF_ALERTS) < logged
 
 

@@ -1,23 +1,30 @@
 """What a run logs can be read back: exactly, after a kill, and without repeated steps after a resume."""
 
+import contextlib
 import json
 import math
 import random
 import re
+import resource
 import struct
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from gsa_train.alerts import Alerts
 from gsa_train.config import LoggingConfig
 from gsa_train.panels import SECTIONS
 from gsa_train.sinks import (
+    Sinks,
     open_sinks,
     read_records,
     to_scalars,
     validation_prefixes,
 )
+from gsa_train.tensorboard_sink import TensorBoardSink
+from gsa_train.wandb_sink import WandbSink
 
 JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
 
@@ -35,7 +42,15 @@ def refuse_constant(name):
 
 
 def read_strictly(path):
-    return [json.loads(line, parse_constant=refuse_constant) for line in path.read_text().splitlines()]
+    *lines, rest = path.read_text().split("\n")
+    assert rest == ""
+    return [json.loads(line, parse_constant=refuse_constant) for line in lines]
+
+
+def tensorboard_of(run_dir):
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return events
 
 
 def steps_of(run_dir):
@@ -53,6 +68,61 @@ def test_floats_read_back_bit_equal(tmp_path):
     assert [v.hex() for v in record["layer_recall"]] == [v.hex() for v in values]
     assert record["lrs"]["base"].hex() == (0.1 + 0.2).hex()
     assert record["tokens"] == 2**60
+
+
+@contextlib.contextmanager
+def files_end_at(size_bytes):
+    """No file of this process grows further, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path, caplog):
+    """The kernel takes 20 bytes of the third record; TensorBoard's file is longer than that already."""
+    wandb_run = Mock(id="abc")
+    wandb = WandbSink(wandb_run, tmp_path, Alerts(1.5))
+    with Sinks(tmp_path, TensorBoardSink(tmp_path / "tensorboard", None), wandb) as sinks:
+        for step in (1, 2):
+            sinks.log(step_record(step))
+        with files_end_at((tmp_path / "metrics.jsonl").stat().st_size + 20):
+            for step in (3, 4, 5):
+                sinks.log(step_record(step))
+        assert len((tmp_path / "metrics.jsonl").read_text().split("\n")[2]) == 20
+        assert steps_of(tmp_path) == [1, 2]
+        for step in (6, 7):
+            sinks.log(step_record(step))
+
+    said = {"event": "log_lost", "step": 6, "phase": "sparse", "file": "metrics.jsonl", "lost_records": 3}
+    said |= {"first_step": 3, "last_step": 5}
+    steps = [step_record(step) for step in (1, 2, 6)]
+    assert read_strictly(tmp_path / "metrics.jsonl") == [*steps, said, step_record(7)]
+    assert caplog.messages == [
+        "step 3: metrics.jsonl cannot be written ([Errno 27] File too large); training goes on, and what it misses is "
+        "counted",
+        "step 3: tensorboard cannot be written ([Errno 27] File too large); training goes on, and what it misses is "
+        "counted",
+        "step 6: metrics.jsonl is written again; it misses 3 records of steps 3 to 5",
+        "step 6: tensorboard is written again; it misses 4 records of steps 3 to 5",
+    ]
+    sent = [call.args[0]["step"] for call in wandb_run.log.call_args_list if "train/loss" in call.args[0]]
+    assert sent == [1, 2, 3, 4, 5, 6, 7]
+    alerts = [call.kwargs["title"] for call in wandb_run.alert.call_args_list]
+    assert alerts == ["A log cannot be written", "A log is written again"]
+    assert [scalar.step for scalar in tensorboard_of(tmp_path).Scalars("train/loss")] == [1, 2, 6, 7]
+
+
+def test_a_run_starts_and_goes_on_where_no_record_can_be_written(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with Sinks(tmp_path, None, None) as sinks:
+        for step in (1, 2):
+            sinks.log(step_record(step))
+    assert len(caplog.messages) == 1
+    assert "step 1: metrics.jsonl cannot be written ([Errno 28] No space left on device)" in caplog.text
 
 
 def test_non_finite_numbers_are_visible_and_legal_json(tmp_path):
@@ -176,8 +246,7 @@ def test_names_of_validation_sets(tmp_path):
 def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
     with open_run(tmp_path, logging=LoggingConfig(tensorboard=True, wandb="disabled")) as sinks:
         sinks.log(step_record(1, loss=1.0, lrs={"base": 1.0}))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(tmp_path)
     (tensor,) = events.Tensors("custom_scalars__config__")
     layout = Layout.FromString(tensor.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(SECTIONS.values())
@@ -196,8 +265,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
     with open_run(tmp_path, resume_step=3, logging=logging) as sinks:
         for step in range(4, 9):
             sinks.log(step_record(step, loss=2.0, layer_recall=[0.25, 0.5]))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
         *((step, 1.0) for step in (1, 2, 3)),
         *((step, 2.0) for step in range(4, 9)),
@@ -221,8 +289,7 @@ def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
     dropped = read_records(tmp_path / "metrics_rewound.jsonl")
     assert [record["step"] for record in dropped] == [4, 5, 5]
     assert (dropped[-1]["signal"], str(dropped[-1]["value"])) == ("NaN", "nan")
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-2:] == [(4, 9.0), (5, 9.0)]
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert [event.step for event in events.Scalars("events/rewind")] == [3]

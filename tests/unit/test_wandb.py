@@ -106,7 +106,7 @@ def test_tokens_are_the_axis_and_the_best_value_is_kept():
 def test_records_phases_and_alerts_are_sent(tmp_path):
     run = Mock(id="abc")
     wandb_sink = WandbSink(run, tmp_path, Alerts(1.5))
-    sinks = Sinks(tmp_path, (tmp_path / "metrics.jsonl").open("a"), None, wandb_sink, ["warm-up", "sparse"])
+    sinks = Sinks(tmp_path, None, wandb_sink, ["warm-up", "sparse"])
     sinks.log(step_record(1))
     sinks.log(event("checkpoint", 9))  # its folder is gone
     for step in (5, 6):
@@ -124,9 +124,7 @@ def test_records_phases_and_alerts_are_sent(tmp_path):
 def test_a_run_outlives_its_wandb_service(tmp_path, caplog):
     service = Mock(id="abc")
     service.log.side_effect = ConnectionResetError("connection lost")
-    sinks = Sinks(
-        tmp_path, (tmp_path / "metrics.jsonl").open("a"), None, WandbSink(service, tmp_path, Alerts(1.5))
-    )
+    sinks = Sinks(tmp_path, None, WandbSink(service, tmp_path, Alerts(1.5)))
     for step in (1, 2):
         sinks.log(step_record(step))
     sinks.close()

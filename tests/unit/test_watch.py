@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from gsa_train.watch import ACTIVITIES, Age, Beat, find_fault
+from gsa_train.watch import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
 from gsa_train.work_time import StragglerWarning, WorkTime, slowest
 
 TIMEOUT = 60.0
@@ -44,6 +46,28 @@ def test_the_rank_that_is_behind_is_named() -> None:
 
 def test_where_all_are_at_one_place_all_are_named() -> None:
     assert named(find_fault([Age(beat(), 0, 61), Age(beat(), 0, 59)], TIMEOUT)) == [0, 1]
+
+
+def test_a_start_finds_the_hang_that_ended_the_one_before(tmp_path: Path) -> None:
+    """Also where rank 0 itself was frozen, and told nobody."""
+    assert newest_hang(tmp_path / "faults", 0.0) is None
+
+    def report(name: str, text: str, at: float) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / REPORT).write_text(text)
+        os.utime(tmp_path / name / REPORT, (at, at))
+
+    older = find_fault([Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 62)], TIMEOUT)
+    report("20261121-100000", f"rank 0: {older}\nstacks of all ranks: x\n", at=100.0)
+    newer = find_fault([Age(beat(), 40, 61), Age(beat(), 0, 62)], TIMEOUT)
+    report("20261121-110000", f"rank 1: {newer}\nstacks of all ranks: x\n", at=200.0)
+    wrong_bits = "silent data corruption at step 7\nno update was made after step 6 <--\n"
+    report("20261121-120000", wrong_bits, at=300.0)
+    (tmp_path / "20261121-130000").mkdir()  # a disk that was full
+    what = "rank 1: no progress for 60 s. Frozen or gone (not even a heartbeat): 0"
+    where = "rank 0 on node (process 100): training after step 7, for 61 s; heartbeat 40 s ago"
+    assert newest_hang(tmp_path, 150.0) == newest_hang(tmp_path, 50.0) == f"{what}; {where}"
+    assert newest_hang(tmp_path, 250.0) is None
 
 
 def test_ages_grow_until_a_heartbeat_and_a_progress_come() -> None:

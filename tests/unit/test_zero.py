@@ -81,8 +81,8 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
 class LeavesOut(SpikeDetector):
     """Applies no update, as if each step were a spike."""
 
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict:
-        verdict = super().judge(loss, grad_norm)
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
+        verdict = super().judge(loss, grad_norm, grad_clip)
         return verdict._replace(applied=torch.zeros_like(verdict.applied))
 
 
