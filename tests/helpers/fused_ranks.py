@@ -1,4 +1,4 @@
-"""The fused kernels under tensor parallelism, in Triton's interpreter: `torchrun --nproc_per_node=2 fused_ranks.py OUT`.
+"""Fused kernels under tensor parallelism, in Triton's interpreter: `torchrun --nproc_per_node=2 fused_ranks.py OUT`.
 
 Each case with two tensor-parallel ranks, and with two data-parallel ones, whose layers hold all heads.
 """
