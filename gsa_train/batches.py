@@ -19,7 +19,6 @@ import torch.distributed as dist
 from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import FILLER, document_ids, loss_mask
-from gsa_data.shards import Manifest, build_manifest
 from gsa_data.source_weights import never_met
 from gsa_data.stream import BlockStream, StateMismatch, StreamConfig, merge_states, replay_blocks
 from gsa_data.tokenize import Tokenizer, TokenizerError
@@ -73,11 +72,9 @@ def open_training_corpus(config: Config) -> Corpus:
     return open_corpus(config.data.train_dir, config.data.text_field, reading_of(config))
 
 
-def validation_manifest(config: Config, folder: str) -> Manifest:
-    """Its shards; a copy of one fails, whatever data.on_bad_shard does with it in training."""
-    return build_manifest(
-        folder, text_field=config.data.text_field, reading=replace(reading_of(config), on_bad_shard="fail")
-    )
+def open_validation_corpus(config: Config, folder: str) -> Corpus:
+    """Text or tokens; a copy of a shard fails, whatever data.on_bad_shard does with it in training."""
+    return open_corpus(folder, config.data.text_field, replace(reading_of(config), on_bad_shard="fail"))
 
 
 def stream_config(config: Config) -> StreamConfig:
@@ -233,7 +230,7 @@ def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[Validatio
     return [
         read_validation_set(
             name,
-            validation_manifest(config, folder),
+            open_validation_corpus(config, folder),
             tokenizer,
             config.train.seq_len_tokens,
             config.evaluate.max_blocks,

@@ -249,7 +249,7 @@ class DataConfig:
     num_workers: int = 0
     """Reader processes per data-parallel rank; 0 reads in the training process."""
     prefetch_blocks: int = 64
-    """Blocks read ahead per worker."""
+    """Blocks that each rank reads ahead when it has workers, all of them together."""
     on_bad_shard: Literal["fail", "skip"] = "fail"
     """What a shard does that is missing, unreadable, damaged, a copy of another or too full of bad lines: stop the
     run, or be left out as far as it is bad, with a log line and in `data_skipped_shards`. Validation always fails."""

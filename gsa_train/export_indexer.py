@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gsa_data.validation import validation_blocks
-from gsa_train.batches import load_tokenizer, reading_of, to_micro_batch, validation_manifest
+from gsa_train.batches import load_tokenizer, open_validation_corpus, reading_of, to_micro_batch
 from gsa_train.checkpoint import load_weights
 from gsa_train.checkpoint_files import find_checkpoint
 from gsa_train.config import Config, PhaseConfig
@@ -54,7 +54,7 @@ def export_indexer(
     parallel = init_parallel(config.parallel, config.run.seed)
     tokenizer = load_tokenizer(config)
     blocks = validation_blocks(
-        validation_manifest(config, next(iter(config.data.validation_folders.values()))),
+        open_validation_corpus(config, next(iter(config.data.validation_folders.values()))),
         tokenizer,
         seq_len_tokens,
         1,

@@ -35,8 +35,9 @@ from gsa_data.reader import ShardReader
 from gsa_data.source_weights import check_weights
 from gsa_data.tokenize import Tokenizer
 
-# What passes between a worker and the main process costs about 0.8 ms an item, so blocks go in groups.
-BLOCKS_PER_GROUP = 8
+# What passes between a worker and the main process costs 0.2 ms of CPU an item and 0.3 ms for the copies of 32K tokens,
+# which take 22 ms to read. So short blocks go in groups of this many tokens; long ones need not wait for each other.
+TOKENS_PER_GROUP = 1 << 16
 
 # A reader that is silent for this much longer than its longest read, with all retries, hangs.
 HANG_SECONDS = 60.0
@@ -360,7 +361,9 @@ def _lane_blocks(
 def _group_blocks(config: StreamConfig) -> int:
     if config.num_workers == 0:
         return 1  # nothing is read before it is asked for
-    return max(1, min(BLOCKS_PER_GROUP, config.prefetch_blocks // config.num_workers))
+    return max(
+        1, min(TOKENS_PER_GROUP // config.seq_len_tokens, config.prefetch_blocks // config.num_workers)
+    )
 
 
 def _blocks_in_order(samples: _RankSamples, config: StreamConfig) -> Generator[_Block, None, None]:

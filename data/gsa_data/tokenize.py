@@ -26,7 +26,7 @@ class TokenizerModel(Protocol):
     vocab_size: int
     """Ids are below it."""
 
-    def encode(self, text: str | bytes) -> list[int]: ...
+    def encode(self, text: str | bytes) -> NDArray[np.int32] | list[int]: ...
 
     def decode(self, tokens: list[int]) -> str: ...
 
@@ -122,8 +122,9 @@ class SentencePieceModel:
             raise TokenizerError(f"tokenizer file {path!r} is not a sentencepiece model{hint}") from error
         self.vocab_size = int(self._processor.vocab_size())
 
-    def encode(self, text: str | bytes) -> list[int]:
-        tokens: list[int] = self._processor.encode(text)
+    def encode(self, text: str | bytes) -> NDArray[np.int32]:
+        # From 0.2.2 on. A list of Python's int would take 6% of the time to encode.
+        tokens: NDArray[np.int32] = self._processor.encode(text, out_type="numpy")
         return tokens
 
     def decode(self, tokens: list[int]) -> str:

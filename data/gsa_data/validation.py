@@ -1,4 +1,8 @@
-"""Fixed text to score a model on: the first sequences of a split, and the same documents packed by source."""
+"""Fixed text to score a model on: the first sequences of a split, and the same documents packed by source.
+
+A split is a corpus of any kind: what `prepare.py tokens` made of a text gives the same sequences as the text. The bytes
+that bits per byte need are those that the tokens spell, so tokens are enough for them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gsa_data.documents import Document, read_documents
+from gsa_data.corpus import Corpus, shard_reader
 from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import LANE_START, Tokens, pack
-from gsa_data.shards import Manifest
-from gsa_data.source_weights import NO_SOURCE
 from gsa_data.tokenize import Tokenizer
 
 DEFAULT_READING = Reading()
@@ -50,7 +52,7 @@ class SourcedDocument(NamedTuple):
 
 def read_validation_set(
     name: str,
-    manifest: Manifest,
+    corpus: Corpus,
     tokenizer: Tokenizer,
     seq_len_tokens: int,
     max_blocks: int,
@@ -69,18 +71,17 @@ def read_validation_set(
     read: list[SourcedDocument] = []
 
     def documents() -> Iterator[Tokens]:
-        for document in validation_documents(manifest, tokenizer, reading):
+        for document in validation_documents(corpus, tokenizer, reading):
             if split_by_source:
                 read.append(document)
             yield document.tokens
 
-    blocks = _first_blocks(documents(), manifest.root, seq_len_tokens, max_blocks)
+    root = str(corpus.root)
+    blocks = _first_blocks(documents(), root, seq_len_tokens, max_blocks)
     lengths = np.full(len(blocks), seq_len_tokens)
     text = _scored_text(blocks, lengths, tokenizer, attend_across_documents)
     if text.scored_tokens == 0:
-        raise DataFault(
-            f"split {manifest.root!r}: no token of its first {len(blocks)} sequences can be scored"
-        )
+        raise DataFault(f"split {root!r}: no token of its first {len(blocks)} sequences can be scored")
 
     by_source: dict[str, ScoredText] = {}
     tokens_left = len(blocks) * seq_len_tokens + 1
@@ -97,7 +98,7 @@ def read_validation_set(
 
 
 def validation_blocks(
-    manifest: Manifest,
+    corpus: Corpus,
     tokenizer: Tokenizer,
     seq_len_tokens: int,
     max_blocks: int,
@@ -108,22 +109,20 @@ def validation_blocks(
     Shards in sorted order, documents as they stand, any bad shard fails. n is smaller than max_blocks when
     the split is; a split too small for one block raises DataFault.
     """
-    tokens = (document.tokens for document in validation_documents(manifest, tokenizer, reading))
-    return _first_blocks(tokens, manifest.root, seq_len_tokens, max_blocks)
+    tokens = (document.tokens for document in validation_documents(corpus, tokenizer, reading))
+    return _first_blocks(tokens, str(corpus.root), seq_len_tokens, max_blocks)
 
 
-def validation_documents(
-    manifest: Manifest, tokenizer: Tokenizer, reading: Reading
-) -> Iterator[SourcedDocument]:
+def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
     """The documents of a split in plain order, tokenized and with their EOS. A bad shard fails, whatever `reading`
     does with one: a perplexity of less text would not be comparable."""
-    strict = replace(reading, on_bad_shard="fail")
-    eos = np.int32(tokenizer.eos_id)
-    for relpath, _ in manifest.shards:
-        for document in read_documents(manifest, relpath, strict, Counter()):
-            if isinstance(document, Document):
-                tokens = np.append(tokenizer.encode(document.text_utf8), eos)
-                yield SourcedDocument(document.source or NO_SOURCE, tokens)
+    reader = shard_reader(corpus, tokenizer, replace(reading, on_bad_shard="fail"))
+    for relpath, _ in reader.manifest.shards:
+        lines = reader.open(relpath, 0, 1, Counter())
+        for place in range(len(lines)):
+            line = lines[place]
+            if not isinstance(line, str):
+                yield SourcedDocument(line.source, line.tokens.astype(np.int32))
 
 
 def is_scored(

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from data_corpus import Run, document, read_run
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, read_validation_set
 from gsa_data.corpus import Corpus, open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.indexed import HEADER, IndexedFolder
 from gsa_data.lanes import LaneReader
+from gsa_data.source_weights import NO_SOURCE
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=24)
 WITHOUT_EOS = 7  # every 7-th document
@@ -64,6 +65,16 @@ def test_every_document_once_an_epoch(
     read = documents_of(corpus, tokenizer, 240)
     assert sorted(read[:120]) == sorted(read[120:]) == sorted(written)
     assert read[:120] != read[120:]
+
+
+def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The documents in the order of the files, each with an EOS; the bytes are those that the tokens spell."""
+    corpus = open_corpus(str(tmp_path))
+    found = read_validation_set("set", corpus, tokenizer, 32, 20, Reading(), True, True)
+    tokens = [token for ids in written for token in ids][: 20 * 32 + 1]
+    assert [found.text.blocks[0, 0], *found.text.blocks[:, 1:].flatten()] == tokens
+    assert found.text.text_bytes == tokenizer.token_bytes[tokens[1:]].sum() > 640
+    assert list(found.by_source) == [NO_SOURCE]
 
 
 def test_resume_with_other_ranks_and_workers(

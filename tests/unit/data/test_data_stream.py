@@ -28,6 +28,7 @@ from gsa_data.faults import Reading
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import Cursor
 from gsa_data.reader import TextReader
+from gsa_data.stream import _group_blocks
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 
@@ -315,6 +316,25 @@ def test_lane_without_documents(tokenizer: Tokenizer, tmp_path: Path) -> None:
     stream = BlockStream(build_manifest(str(tmp_path)), tokenizer, CONFIG, 0, 1)
     with pytest.raises(DataFault, match=r"lane \d of 8 found no usable document.*fewer lanes"):
         stream.next_blocks(8)
+
+
+@pytest.mark.parametrize(
+    ("seq_len_tokens", "num_workers", "prefetch_blocks", "blocks"),
+    [
+        (4096, 0, 64, 1),
+        (4096, 2, 64, 16),
+        (4096, 8, 64, 8),
+        (131072, 2, 64, 1),
+        (32, 2, 24, 12),
+        (32, 8, 4, 1),
+    ],
+)
+def test_workers_send_about_64k_tokens_at_once(
+    seq_len_tokens: int, num_workers: int, prefetch_blocks: int, blocks: int
+) -> None:
+    """But no more blocks than they may read ahead, and without workers none is read before it is asked for."""
+    config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
+    assert _group_blocks(config) == blocks
 
 
 def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:

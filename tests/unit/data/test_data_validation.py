@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_corpus import document, line, write_shard
+from prepare_tokens import prepare_tokens
 
 from gsa_data import DataFault, Manifest, Tokenizer, ValidationSet, build_manifest, read_validation_set
+from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import Reading
-from gsa_data.validation import NO_SOURCE, is_scored
+from gsa_data.source_weights import NO_SOURCE
+from gsa_data.validation import is_scored
 
 SOURCES = ("Wikipedia", "ArXiv", "")
 L = 24
@@ -31,7 +34,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def read(
-    mixed: Manifest, tokenizer: Tokenizer, max_blocks: int = 30, across: bool = False, split: bool = True
+    mixed: Corpus, tokenizer: Tokenizer, max_blocks: int = 30, across: bool = False, split: bool = True
 ) -> ValidationSet:
     return read_validation_set("set", mixed, tokenizer, L, max_blocks, Reading(), across, split)
 
@@ -61,6 +64,34 @@ def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, toke
         assert set(text.lengths[:-1]) <= {L}
         filling = text.blocks[-1, text.lengths[-1] + 1 :]
         assert set(filling.tolist()) <= {tokenizer.eos_id}
+
+
+def test_tokens_of_a_text_give_the_scores_of_the_text(
+    mixed: Manifest, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = open_corpus(str(prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading()).root))
+    text, tokens = read(mixed, tokenizer), read(folder, tokenizer)
+    assert list(tokens.by_source) == list(text.by_source)
+    for ours, theirs in [
+        (tokens.text, text.text),
+        *zip(tokens.by_source.values(), text.by_source.values(), strict=True),
+    ]:
+        assert np.array_equal(ours.blocks, theirs.blocks)
+        assert ours.blocks.dtype == np.int32
+        assert np.array_equal(ours.lengths, theirs.lengths)
+        assert (ours.scored_tokens, ours.text_bytes) == (theirs.scored_tokens, theirs.text_bytes)
+
+
+def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Also where training may skip what is bad."""
+    skip = Reading(on_bad_shard="skip")
+    source = tmp_path / "text" / "s.jsonl.zst"
+    write_shard(source, [line("gate " * 100), line("open " * 100)])
+    write_shard(tmp_path / "text" / "t.jsonl.zst", [line("shut " * 100)])
+    source.write_bytes(source.read_bytes()[:-4])
+    folder = prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, skip)
+    with pytest.raises(DataFault, match="was bad in the source"):
+        read_validation_set("set", folder, tokenizer, L, 4, skip, False, False)
 
 
 def test_tokens_and_bytes_of_the_sources_add_up(mixed: Manifest, tokenizer: Tokenizer) -> None:
