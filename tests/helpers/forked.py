@@ -99,7 +99,8 @@ class ForkedRanks:
             if left <= 0:
                 raise TimeoutError
             alive = [process.sentinel for process in self._processes if process.exitcode is None]
-            connection.wait(alive, left)
+            if alive:  # else the last one ended since poll() looked, and nothing would end this wait
+                connection.wait(alive, left)
         return code
 
     def _end(self) -> None:
