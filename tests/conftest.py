@@ -9,6 +9,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from helpers.interpreter import remember_lookups
+
+    remember_lookups()
 
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 
