@@ -36,8 +36,8 @@ ENVIRONMENT = {
 
 SMALL = (
     "train.seq_len_tokens=128",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
     "phases.0.steps=10",
     "phases.0.warmup_steps=9",
     "phases.0.lr=0.9e-3",
@@ -69,8 +69,6 @@ TINY_MODEL = (
     "gsa.k_base=16",
     "gsa.k_max=32",
     "train.seq_len_tokens=64",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=4",
 )
 """Beside `SMALL`, where a test has hundreds of steps: four sequences of 64 tokens a step, and next to no model."""
 
@@ -81,8 +79,13 @@ TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
 """What differs between two runs of the same steps."""
 
-QUICK = ("train.global_batch_size=4", "checkpoint.every_steps=1000")
-"""Half the sequences, and one checkpoint at the end."""
+QUICK_STEPS = 10
+QUICK = (
+    "train.micro_batch_size=2",
+    "checkpoint.every_steps=1000",
+    *(f"phases.{phase}.{field}" for phase in (0, 1) for field in ("steps=5", "warmup_steps=4")),
+)
+"""Half the steps, in larger micro-batches, and one checkpoint at the end."""
 
 ALL_KEYS = (*QUICK, "gsa.k_min=128", "gsa.k_base=128")
 """Every query selects all that it sees, so no rounding can change a selection."""
