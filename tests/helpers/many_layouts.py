@@ -32,7 +32,7 @@ from gsa_train.step import evaluation_step, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
-WORLD, STEPS, LENGTH, SEQUENCES = 4, 6, 32, 4
+WORLD, STEPS, LENGTH, SEQUENCES = 4, 3, 32, 4
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
