@@ -73,7 +73,8 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
                 label = f"{name} {part}".strip()
                 run.progress.message(f"{label:>20}  {'--' if number is None else number}")
         if config.logging.plots:
-            from gsa_train.plots import write_plots  # matplotlib: half a second that no other rank and no start pays
+            # matplotlib: half a second, which no other rank and no start has to pay.
+            from gsa_train.plots import write_plots
 
             folder = run_dir(config)
             for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:

@@ -1,5 +1,6 @@
 """Before any kernel is imported: without a CUDA device Triton's kernels run in its interpreter."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -21,3 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if SHARED_RUNS not in os.environ:
         folder = os.environ[SHARED_RUNS] = tempfile.mkdtemp(prefix="gsa_test_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection, of which some tests ask for many, has to search its million objects."""
+    gc.collect()
+    gc.freeze()

@@ -216,6 +216,7 @@ def main(folder: Path) -> None:
     from gsa_train import zero  # here, where the ranks run: the tests read the tables above
 
     torch.set_num_threads(1)
+    gc.freeze()  # each layout ends with a collection, which needs not search what was imported
     zero.PERSISTENT_ELEMENTS = 0  # else ZeRO-3 would cut none of these small parameters
     trained, resumed = {}, {}
     for name, case in CASES.items():
