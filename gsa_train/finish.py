@@ -17,7 +17,6 @@ from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.monitor import EXIT_CODE, MonitorStop
 from gsa_train.monitor_stop import note_stop
 from gsa_train.parallel import shutdown_parallel
-from gsa_train.plots import write_plots
 from gsa_train.report import write_report
 from gsa_train.resume import run_dir
 from gsa_train.run_folder import STOPPED
@@ -74,6 +73,9 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
                 label = f"{name} {part}".strip()
                 run.progress.message(f"{label:>20}  {'--' if number is None else number}")
         if config.logging.plots:
+            # matplotlib: half a second, which no other rank and no start has to pay.
+            from gsa_train.plots import write_plots
+
             folder = run_dir(config)
             for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
                 run.progress.message(f"wrote {path}")

@@ -7,7 +7,19 @@ import re
 import subprocess
 import sys
 
-from helpers.runs import ENVIRONMENT, REPOSITORY
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
+
+
+def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launch/data_wait.py", "--config", CONFIG, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def test_a_short_run_says_what_it_waited_and_what_its_reader_took() -> None:
@@ -17,16 +29,7 @@ def test_a_short_run_says_what_it_waited_and_what_its_reader_took() -> None:
         "model.num_layers=2",
         "data.num_workers=1",
     )
-    command = ["launch/data_wait.py", "--config", "configs/demo.yaml", "--sample", "--steps", "8", *sizes]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = measure("--sample", "--steps", "8", *sizes)
     assert done.returncode == 0, done.stderr[-3000:]
     steps, waits, cores = done.stdout.splitlines()
     first, last = map(int, re.match(r"steps (\d+)-(\d+): ", steps).groups())
@@ -37,15 +40,6 @@ def test_a_short_run_says_what_it_waited_and_what_its_reader_took() -> None:
 
 
 def test_a_run_that_fails_is_reported() -> None:
-    command = ["launch/data_wait.py", "--config", "configs/demo.yaml", "data.tokenizer=configs/demo.yaml"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = measure(f"data.tokenizer={CONFIG}")
     assert done.returncode == 1
     assert "the run ended with exit code 2" in done.stderr

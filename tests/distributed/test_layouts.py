@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from gsa_train.evaluate import scores_of
-from helpers.runs import ALL_KEYS, QUICK, STEPS, Run, finished
+from helpers.runs import ALL_KEYS, QUICK, QUICK_STEPS, STEPS, Run, finished
 
 TENSOR = ("parallel.tensor=2",)
 PIPELINE = ("parallel.pipeline=2",)
@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 FIRST_SPARSE_STEPS = 12  # 10 steps of warm-up and 2 sparse ones
 
-DENSE_PHASE = "phases=[{name: dense, attention: dense, steps: 20, lr: 1.35e-3, warmup_steps: 9}]"
+DENSE_PHASE = "phases=[{name: dense, attention: dense, steps: 10, lr: 1.35e-3, warmup_steps: 9}]"
 BASELINE = (*QUICK, "gsa.attention=dense", DENSE_PHASE)
 OPTIONS = (
     *ALL_KEYS,
@@ -47,10 +47,12 @@ def assert_same_training(
     run: Run,
     reference: Run,
     relative: float,
-    steps: int = STEPS,
+    steps: int = QUICK_STEPS,
     keys: Sequence[str] = (*OVERALL, *PER_LAYER),
+    of: int = QUICK_STEPS,
 ) -> None:
-    assert run.series("step") == reference.series("step") == list(range(1, STEPS + 1))
+    """In the first `steps` of the `of` steps that both took."""
+    assert run.series("step") == reference.series("step") == list(range(1, of + 1))
     for key in keys:
         pairs = zip(run.series(key)[:steps], reference.series(key)[:steps], strict=True)
         for step, (value, expected) in enumerate(pairs, start=1):
@@ -72,10 +74,10 @@ def test_sparse_training_is_that_of_one_rank(name):
     ranks, layout = LAYOUTS[name]
     one, many = finished(), finished(*layout, ranks=ranks)
     assert one.series("recall")[-1] < 0.99  # keys are left out
-    assert_same_training(many, one, relative=1e-6, steps=1)
-    assert_same_training(many, one, relative=1e-5, steps=FIRST_SPARSE_STEPS)
+    assert_same_training(many, one, relative=1e-6, steps=1, of=STEPS)
+    assert_same_training(many, one, relative=1e-5, steps=FIRST_SPARSE_STEPS, of=STEPS)
     # Then a score near the k_t-th has flipped on its last bit, here or there.
-    assert_same_training(many, one, relative=1e-3, keys=OVERALL)
+    assert_same_training(many, one, relative=1e-3, steps=STEPS, keys=OVERALL, of=STEPS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -95,7 +97,7 @@ def test_tensor_parallel_without_sequence_parallel():
 
 def test_the_dense_baseline_under_tensor_parallelism():
     one = finished(*BASELINE)
-    assert one.series("indexer_kl") == [None] * STEPS
+    assert one.series("indexer_kl") == [None] * QUICK_STEPS
     run = finished(*BASELINE, *TENSOR, ranks=2)
     assert_same_training(run, one, relative=1e-5, keys=("loss", "grad_norm"))
 

@@ -18,6 +18,7 @@ Faults (steps count from 1):
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -153,6 +154,7 @@ def free_port() -> int:
 def main() -> None:
     plan = Path(sys.argv[1])
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be searched at each collection of each rank
     codes: dict[str, list[int]] = {}
     for wave in json.loads(plan.read_text()):
         for run in wave:

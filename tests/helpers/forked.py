@@ -99,7 +99,8 @@ class ForkedRanks:
             if left <= 0:
                 raise TimeoutError
             alive = [process.sentinel for process in self._processes if process.exitcode is None]
-            connection.wait(alive, left)
+            if alive:  # else the last one ended since poll() looked, and nothing would end this wait
+                connection.wait(alive, left)
         return code
 
     def _end(self) -> None:
@@ -122,6 +123,8 @@ def _run_rank(command: list[str], cwd: Path, environment: dict[str, str], log: P
     sys.argv = command
     sys.path.insert(0, str(cwd / Path(command[0]).parent))
     gc.freeze()  # what the server imported need not be searched at each collection
+    # Children of a forkserver would start theirs by another one: readers of text would import torch, 2 seconds each.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     assert filesystem_async._results_queue is None

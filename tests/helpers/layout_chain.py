@@ -1,4 +1,4 @@
-"""Run by torchrun with four ranks: train a step in each of several layouts, each from the checkpoint of the one before.
+"""Run by four ranks: train a step in each of several layouts, each from the checkpoint of the one before.
 
 Prints, on rank 0, a JSON line for each step taken: layout, step, loss, gradient norm.
 """

@@ -1,12 +1,10 @@
-"""Decoding against its reference: interpreted on the CPU, and with a broader sweep on a CUDA device.
+"""Decoding against its reference: interpreted on the CPU, or on a CUDA device.
 
 The selection is compared with a stable sort of the scores the kernels themselves calculated; the attention, with fp64
 over that selection. What lies beyond a sequence's length is NaN throughout.
 """
 
-import os
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,193 +14,32 @@ import gsa_kernels as ops
 
 pytest.importorskip("triton")
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
+from decode_cases import (
+    CUDA,
+    RULE,
+    check,
+    check_attention,
+    check_selection,
+    make_case,
+    poisoned_buffers,  # noqa: F401 - pytest finds it here
+    run,
+    selected_mask,
+)
 
-from gsa_kernels.decode import op, state, triton_select  # noqa: E402
+from gsa_kernels.decode import op, state, triton_select
 
 GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="runs on the GPU instead")),
     pytest.param("cuda", marks=GPU_ONLY),
 ]
-EMA = 0.02
-RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"}
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN, or a large integer."""
-
-    def poisoned(make: Any) -> Any:
-        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-        return create
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty, fake.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    monkeypatch.setattr(op, "torch", fake)
-    monkeypatch.setattr(state, "torch", fake)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One token of each sequence, and the caches."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_idx: torch.Tensor
-    k_idx: torch.Tensor
-    weights: torch.Tensor
-    lengths: torch.Tensor
-    ema: torch.Tensor
-    indexer: dict[str, Any]
-    gate: torch.Tensor | None
-
-    def state(self, k_max: int, splits: int | None = None) -> tuple[op.DecodeSelection, op.DecodeWorkspace]:
-        batch, heads, dim = self.q.shape
-        sizes = {"heads": heads, "kv_heads": self.k.shape[2], "head_size": dim}
-        device = self.q.device
-        workspace = state.new_workspace(batch, self.k.shape[1], **sizes, device=device, splits=splits)
-        return state.new_selection(batch, k_max, device=device), workspace
-
-    def visible(self) -> torch.Tensor:
-        return torch.arange(self.k.shape[1], device=self.q.device) < self.lengths[:, None]
-
-
-def make_case(
-    device: str,
-    lengths: list[int],
-    max_length: int,
-    *,
-    heads: tuple[int, int] = (4, 2),
-    dim: int = 32,
-    indexer: tuple[int, int] = (2, 16),
-    dtype: torch.dtype = torch.float32,
-    activation: str = "sigmoid",
-    biases: bool = False,
-    gate: bool = False,
-    seed: int = 0,
-) -> Case:
-    generator = torch.Generator().manual_seed(seed + max_length)
-    batch, (query_heads, kv_heads), (hi, di) = len(lengths), heads, indexer
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
-
-    k, v = draw(batch, max_length, kv_heads, dim), draw(batch, max_length, kv_heads, dim)
-    k_idx = draw(batch, max_length, di)
-    for row, length in enumerate(lengths):
-        for cache in (k, v, k_idx):
-            cache[row, length:] = float("nan")
-    options: dict[str, Any] = {"activation": activation}
-    if biases:
-        options |= {"score_bias": draw(hi), "weight_bias": draw(hi)}
-    return Case(
-        q=draw(batch, query_heads, dim),
-        k=k,
-        v=v,
-        q_idx=draw(batch, hi, di),
-        k_idx=k_idx,
-        weights=draw(batch, hi),
-        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-        ema=torch.tensor(EMA, device=device),
-        indexer=options,
-        gate=draw(batch, query_heads, dim) if gate else None,
-    )
-
-
-def selected_mask(selection: op.DecodeSelection, max_length: int) -> torch.Tensor:
-    """bool [B, L_max]; also that the indices ascend."""
-    mask = torch.zeros(len(selection.counts), max_length, dtype=torch.bool, device=selection.counts.device)
-    for row, count in enumerate(selection.counts.tolist()):
-        indices = selection.indices[row, :count].long()
-        assert bool((indices.diff() > 0).all())
-        mask[row, indices] = True
-    return mask
-
-
-def check_selection(case: Case, selection: op.DecodeSelection, scores: torch.Tensor, **rule: Any) -> None:
-    """Scores and variance to rounding; budget, given the variance, and selection, given the scores, exactly."""
-    visible = case.visible()
-    max_length = visible.shape[1]
-    scores = torch.where(visible, scores[:, :max_length], 0)
-    half = case.q_idx.dtype != torch.float32
-    doubles = {n: t.double() if isinstance(t, torch.Tensor) else t for n, t in case.indexer.items()}
-    inputs = (case.q_idx.double(), case.k_idx.double(), case.weights.double())
-    exact = ops.decode_top_k(*inputs, case.lengths, case.ema, **doubles, **rule)
-    difference = torch.where(visible, scores - exact.scores, 0).abs().max()
-    # The tanh of the hardware is good to 2^-11 of each head's weight; scores of ReLU may be large.
-    scale = max(1.0, exact.scores.abs().max().item())
-    assert difference <= case.q_idx.shape[1] * scale * (2**-11 if half else 2e-6)
-    _, variance = ops.score_moments(scores[:, None], visible[:, None])
-    torch.testing.assert_close(selection.variance, variance[:, 0], rtol=1e-5, atol=1e-12)
-    lengths = case.lengths[:, None]
-    budget = ops.adaptive_budget(selection.variance[:, None], case.ema, lengths, **rule)
-    assert torch.equal(selection.counts, budget[:, 0].int())
-    wanted = ops.select_top_k(scores[:, None], visible[:, None], budget)[:, 0]
-    assert torch.equal(selected_mask(selection, max_length), wanted)
-
-
-def check_attention(case: Case, out: torch.Tensor, selected: torch.Tensor, window: int) -> None:
-    """Within twice the error of torch in the same dtype, both against fp64."""
-    assert out.dtype == case.q.dtype
-    assert bool(out.isfinite().all())
-
-    def attend(dtype: torch.dtype) -> torch.Tensor:
-        visible = case.visible()
-        q = case.q.to(dtype)
-        k, v = (x.to(dtype).masked_fill(~visible[..., None, None], 0) for x in (case.k, case.v))
-        distance = case.lengths[:, None] - 1 - torch.arange(k.shape[1], device=k.device)
-        mask = (selected | (distance < window)) & visible
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[2], 2) for x in (k, v))
-        logits = torch.einsum("bhd,bkhd->bhk", q, k) * q.shape[-1] ** -0.5
-        probs = logits.masked_fill(~mask[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
-        result = torch.einsum("bhk,bkhd->bhd", probs, v)
-        return result if case.gate is None else result * torch.sigmoid(case.gate.to(dtype))
-
-    exact = attend(torch.float64)
-    doubles = (x.double() for x in (case.q, case.k, case.v))
-    gate = None if case.gate is None else case.gate.double()
-    reference = ops.decode_attention(
-        *doubles, case.lengths, selected, local_window=window, output_gate_logits=gate
-    )
-    torch.testing.assert_close(reference, exact)
-    floor = 4 * torch.finfo(out.dtype).eps * max(1.0, exact.abs().max().item())
-    allowed = 2 * (attend(out.dtype).double() - exact).abs().max() + floor
-    error = (out.double() - exact).abs().max()
-    assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
-
-
-def run(
-    case: Case, selection: op.DecodeSelection, workspace: op.DecodeWorkspace, window: int = 0, **options: Any
-) -> torch.Tensor:
-    inputs = (case.q, case.k, case.v, case.q_idx, case.k_idx, case.weights, case.lengths, case.ema)
-    options = {**case.indexer, **RULE, "local_window": window, "output_gate_logits": case.gate, **options}
-    return op.decode_step(*inputs, selection, workspace, **options)
-
-
-def check(case: Case, window: int = 0, splits: int | None = None, **changes: Any) -> op.DecodeSelection:
-    rule = {**RULE, **changes}
-    selection, workspace = case.state(rule["k_max"], splits)
-    out = run(case, selection, workspace, window, **rule)
-    check_selection(case, selection, workspace.scores, **rule)
-    selected = selected_mask(selection, case.k.shape[1])
-    check_attention(case, out, selected, window)
-    # A second call, with the workspace as the first one left it, gives the same bits.
-    again = replace(selection, indices=torch.zeros_like(selection.indices))
-    assert torch.equal(run(case, again, workspace, window, **rule), out)
-    assert torch.equal(selected_mask(again, case.k.shape[1]), selected)
-    return selection
 
 
 @pytest.mark.parametrize(
@@ -367,84 +204,3 @@ def test_refuses_options() -> None:
         run(case, selection, replace(workspace, scores=workspace.scores[:, :8]))
     with pytest.raises(ValueError, match="power of two"):
         case.state(8, splits=3)
-
-
-# CUDA only
-
-
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(
-    ("dtype", "heads", "dim"),
-    [
-        (torch.bfloat16, (32, 8), 128),
-        (torch.bfloat16, (5, 1), 64),
-        (torch.bfloat16, (32, 1), 128),
-        (torch.float16, (4, 4), 128),
-        (torch.float32, (8, 2), 64),
-    ],
-    ids=str,
-)
-def test_sweep(dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
-    lengths = [1, 257, 1024, 5001, 8192, 0, 2049]
-    rule = {"k_base": 512, "k_min": 64, "k_max": 1000}
-    for mode, activation, window, splits in (
-        ("inverse", "sigmoid", 64, None),
-        ("direct", "sigmoid", 0, 1),
-        ("off", "relu", 130, 16),
-    ):
-        sizes: dict[str, Any] = {"heads": heads, "dim": dim, "indexer": (4, 64), "dtype": dtype}
-        sigmoid = activation == "sigmoid"
-        case = make_case("cuda", lengths, 8192, **sizes, activation=activation, biases=sigmoid, gate=sigmoid)
-        check(case, window, splits, **rule, mode=mode)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("lengths", [[131072], [131001, 70000, 4097]], ids=str)
-def test_long(lengths: list[int]) -> None:
-    rule = {"k_base": 2048, "k_min": 256, "k_max": 4096}
-    sizes: dict[str, Any] = {"heads": (8, 2), "dim": 128, "indexer": (4, 64), "dtype": torch.bfloat16}
-    case = make_case("cuda", lengths, 131072, **sizes, biases=True, gate=True)
-    for mode in ("inverse", "off"):
-        check(case, 64, **rule, mode=mode)
-    case.k_idx[:, : lengths[-1]] = 0.25  # every score of the shortest sequence is equal
-    check(case, 64, **rule, mode="inverse")
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_graph_follows_the_lengths() -> None:
-    """One capture, replayed with lengths that grow on the device and with other queries: eager's bits."""
-    block, window, rule = 4, 8, {"k_base": 100, "k_min": 16, "k_max": 128}
-    case = make_case(
-        "cuda", [3000, 1021], 3072, heads=(8, 2), indexer=(4, 64), dtype=torch.bfloat16, gate=True
-    )
-    for cache in (case.k, case.v, case.k_idx):
-        cache.nan_to_num_(0.5)
-    selection, workspace = case.state(128)
-    out = torch.empty_like(case.q)
-
-    def step(selection: op.DecodeSelection, out: torch.Tensor | None) -> torch.Tensor:
-        return run(case, selection, workspace, window, **rule, selection_block=block, out=out)
-
-    step(selection, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(selection, out)
-    eager, _ = case.state(128)
-    for row in (selection, eager):
-        row.counts.zero_()
-    for _ in range(2 * block + 1):
-        case.lengths.add_(1)
-        case.q.normal_()
-        case.q_idx.normal_()
-        graph.replay()
-        wanted = step(eager, None)
-        assert torch.equal(out, wanted)
-        assert torch.equal(selection.counts, eager.counts)
-        assert torch.equal(selected_mask(selection, 3072), selected_mask(eager, 3072))
-    assert bool((selection.counts > 0).all())

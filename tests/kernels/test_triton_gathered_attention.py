@@ -14,17 +14,18 @@ if not CUDA:
     # Read when triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from gathered_problems import (  # noqa: E402
+    block_mask,
+    document_mask,
+    make_inputs,
+    random_mask,
+    with_full_parts,
+)
 
 from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
-from gsa_kernels.lists.key_lists import KeyLists, key_lists_from_mask, mask_from_key_lists  # noqa: E402
-from gsa_kernels.lists.triton_reduce_keys import (  # noqa: E402
-    TileRows,
-    add_partials_by_key,
-    find_key_hits,
-    split_tiles,
-)
+from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -32,92 +33,6 @@ devices = pytest.mark.parametrize("device", [CPU, GPU])
 DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 BOTH = ({}, {"deterministic": False})
 NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_gate")
-
-
-def random_mask(batch, length, chance, device):
-    """Every query selects itself and each earlier key with the given chance."""
-    mask = (torch.rand(batch, length, length, device=device) < chance).tril()
-    return mask | torch.eye(length, dtype=torch.bool, device=device)
-
-
-def document_mask(batch, length, device):
-    """The visible keys of packed documents, cut at other places in each sequence."""
-    position = torch.arange(length, device=device)
-    cuts = torch.tensor([[length // 3 + b, length // 2 + 2 * b] for b in range(batch)], device=device)
-    document = (position[None, :, None] >= cuts[:, None, :]).sum(-1)
-    return (document[:, :, None] == document[:, None, :]).tril()
-
-
-def block_mask(batch, length, block, window, chance, device):
-    """One random selection per block of queries, from before the window of its first, and the windows."""
-    position = torch.arange(length, device=device)
-    row, key = position[:, None], position[None, :]
-    leader = row // block * block
-    chosen = torch.rand(batch, -(-length // block), length, device=device) < chance
-    chosen = chosen.repeat_interleave(block, 1)[:, :length] & (key <= leader - window)
-    return chosen | ((key <= row) & (row - key < window))
-
-
-def with_full_parts(lists: KeyLists, block: int) -> KeyLists:
-    """The same selection with the entries that all queries of a tile share moved to the full part.
-
-    Tiles of one block of queries that share these keys point to one copy of their list.
-    """
-    keys, words, fulls, counts, starts, word_starts = [], [], [], [], [], []
-    num_keys = num_words = 0
-    batch, tiles = lists.counts.shape
-    for b in range(batch):
-        for first_tile in range(0, tiles, max(1, block // lists.queries)):
-            group = range(first_tile, min(first_tile + max(1, block // lists.queries), tiles))
-            entries, shared = [], None
-            for tile in group:
-                rows = min(lists.queries, lists.length - tile * lists.queries)
-                whole = -1 if rows == 32 else (1 << rows) - 1
-                start, count = int(lists.key_starts[b, tile]), int(lists.counts[b, tile])
-                entries.append(
-                    dict(
-                        zip(
-                            lists.keys[start : start + count].tolist(),
-                            lists.words[start : start + count].tolist(),
-                            strict=True,
-                        )
-                    )
-                )
-                everyone = {key for key, word in entries[-1].items() if word == whole}
-                shared = everyone if shared is None else shared & everyone
-            rest = sorted(set().union(*entries) - shared)
-            shared = sorted(shared)
-            for e in entries:
-                starts.append(num_keys)
-                word_starts.append(num_words)
-                fulls.append(len(shared))
-                counts.append(len(shared) + len(rest))
-                words += [e.get(key, 0) for key in rest]
-                num_words += len(rest)
-            keys += shared + rest
-            num_keys += len(shared) + len(rest)
-
-    def tensor(values, dtype):
-        return torch.tensor(values, dtype=dtype, device=lists.keys.device)
-
-    return KeyLists(
-        keys=tensor(keys, torch.int32),
-        words=tensor(words, torch.int32),
-        key_starts=tensor(starts, torch.int64).view(batch, tiles),
-        word_starts=tensor(word_starts, torch.int64).view(batch, tiles),
-        full=tensor(fulls, torch.int32).view(batch, tiles),
-        counts=tensor(counts, torch.int32).view(batch, tiles),
-        queries=lists.queries,
-        length=lists.length,
-        max_count=max(counts) + 3,
-    )
-
-
-def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
-    """q, k, v and the logits of the gate"""
-    return [
-        torch.randn(batch, length, n, dim, dtype=dtype).to(device) for n in (heads, kv_heads, kv_heads, heads)
-    ]
 
 
 def reference(q, k, v, gate, mask, grad):
@@ -398,61 +313,6 @@ def test_large_logits(device):
 
 
 @devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("known", [False, True])
-def test_partial_rows_are_added_by_key(device, dtype, known):
-    """Ranges of tiles, over the border of two sequences too, against a loop."""
-    torch.manual_seed(16)
-    lists = key_lists_from_mask(random_mask(2, 100, 0.2, device), 16)
-    if known:
-        lists = dataclasses.replace(lists, host_counts=lists.counts.cpu())
-    out = torch.randn(2, 100, 16, device=device)
-    wanted = out.clone()
-    ranges = split_tiles(lists, 5 * lists.max_count)
-    assert len(ranges) > 1
-    assert any(each.first < lists.counts.shape[1] < each.last for each in ranges)
-    for each in ranges:
-        partials = torch.full((each.num_rows, 16), float("nan"), dtype=dtype, device=device)
-        for tile in range(each.first, each.last):
-            b, i = divmod(tile, lists.counts.shape[1])
-            start, count = int(lists.key_starts[b, i]), int(lists.counts[b, i])
-            row = int(each.starts[tile - each.first])
-            partials[row : row + count] = torch.randn(count, 16, dtype=dtype, device=device)
-            wanted[b, lists.keys[start : start + count].long()] += partials[row : row + count].float()
-        add_partials_by_key(partials, find_key_hits(lists, each), out)
-    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_ranges_of_tiles():
-    """They follow one another, hold what fits, and where the counts are known not a row more."""
-    lists = key_lists_from_mask(random_mask(2, 100, 0.2, "cpu"), 16)
-    total, tiles = int(lists.counts.sum()), lists.counts.numel()
-
-    def split(lists, *arguments):
-        ranges = split_tiles(lists, *arguments)
-        assert [each.first for each in ranges] == [0, *(each.last for each in ranges[:-1])]
-        assert ranges[-1].last == tiles
-        for each in ranges:
-            sizes = lists.counts.flatten()[each.first : each.last]
-            assert sorted(each.order.tolist()) == list(range(each.last - each.first))
-            if lists.host_counts is not None:
-                assert sizes[each.order.long()].tolist() == sorted(sizes.tolist(), reverse=True)
-        return ranges
-
-    known = dataclasses.replace(lists, host_counts=lists.counts.cpu())
-    for rows in (1, 100, 250, total, 10 * total):
-        assert sum(each.num_rows for each in split(lists, rows)) == tiles * lists.max_count
-        exact = split(known, rows)
-        assert sum(each.num_rows for each in exact) == total
-        assert all(each.num_rows <= rows for each in exact if each.last > each.first + 1)
-        assert len(exact) <= len(split(lists, rows))
-    assert len(split(known, total)) == 1
-    # In threes as far as three fit.
-    assert [each.last - each.first for each in split(lists, 5 * lists.max_count, 3)] == [3, 3, 3, 5]
-    assert [each.last - each.first for each in split(lists, 2 * lists.max_count, 3)] == [2] * 7
-
-
-@devices
 def test_errors(device):
     q, k, v, gate = make_inputs(1, 40, 4, 2, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
@@ -478,16 +338,3 @@ def test_errors(device):
     for change, message in bad:
         with pytest.raises(ValueError, match=message):
             gathered_attention(**(good | change))
-    starts = torch.tensor([0, 64], device=device)
-    order = torch.tensor([1, 0], dtype=torch.int32, device=device)
-    hits = find_key_hits(lists, TileRows(0, 2, starts, order, 128))
-    out = torch.zeros(1, 40, 16, device=device)
-    for call, message in [
-        (lambda: find_key_hits(lists, TileRows(1, 3, starts, order, 128)), "last is"),
-        (lambda: find_key_hits(lists, TileRows(0, 2, starts, order, 2**31)), "2147483648 rows"),
-        (lambda: add_partials_by_key(torch.zeros(126, 16, device=device), hits, out), "partials has shape"),
-        (lambda: add_partials_by_key(torch.zeros(128, 24, device=device), hits, out[..., :1]), "out has"),
-        (lambda: add_partials_by_key(torch.zeros(128, 16, device=device), hits, out.half()), "float32"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()

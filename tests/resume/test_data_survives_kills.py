@@ -14,7 +14,7 @@ import pytest
 
 from helpers.runs import SMALL, TINY_MODEL, Run, kill, start, train
 
-KILLS, STEPS = 20, 200
+KILLS, STEPS = 20, 150
 SAVE_AT_THE_END = "checkpoint.every_steps=1000"
 TINY = (
     *SMALL,

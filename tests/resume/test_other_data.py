@@ -45,7 +45,7 @@ def test_other_data_is_refused_and_then_accepted(old_run: Run) -> None:
     assert "--accept-new-data: the text starts at its beginning" in accepted.output
     assert accepted.steps()[:20] == records
     assert accepted.series("step")[20:] == [21, 22]
-    assert accepted.series("tokens")[21] == 22 * 8 * 128
+    assert accepted.series("tokens")[21] == 22 * 4 * 128
     assert accepted.series("data_skipped_documents") == [0] * 22
 
 

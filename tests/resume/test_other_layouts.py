@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.forked import ForkedRanks
 from helpers.runs import ENVIRONMENT, REPOSITORY, SMALL, Run, finished, kill, start
 
 SPLIT = ("parallel.tensor=2", "parallel.pipeline=2")
@@ -74,18 +73,10 @@ def test_a_chain_of_layouts_and_of_both_optimizers_trains_as_one(tmp_path):
     """Each layout takes a step from the checkpoint of the one before and saves; while that save is under way it takes
     the next step, which no checkpoint may show. A step's loss is that of the weights, the next layout's shows whether
     the optimizer's state arrived."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    result = subprocess.run(
-        [sys.executable, *command, "tests/helpers/layout_chain.py", str(tmp_path), json.dumps(CHAIN)],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"tests:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-5000:]
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RECORD ")]
+    command, log = ["tests/helpers/layout_chain.py", str(tmp_path), json.dumps(CHAIN)], tmp_path / "log"
+    ranks = ForkedRanks(command, REPOSITORY, {**os.environ, **ENVIRONMENT}, {}, log, ranks=4, rendezvous=True)
+    assert ranks.wait(300) == 0, log.read_text()[-5000:]
+    lines = [line for line in log.read_text().splitlines() if line.startswith("RECORD ")]
     records = [json.loads(line.removeprefix("RECORD ")) for line in lines]
     expected = {record["step"]: record for record in records[: len(CHAIN) + 1]}
     chained = records[len(CHAIN) + 1 :]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import SMALL, STEPS, TIMING, Run, finished, processes_of
+from helpers.runs import SMALL, STEPS, TIMING, Run, finished, processes_of, train
 
 RANKS = 2
 SECONDS = 500
@@ -62,7 +62,7 @@ def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     assert "exitcode  : 75" in twice.output
     assert stopped(twice)["reason"] == "SIGUSR1"
 
-    return [by_torchrun, by_clock, twice, start(run_dir).wait()]
+    return [by_torchrun, by_clock, twice, train(run_dir, *COMMAND, ranks=RANKS)]
 
 
 def test_every_stop_saved_the_step_where_it_was(stops: list[Run]) -> None:

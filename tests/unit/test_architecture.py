@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,13 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
                 yield node, f"{node.module}.{alias.name}"
 
 
-def imported_names(path: Path) -> set[str]:
-    return {name for _, name in imports(ast.parse(path.read_text(encoding="utf-8")))}
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imported_names(path: Path) -> frozenset[str]:
+    return frozenset(name for _, name in imports(tree_of(path)))
 
 
 def names_within(path: Path, *modules: str) -> set[str]:
@@ -91,7 +97,7 @@ def test_only_two_rooms_know_deepspeed(path: Path) -> None:
 def test_only_parallel_imports_the_cpu_backend_and_only_when_it_needs_it() -> None:
     importers = []
     for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         at_module_level = {node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
         for node, name in imports(tree):
             if name.startswith("gsa_train.cpu_backend"):
@@ -101,7 +107,7 @@ def test_only_parallel_imports_the_cpu_backend_and_only_when_it_needs_it() -> No
 
 @EACH_FILE
 def test_no_handler_catches_everything(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         assert node.type is not None, f"line {node.lineno}: bare except"

@@ -1,16 +1,12 @@
-"""Checkpoint folders: complete or not there, whatever a kill interrupts; saves that fail and files that are damaged;
-and what a resumed optimizer holds."""
+"""Checkpoint folders: complete or not there, whatever a kill interrupts; files that are damaged; and what a resumed
+optimizer holds. How saves go: test_checkpoint_saves.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-import resource
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +22,21 @@ from gsa_train.checkpoint_files import (
     recover_folder,
     resume_candidates,
 )
-from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver, SaveResult
-from gsa_train.config import CheckpointConfig, Config
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, set_learning_rate
+from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint
+from helpers.saving import LR, adam_of, is_intact, names_in
 from helpers.single_rank import (
     SPARSE,
-    random_batches,
     single_rank,
-    take_step,
     tiny_config,
     tiny_model,
 )
 
-LR, DECAY = 1e-2, 0.1
-
-
-@pytest.fixture(scope="module")
-def config() -> Config:
-    return tiny_config([SPARSE])
-
-
-@pytest.fixture(scope="module")
-def trained(config: Config) -> tuple[Model, PhaseOptimizer]:
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    for seed in range(3):
-        take_step(model, optimizer, random_batches(config, seed), config, lr=LR)
-    return model, optimizer
-
-
-@pytest.fixture
-def make_saver(tmp_path: Path) -> Iterator[Any]:
-    savers = []
-
-    def make(**fields: Any) -> CheckpointSaver:
-        savers.append(CheckpointSaver(tmp_path, CheckpointConfig(**fields), single_rank()))
-        return savers[-1]
-
-    yield make
-    for saver in savers:
-        saver.close()
+DECAY = 0.1
+# The fixtures, where pytest finds them.
+config, trained, make_saver = saving.config, saving.trained, saving.make_saver
 
 
 @pytest.fixture
@@ -82,10 +51,6 @@ def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path)
         return result.folder
 
     return save_at
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 # --- folders -----------------------------------------------------------------------------------------------
@@ -178,10 +143,6 @@ def write_files(checkpoints: Path, step: int, keep_last: int = 2) -> None:
     assert checkpoint_files.prune(checkpoints, keep_last, newest=final) == []
 
 
-def is_intact(folder: Path) -> bool:
-    return not checkpoint_files.faults_in(folder, checkpoint_files.read_manifest(folder), checksums=True)
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "step written before"])
 def test_a_save_killed_anywhere_leaves_a_checkpoint_to_resume_from(again, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "sync", lambda path: None)  # slow, and no power fails here
@@ -207,131 +168,6 @@ def test_a_save_killed_anywhere_leaves_a_checkpoint_to_resume_from(again, tmp_pa
     assert kills >= 10
     assert find_checkpoint(tmp_path) == new
     assert names_in(tmp_path) == {new.name, "latest"}
-
-
-# --- in the background -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def held_back(saver: CheckpointSaver) -> Iterator[threading.Event]:
-    """The saver's thread has something else to do until the event is set."""
-    go_on = threading.Event()
-    saver._thread.submit(go_on.wait)
-    try:
-        yield go_on
-    finally:
-        go_on.set()
-
-
-def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_meanwhile(make_saver, config):
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    take_step(model, optimizer, random_batches(config, 0), config, lr=LR)
-    saver = make_saver()
-    with held_back(saver):
-        assert saver.begin(run_state(1), model, optimizer) == []
-        before = {name: value.clone() for name, value in model.gpt.state_dict().items() if value is not None}
-        moments = {name: state["exp_avg"].clone() for name, (_, state) in adam_of(model, optimizer).items()}
-        take_step(model, optimizer, random_batches(config, 1), config, lr=LR)
-        assert saver.ended(now=2) == []
-        assert saver.has(1)
-        assert saver.durable_step is None
-    (result,) = saver.ended(now=2, wait=True)
-    assert saver.durable_step == 1
-
-    load_checkpoint(result.folder, model, optimizer, single_rank(), with_optimizer=True)
-    for name, value in before.items():
-        assert torch.equal(model.gpt.state_dict()[name], value), name
-    for name, (_, state) in adam_of(model, optimizer).items():
-        assert torch.equal(state["exp_avg"], moments[name]), name
-        assert state["step"].item() == 1
-
-
-def test_the_next_save_waits_for_the_one_under_way(make_saver, trained, tmp_path):
-    saver = make_saver()
-    with held_back(saver) as go_on:
-        saver.begin(run_state(1), *trained)
-        assert saver._save is not None
-        stall_so_far = saver._save.stall_seconds
-        threading.Timer(0.1, go_on.set).start()
-        (first,) = saver.begin(run_state(2), *trained)
-    (second,) = saver.ended(now=2, wait=True)
-    assert [first.step, second.step] == [1, 2]
-    assert first.stall_seconds > stall_so_far
-    assert names_in(tmp_path) == {"step_00000001", "step_00000002", "latest"}
-
-
-def test_the_end_of_a_run_lets_the_save_under_way_end(make_saver, trained, tmp_path):
-    saver = make_saver()
-    with held_back(saver) as go_on:
-        saver.begin(run_state(1), *trained)
-        threading.Timer(0.1, go_on.set).start()
-        saver.close()  # without a word to other ranks: as when an exception ends this one
-    assert is_intact(tmp_path / "step_00000001")
-
-
-def test_without_async_save_a_checkpoint_is_durable_when_training_goes_on(make_saver, trained):
-    saver = make_saver(async_save=False)
-    (result,) = saver.begin(run_state(1), *trained)
-    assert saver.durable_step == result.step == 1
-    assert saver.ended(now=1, wait=True) == []
-
-
-# --- saves that fail ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let any file grow beyond that: "File too large"."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def failed(saver: CheckpointSaver, step: int, trained: tuple[Model, PhaseOptimizer]) -> SaveResult:
-    (result,) = saver.begin(run_state(step), *trained) + saver.ended(now=step, wait=True)
-    assert result.error is not None
-    return result
-
-
-def test_a_failed_save_leaves_nothing_is_tried_again_and_in_the_end_stops_the_run(
-    make_saver, trained, tmp_path
-):
-    saver = make_saver(every_steps=100, save_retries=2, retry_after_steps=3)
-    (good,) = saver.begin(run_state(5), *trained) + saver.ended(now=5, wait=True)
-    largest = max(path.stat().st_size for path in good.folder.iterdir())
-    for step, next_step in ((10, 13), (13, 19)):
-        with files_of_at_most(largest // 2):
-            result = failed(saver, step, trained)
-        assert "File too large" in result.error
-        assert names_in(tmp_path) == {"step_00000005", "latest"}
-        saver.check()
-        assert [each for each in range(step + 1, 100) if saver.is_due(each)] == [next_step]
-    assert saver.next_try() == "next try at step 19"
-
-    (again,) = saver.begin(run_state(19), *trained) + saver.ended(now=19, wait=True)
-    assert again.error is None
-    assert is_intact(again.folder)
-    assert saver.failures == 0
-    assert not any(saver.is_due(each) for each in range(20, 100))
-
-    with files_of_at_most(largest // 2):
-        for step in (30, 40, 50):
-            saver.check()
-            failed(saver, step, trained)
-        assert saver.begin(run_state(60), *trained) == []
-        with pytest.raises(CheckpointError, match=r"3 saves in a row .* of step 19.* File too large"):
-            saver.check()
-
-
-def test_a_folder_that_cannot_be_made_is_a_failed_save(make_saver, trained, tmp_path):
-    (tmp_path / ".tmp_step_00000004").write_text("in the way")
-    saver = make_saver()
-    assert "Not a directory" in str(failed(saver, 4, trained).error)
-    assert saver.durable_step is None
 
 
 # --- damage ------------------------------------------------------------------------------------------------
@@ -415,19 +251,6 @@ def test_a_resume_looks_at_what_latest_names_then_at_older_ones_and_keeps_what_i
 
 
 # --- the optimizer after a resume ----------------------------------------------------------------------------
-
-
-def adam_of(
-    model: Model, phase_optimizer: PhaseOptimizer
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Parameter name -> its group's settings, its Adam state."""
-    found = {}
-    for inner in phase_optimizer.optimizer.chained_optimizers:
-        for name, parameter in model.gpt.named_parameters():
-            group_index, order = inner.model_param_group_index_map[parameter]
-            group = inner.optimizer.param_groups[group_index]
-            found[name] = (group, inner.optimizer.state[group["params"][order]])
-    return found
 
 
 def test_after_a_resume_each_parameter_has_its_own_rate_moments_and_step_count(trained, save, config):

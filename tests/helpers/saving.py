@@ -1,0 +1,66 @@
+"""A small trained model and savers of it, for tests of checkpoints: import the fixtures to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train import checkpoint_files
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer, build_optimizer
+from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
+
+LR = 1e-2
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return tiny_config([SPARSE])
+
+
+@pytest.fixture(scope="module")
+def trained(config: Config) -> tuple[Model, PhaseOptimizer]:
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for seed in range(3):
+        take_step(model, optimizer, random_batches(config, seed), config, lr=LR)
+    return model, optimizer
+
+
+@pytest.fixture
+def make_saver(tmp_path: Path) -> Iterator[Any]:
+    savers = []
+
+    def make(**fields: Any) -> CheckpointSaver:
+        savers.append(CheckpointSaver(tmp_path, CheckpointConfig(**fields), single_rank()))
+        return savers[-1]
+
+    yield make
+    for saver in savers:
+        saver.close()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def is_intact(folder: Path) -> bool:
+    return not checkpoint_files.faults_in(folder, checkpoint_files.read_manifest(folder), checksums=True)
+
+
+def adam_of(
+    model: Model, phase_optimizer: PhaseOptimizer
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Parameter name -> its group's settings, its Adam state."""
+    found = {}
+    for inner in phase_optimizer.optimizer.chained_optimizers:
+        for name, parameter in model.gpt.named_parameters():
+            group_index, order = inner.model_param_group_index_map[parameter]
+            group = inner.optimizer.param_groups[group_index]
+            found[name] = (group, inner.optimizer.state[group["params"][order]])
+    return found

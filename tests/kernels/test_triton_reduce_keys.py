@@ -1,0 +1,99 @@
+"""Partial rows of tiles, added up by key: on CUDA where there is a device, else interpreted."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    # Read when triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from gathered_problems import random_mask  # noqa: E402
+
+from gsa_kernels.lists.key_lists import key_lists_from_mask  # noqa: E402
+from gsa_kernels.lists.triton_reduce_keys import (  # noqa: E402
+    TileRows,
+    add_partials_by_key,
+    find_key_hits,
+    split_tiles,
+)
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("known", [False, True])
+def test_partial_rows_are_added_by_key(device, dtype, known):
+    """Ranges of tiles, over the border of two sequences too, against a loop."""
+    torch.manual_seed(16)
+    lists = key_lists_from_mask(random_mask(2, 100, 0.2, device), 16)
+    if known:
+        lists = dataclasses.replace(lists, host_counts=lists.counts.cpu())
+    out = torch.randn(2, 100, 16, device=device)
+    wanted = out.clone()
+    ranges = split_tiles(lists, 5 * lists.max_count)
+    assert len(ranges) > 1
+    assert any(each.first < lists.counts.shape[1] < each.last for each in ranges)
+    for each in ranges:
+        partials = torch.full((each.num_rows, 16), float("nan"), dtype=dtype, device=device)
+        for tile in range(each.first, each.last):
+            b, i = divmod(tile, lists.counts.shape[1])
+            start, count = int(lists.key_starts[b, i]), int(lists.counts[b, i])
+            row = int(each.starts[tile - each.first])
+            partials[row : row + count] = torch.randn(count, 16, dtype=dtype, device=device)
+            wanted[b, lists.keys[start : start + count].long()] += partials[row : row + count].float()
+        add_partials_by_key(partials, find_key_hits(lists, each), out)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_ranges_of_tiles():
+    """They follow one another, hold what fits, and where the counts are known not a row more."""
+    lists = key_lists_from_mask(random_mask(2, 100, 0.2, "cpu"), 16)
+    total, tiles = int(lists.counts.sum()), lists.counts.numel()
+
+    def split(lists, *arguments):
+        ranges = split_tiles(lists, *arguments)
+        assert [each.first for each in ranges] == [0, *(each.last for each in ranges[:-1])]
+        assert ranges[-1].last == tiles
+        for each in ranges:
+            sizes = lists.counts.flatten()[each.first : each.last]
+            assert sorted(each.order.tolist()) == list(range(each.last - each.first))
+            if lists.host_counts is not None:
+                assert sizes[each.order.long()].tolist() == sorted(sizes.tolist(), reverse=True)
+        return ranges
+
+    known = dataclasses.replace(lists, host_counts=lists.counts.cpu())
+    for rows in (1, 100, 250, total, 10 * total):
+        assert sum(each.num_rows for each in split(lists, rows)) == tiles * lists.max_count
+        exact = split(known, rows)
+        assert sum(each.num_rows for each in exact) == total
+        assert all(each.num_rows <= rows for each in exact if each.last > each.first + 1)
+        assert len(exact) <= len(split(lists, rows))
+    assert len(split(known, total)) == 1
+    # In threes as far as three fit.
+    assert [each.last - each.first for each in split(lists, 5 * lists.max_count, 3)] == [3, 3, 3, 5]
+    assert [each.last - each.first for each in split(lists, 2 * lists.max_count, 3)] == [2] * 7
+
+
+@devices
+def test_errors(device):
+    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
+    starts = torch.tensor([0, 64], device=device)
+    order = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    hits = find_key_hits(lists, TileRows(0, 2, starts, order, 128))
+    out = torch.zeros(1, 40, 16, device=device)
+    for call, message in [
+        (lambda: find_key_hits(lists, TileRows(1, 3, starts, order, 128)), "last is"),
+        (lambda: find_key_hits(lists, TileRows(0, 2, starts, order, 2**31)), "2147483648 rows"),
+        (lambda: add_partials_by_key(torch.zeros(126, 16, device=device), hits, out), "partials has shape"),
+        (lambda: add_partials_by_key(torch.zeros(128, 24, device=device), hits, out[..., :1]), "out has"),
+        (lambda: add_partials_by_key(torch.zeros(128, 16, device=device), hits, out.half()), "float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()

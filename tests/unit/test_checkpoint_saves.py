@@ -1,0 +1,148 @@
+"""Saves in the background, and saves that fail."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from gsa_train.checkpoint import load_checkpoint
+from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver, SaveResult
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer, build_optimizer
+from helpers import saving
+from helpers.checkpoints import run_state
+from helpers.saving import LR, adam_of, is_intact, names_in
+from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_model
+
+# The fixtures, where pytest finds them.
+config, trained, make_saver = saving.config, saving.trained, saving.make_saver
+
+
+# --- in the background -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_back(saver: CheckpointSaver) -> Iterator[threading.Event]:
+    """The saver's thread has something else to do until the event is set."""
+    go_on = threading.Event()
+    saver._thread.submit(go_on.wait)
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+
+
+def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_meanwhile(make_saver, config):
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config, 0), config, lr=LR)
+    saver = make_saver()
+    with held_back(saver):
+        assert saver.begin(run_state(1), model, optimizer) == []
+        before = {name: value.clone() for name, value in model.gpt.state_dict().items() if value is not None}
+        moments = {name: state["exp_avg"].clone() for name, (_, state) in adam_of(model, optimizer).items()}
+        take_step(model, optimizer, random_batches(config, 1), config, lr=LR)
+        assert saver.ended(now=2) == []
+        assert saver.has(1)
+        assert saver.durable_step is None
+    (result,) = saver.ended(now=2, wait=True)
+    assert saver.durable_step == 1
+
+    load_checkpoint(result.folder, model, optimizer, single_rank(), with_optimizer=True)
+    for name, value in before.items():
+        assert torch.equal(model.gpt.state_dict()[name], value), name
+    for name, (_, state) in adam_of(model, optimizer).items():
+        assert torch.equal(state["exp_avg"], moments[name]), name
+        assert state["step"].item() == 1
+
+
+def test_the_next_save_waits_for_the_one_under_way(make_saver, trained, tmp_path):
+    saver = make_saver()
+    with held_back(saver) as go_on:
+        saver.begin(run_state(1), *trained)
+        assert saver._save is not None
+        stall_so_far = saver._save.stall_seconds
+        threading.Timer(0.1, go_on.set).start()
+        (first,) = saver.begin(run_state(2), *trained)
+    (second,) = saver.ended(now=2, wait=True)
+    assert [first.step, second.step] == [1, 2]
+    assert first.stall_seconds > stall_so_far
+    assert names_in(tmp_path) == {"step_00000001", "step_00000002", "latest"}
+
+
+def test_the_end_of_a_run_lets_the_save_under_way_end(make_saver, trained, tmp_path):
+    saver = make_saver()
+    with held_back(saver) as go_on:
+        saver.begin(run_state(1), *trained)
+        threading.Timer(0.1, go_on.set).start()
+        saver.close()  # without a word to other ranks: as when an exception ends this one
+    assert is_intact(tmp_path / "step_00000001")
+
+
+def test_without_async_save_a_checkpoint_is_durable_when_training_goes_on(make_saver, trained):
+    saver = make_saver(async_save=False)
+    (result,) = saver.begin(run_state(1), *trained)
+    assert saver.durable_step == result.step == 1
+    assert saver.ended(now=1, wait=True) == []
+
+
+# --- saves that fail ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let any file grow beyond that: "File too large"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def failed(saver: CheckpointSaver, step: int, trained: tuple[Model, PhaseOptimizer]) -> SaveResult:
+    (result,) = saver.begin(run_state(step), *trained) + saver.ended(now=step, wait=True)
+    assert result.error is not None
+    return result
+
+
+def test_a_failed_save_leaves_nothing_is_tried_again_and_in_the_end_stops_the_run(
+    make_saver, trained, tmp_path
+):
+    saver = make_saver(every_steps=100, save_retries=2, retry_after_steps=3)
+    (good,) = saver.begin(run_state(5), *trained) + saver.ended(now=5, wait=True)
+    largest = max(path.stat().st_size for path in good.folder.iterdir())
+    for step, next_step in ((10, 13), (13, 19)):
+        with files_of_at_most(largest // 2):
+            result = failed(saver, step, trained)
+        assert "File too large" in result.error
+        assert names_in(tmp_path) == {"step_00000005", "latest"}
+        saver.check()
+        assert [each for each in range(step + 1, 100) if saver.is_due(each)] == [next_step]
+    assert saver.next_try() == "next try at step 19"
+
+    (again,) = saver.begin(run_state(19), *trained) + saver.ended(now=19, wait=True)
+    assert again.error is None
+    assert is_intact(again.folder)
+    assert saver.failures == 0
+    assert not any(saver.is_due(each) for each in range(20, 100))
+
+    with files_of_at_most(largest // 2):
+        for step in (30, 40, 50):
+            saver.check()
+            failed(saver, step, trained)
+        assert saver.begin(run_state(60), *trained) == []
+        with pytest.raises(CheckpointError, match=r"3 saves in a row .* of step 19.* File too large"):
+            saver.check()
+
+
+def test_a_folder_that_cannot_be_made_is_a_failed_save(make_saver, trained, tmp_path):
+    (tmp_path / ".tmp_step_00000004").write_text("in the way")
+    saver = make_saver()
+    assert "Not a directory" in str(failed(saver, 4, trained).error)
+    assert saver.durable_step is None

@@ -1,0 +1,58 @@
+"""The configs of this repository."""
+
+from pathlib import Path
+
+import pytest
+
+from gsa_train.config import load_config
+from gsa_train.config_checks import check_data
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = [
+    f"{name}_{size}.yaml"
+    for name in ("gsa", "standard", "sparse_only", "gated_only")
+    for size in ("1.7b", "7b")
+]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_need_only_their_data(name):
+    config = load_config(CONFIGS / name, world_size=8, need_data=False)
+    assert config.run.name == name.removesuffix(".yaml")
+    assert {line.split(" = ")[0] for line in check_data(config.data)} <= {
+        "data.train_dir",
+        "data.validation_dir",
+        "data.tokenizer",
+    }
+
+
+@pytest.mark.parametrize("size", ["1.7b", "7b"])
+def test_the_four_models_differ_where_the_paper_says(size):
+    configs = {
+        name: load_config(CONFIGS / f"{name}_{size}.yaml")
+        for name in ("gsa", "standard", "sparse_only", "gated_only")
+    }
+    gates = {name: (c.gsa.value_gate, c.gsa.output_gate) for name, c in configs.items()}
+    assert gates == {
+        "gsa": (True, True),
+        "standard": (False, False),
+        "sparse_only": (False, False),
+        "gated_only": (True, True),
+    }
+    assert {name: c.gsa.attention for name, c in configs.items()} == {
+        "gsa": "sparse",
+        "standard": "dense",
+        "sparse_only": "sparse",
+        "gated_only": "dense",
+    }
+    assert (configs["gsa"].gsa.indexer_activation, configs["gsa"].gsa.adaptive_k) == ("sigmoid", "inverse")
+    sparse_only = configs["sparse_only"].gsa
+    assert (sparse_only.indexer_activation, sparse_only.adaptive_k) == ("relu", "off")
+    for config in configs.values():
+        assert (config.model, config.train, config.parallel) == (
+            configs["gsa"].model,
+            configs["gsa"].train,
+            configs["gsa"].parallel,
+        )
+        trained = [phase.steps for phase in config.phases if phase.train == "all"]
+        assert trained == [configs["gsa"].phases[-1].steps]
