@@ -1,0 +1,130 @@
+"""What watching a run costs, on one CUDA device: the spike monitor in every step, the statistics of a logged one.
+
+    python kernels/bench/bench_monitor.py [--config gsa_1.7b] [--micro-batch 8] [--rounds 12] [key=value ...]
+
+Optimizer steps of a whole model take turns: `unwatched`, without any verdict; `watched`, as training takes them, the
+verdict sent to the host and read; `logged`, with the statistics of the attention layers and the record's sums, as one
+step in `logging.every_steps` is. `verdict alone` is its kernels without a step around them, launches included.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in (".", "kernels", "data"))
+
+import harness
+
+from gsa_train.bench.step_bench import OurTrainee, random_batches, time_steps
+from gsa_train.config import Config, load_config
+from gsa_train.metrics import reduce_step
+from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState
+from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from gsa_train.phases import phase_spans
+from gsa_train.spikes import Verdict
+
+MOST = 0.005
+"""Of a step's time, for all that watches it."""
+
+
+class NoDetector:
+    """Applies every update and looks at nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        applied = torch.ones((), dtype=torch.bool, device=device)
+        self._verdict = Verdict(applied, torch.zeros(8, device=device))
+
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
+        return self._verdict
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--config", default="gsa_1.7b")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    report = harness.Report("bench_monitor", arguments)
+
+    path = harness.ROOT / "configs" / f"{arguments.config}.yaml"
+    sizes = [
+        f"train.global_batch_size={arguments.sequences}",
+        f"train.micro_batch_size={arguments.micro_batch}",
+    ]
+    overrides = [*sizes, "data.num_workers=0", *arguments.overrides]
+    config = load_config(path, overrides, world_size=1, need_data=False)
+    parallel = init_parallel(config.parallel, seed=1)
+    seconds = time_watching(config, parallel, arguments.rounds)
+    shutdown_parallel()
+
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, times in seconds.items():
+        low, high = 1e3 * min(times), 1e3 * max(times)
+        report.row(what=name, median_ms=1e3 * medians[name], low_ms=low, high_ms=high)
+    step, every = medians["unwatched"], config.logging.every_steps
+    of_monitor = medians["watched"] / step - 1
+    of_statistics = (medians["logged"] - medians["watched"]) / step / every
+    report.row(
+        share_of_a_step="",
+        monitor=of_monitor,
+        verdict_alone=medians["verdict alone"] / step,
+        statistics=of_statistics,
+    )
+    report.bar("the monitor's share of a step", of_monitor, at_most=MOST)
+    report.bar(f"monitor, and statistics of every {every}th step", of_monitor + of_statistics, at_most=MOST)
+    return report.finish()
+
+
+def time_watching(config: Config, parallel: Parallel, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the three kinds of steps in turn, and of the verdict."""
+    trainee = OurTrainee(config, config.phases[-1], parallel)
+    batches = random_batches(config, parallel)
+    span = phase_spans(config.phases)[-1]
+    monitor = Monitor(config.monitor, span, parallel.device, MonitorState(), lambda event: None, lambda: None)
+    unwatched = NoDetector(parallel.device)
+    step = span.start
+
+    def plain() -> None:
+        trainee.detector = unwatched  # type: ignore[assignment]
+        trainee.step(batches)
+
+    def watched() -> None:
+        nonlocal step
+        trainee.detector = monitor.detector
+        trainee.step(batches)
+        step += 1
+        monitor.observe(step, trainee.result.verdict)
+        monitor.read(step - READ_DELAY_STEPS)
+
+    def logged() -> None:
+        trainee.model.runtime.measuring = True
+        watched()
+        trainee.model.runtime.measuring = False
+        result, stats = trainee.result, trainee.model.runtime.stats
+        trainee.optimizer.update_norm(result.verdict.applied, parallel)
+        reduce_step(stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
+
+    def verdict() -> None:
+        monitor.detector.judge(trainee.result.grad_norm, trainee.result.grad_norm, config.train.grad_clip)
+
+    kinds: dict[str, Callable[[], None]] = {"unwatched": plain, "watched": watched, "logged": logged}
+    for run in kinds.values():  # compiles
+        run()
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, run in kinds.items():
+            seconds[name] += time_steps(run, 1, parallel.device)
+    seconds["verdict alone"] = time_steps(verdict, 50, parallel.device)
+    trainee.close()
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
