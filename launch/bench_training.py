@@ -78,6 +78,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, help="tokens, instead of the configs'")
     parser.add_argument("--sequences-per-device", type=int, default=8, help="per optimizer step")
     parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench_training.json", metavar="OUT")
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="train on the configs' text (data.train_dir=...), not on random tokens",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+",
+        default=[],
+        metavar="MODEL=FOLDER",
+        help="step_* folder of a run of this model, its weights to start from",
+    )
     parser.add_argument("--breakdown", action="store_true", help="what a step's time goes to; needs GPUs")
     parser.add_argument("--scaling", type=Path, nargs=2, metavar=("FEW", "MANY"), help="compare two reports")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all configs")
@@ -86,6 +98,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("name --config, --megatron or both")
     if min(arguments.steps, arguments.sequences_per_device) < 1:
         parser.error("--steps and --sequences-per-device must be 1 or more")
+    if any("=" not in each for each in arguments.checkpoint):
+        parser.error("--checkpoint takes MODEL=FOLDER, as gsa_1.7b=runs/short/checkpoints/step_00000100")
     if arguments.breakdown and not torch.cuda.is_available():
         parser.error(
             "--breakdown needs CUDA devices: on CPUs there is no device whose time could be looked at"
@@ -115,10 +129,21 @@ def cells_of(result: Result) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> int:
     world_size, is_main = world_size_from_environment(), os.environ.get("RANK", "0") == "0"
-    sizes = Sizes(arguments.sequences_per_device, arguments.seq_len, arguments.layers, arguments.overrides)
+    sizes = Sizes(
+        arguments.sequences_per_device,
+        arguments.seq_len,
+        arguments.layers,
+        arguments.overrides,
+        arguments.text,
+    )
+    checkpoints = {
+        model: Path(folder) for model, folder in (each.split("=", 1) for each in arguments.checkpoint)
+    }
     layouts = layout_list(arguments.layouts)
     try:
-        plan = variants(arguments.config, arguments.megatron, arguments.attention, layouts, sizes, world_size)
+        plan = variants(
+            arguments.config, arguments.megatron, arguments.attention, layouts, sizes, world_size, checkpoints
+        )
     except (ConfigError, ValueError) as error:
         if is_main:
             print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A model that takes training steps on random tokens, and what a step costs: for the benches of whole models."""
+"""A model that takes training steps on random tokens or text, and what a step costs: for whole models' benches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_train.batches import MicroBatch, TrainBatches, load_tokenizer, to_micro_batch
+from gsa_train.checkpoint import load_checkpoint
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
@@ -32,6 +34,15 @@ def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
     blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
     mine = blocks.chunk(parallel.data_size)[parallel.data_rank]
     return [to_micro_batch(part, NO_TOKEN, True) for part in mine.split(train.micro_batch_size)]
+
+
+def text_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
+    """The first step's of the config's training text. Collective."""
+    batches = TrainBatches(config, parallel, load_tokenizer(config), None)
+    try:
+        return batches.next_step()
+    finally:
+        batches.close()
 
 
 class Trainee(Protocol):
@@ -62,6 +73,10 @@ class OurTrainee:
     @property
     def phase(self) -> PhaseConfig:
         return self.optimizer.phase
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint's weights, of whatever layout."""
+        load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
 
     def step(self, batches: list[MicroBatch]) -> None:
         self.result = train_step(

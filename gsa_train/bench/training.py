@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gsa_train.batches import MicroBatch
 from gsa_train.bench.failures import RankFailed, agree, give_up
 from gsa_train.bench.layout_names import layout_overrides
 from gsa_train.bench.megatron_peer import MegatronTrainee, unsupported_by_megatron
@@ -25,6 +26,7 @@ from gsa_train.bench.step_bench import (
     random_batches,
     release_memory,
     reset_peak_memory,
+    text_batches,
     time_steps,
 )
 from gsa_train.bench.step_trace import in_columns, trace_steps
@@ -50,6 +52,10 @@ class Variant:
     config: Config
     attention: str = ""
     """Of megatron-core's model; empty: the model is ours."""
+    text: bool = False
+    """Train on the first batch of the config's text instead of random tokens."""
+    checkpoint: Path | None = None
+    """Of a run of this model: its weights to start from, instead of new ones."""
 
     @property
     def phase(self) -> PhaseConfig:
@@ -58,7 +64,14 @@ class Variant:
     def build(self, parallel: Parallel) -> Trainee:
         if self.attention:
             return MegatronTrainee(self.config, self.phase, parallel, self.attention)
-        return OurTrainee(self.config, self.phase, parallel)
+        trainee = OurTrainee(self.config, self.phase, parallel)
+        if self.checkpoint is not None:
+            trainee.load(self.checkpoint)
+        return trainee
+
+    def batches(self, parallel: Parallel) -> list[MicroBatch]:
+        """Of one step, on the device, and the same for every step."""
+        return (text_batches if self.text else random_batches)(self.config, parallel)
 
 
 @dataclass
@@ -119,6 +132,8 @@ class Sizes:
     seq_len_tokens: int | None
     num_layers: int | None
     overrides: Sequence[str] = ()
+    text: bool = False
+    """The config's training text is there to be read."""
 
     def apply(self, path: Path, layout: str, world_size: int) -> Config:
         """
@@ -136,7 +151,7 @@ class Sizes:
         if self.num_layers is not None:
             fixed.append(f"model.num_layers={self.num_layers}")
         overrides = [*fixed, *layout_overrides(layout), *self.overrides]
-        return load_config(path, overrides, world_size=world_size, need_data=False)
+        return load_config(path, overrides, world_size=world_size, need_data=self.text)
 
 
 def variants(
@@ -146,14 +161,25 @@ def variants(
     layouts: Sequence[str],
     sizes: Sizes,
     world_size: int,
+    checkpoints: Mapping[str, Path] | None = None,
 ) -> list[Variant]:
-    """Layout by layout, so that each world is cut once."""
-    made = []
+    """Layout by layout, so that each world is cut once.
+
+    Args:
+        checkpoints: of models by the names of their configs.
+    """
+    made, checkpoints = [], checkpoints or {}
+    if unknown := checkpoints.keys() - {path.stem for path in configs}:
+        raise ValueError(f"--checkpoint {sorted(unknown)[0]}=...: no such --config")
     for layout in layouts:
-        made += [Variant(path.stem, layout, sizes.apply(path, layout, world_size)) for path in configs]
+        for path in configs:
+            config, checkpoint = sizes.apply(path, layout, world_size), checkpoints.get(path.stem)
+            made.append(Variant(path.stem, layout, config, text=sizes.text, checkpoint=checkpoint))
         if megatron is not None:
             config = plain(sizes.apply(megatron, layout, world_size))
-            made += [Variant(f"megatron ({each})", layout, config, each) for each in attentions]
+            made += [
+                Variant(f"megatron ({each})", layout, config, each, text=sizes.text) for each in attentions
+            ]
     return made
 
 
@@ -238,7 +264,7 @@ def _fill(
     result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
 ) -> None:
     device = parallel.device
-    batches = random_batches(variant.config, parallel)
+    batches = variant.batches(parallel)
     trainee = variant.build(parallel)
     try:
         for _ in range(warmup_steps):

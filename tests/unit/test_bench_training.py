@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,12 @@ from gsa_train.bench import training
 from gsa_train.bench.failures import Failure, RankFailed, difference
 from gsa_train.bench.layout_names import layout_list, layout_overrides
 from gsa_train.bench.step_trace import in_columns
-from gsa_train.bench.training import Result, Sizes, Variant, as_row, plain, scaling
-from gsa_train.config import ConfigError
+from gsa_train.bench.training import Result, Sizes, Variant, as_row, plain, scaling, variants
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, ConfigError
 from gsa_train.model.flops import count_parameters, flops_per_token
 from gsa_train.step_breakdown import Breakdown
+from helpers.checkpoints import run_state
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
 
@@ -52,6 +56,36 @@ def test_megatrons_model_is_counted_as_what_it_is() -> None:
     (phase,) = config.phases
     flops = flops_per_token(config.model, config.gsa, phase, 64)
     assert flops.total == flops.dense_equivalent
+
+
+def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Path) -> None:
+    data = REPOSITORY / "data" / "sample"
+    overrides = (f"data.train_dir={data / 'train'}", f"data.tokenizer={data / 'tokenizer.model'}")
+    sizes = Sizes(2, seq_len_tokens=32, num_layers=1, overrides=overrides, text=True)
+    (trained,) = variants([DEMO], None, (), ["tp=1"], sizes, 1)
+    parallel = single_rank()
+    (first, second), again = (trained.batches(parallel) for _ in range(2))
+    assert first.tokens.shape == (1, 32)
+    assert torch.equal(first.tokens, again[0].tokens)
+    assert not torch.equal(first.tokens, second.tokens)
+    random = replace(trained, text=False).batches(parallel)
+    assert not torch.equal(random[0].tokens, first.tokens)
+
+    trainee = trained.build(parallel)
+    trainee.step([first, second])
+    saver = CheckpointSaver(tmp_path, CheckpointConfig(async_save=False), parallel)
+    (result,) = saver.begin(run_state(1, trained.config, parallel.layout), trainee.model, trainee.optimizer)
+    saver.close()
+    assert result.error is None
+    checkpoints = {"demo": tmp_path / "step_00000001"}
+    (loaded,) = variants([DEMO], None, (), ["tp=1"], sizes, 1, checkpoints)
+    again, fresh = loaded.build(parallel), trained.build(parallel)
+    for name, weight in trainee.model.chunks[0].state_dict().items():
+        if isinstance(weight, torch.Tensor):
+            assert torch.equal(weight, again.model.chunks[0].state_dict()[name]), name
+    assert not torch.equal(*(next(x.model.chunks[0].parameters()) for x in (trainee, fresh)))
+    with pytest.raises(ValueError, match=r"--checkpoint standard=.*no such --config"):
+        variants([DEMO], None, (), ["tp=1"], sizes, 1, {"standard": tmp_path})
 
 
 def row(world_size: int, speed: float | None, **other: object) -> dict[str, object]:
