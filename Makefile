@@ -45,7 +45,7 @@ test-slurm: setup
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slurm --durations=5 tests/slurm
 
-# A run of four ranks that about 28 random faults hit, beside one that none does: 19 minutes on two busy cores.
+# A run of four ranks that about 28 random faults hit, beside one that none does: 9 minutes on two cores.
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py $(ARGS)
 

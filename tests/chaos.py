@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +293,11 @@ def damaged_corpus(folder: Path) -> None:
 
 
 def numbers(run: Run) -> list[dict[str, Any]]:
-    """Every logged number that is not a time; saves apart."""
+    """Every logged number that is not a time; saves and what a restart says of the hang before it apart."""
     return [
         {key: value for key, value in record.items() if key not in TIMING}
         for record in run.records()
-        if not str(record.get("event", "")).startswith("checkpoint")
+        if not str(record.get("event", "")).startswith(("checkpoint", "restart_after_hang"))
     ]
 
 
@@ -374,6 +375,10 @@ def go(
     unnoticed = [each for each in happened if each.noticed.endswith("nothing said")]
     print(f"{len(expected)} tensors of the last checkpoint {'equal, bit for bit' if same else 'DIFFER'}")
     print(f"logged numbers of all {arguments.steps} steps {'equal' if logged else 'DIFFER'}")
+    if not logged:
+        pairs = zip_longest(numbers(calm), numbers(disturbed.run))
+        first = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
+        print("first difference, undisturbed and disturbed:", *first, sep="\n  ")
     print(f"faults that nothing noticed: {len(unnoticed)}")
     return 0 if same and logged and skipped and not unnoticed else 1
 
