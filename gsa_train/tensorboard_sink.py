@@ -52,11 +52,11 @@ class TensorBoardSink:
 
     def _drop(self) -> None:
         writer, self._writer = self._writer, None
-        with contextlib.suppress(
-            OSError
-        ):  # flushed after each record, so nothing is left but what has failed
-            if writer is not None:
-                writer.close()
+        if writer is None:
+            return
+        # Flushed after each record, so that nothing is left but what has failed.
+        with contextlib.suppress(OSError):
+            writer.close()
 
 
 def _open_writer(folder: Path, resume_step: int | None) -> SummaryWriter:

@@ -9,6 +9,10 @@ Each config's last phase on random tokens, weights as initialised, one document 
 same sequences per device in every layout. A layout names its sizes in short (gsa_train/bench/layout_names.py); what
 it leaves of the GPUs is data parallel. Runs on CPUs too, without memory and MFU.
 
+Tokens are random and weights new, or with --text and --checkpoint those of a config's text and of a run: with a
+selection for each query, what neighbours select alike decides the time at long contexts, and random tokens share
+nothing.
+
 --breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
 of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the
 ranks beside it) and how long nothing ran (`idle`). These add up to the traced step, which is slower than the measured
@@ -85,10 +89,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--checkpoint",
-        nargs="+",
+        action="append",
         default=[],
         metavar="MODEL=FOLDER",
-        help="step_* folder of a run of this model, its weights to start from",
+        help="step_* folder of a run of this model, its weights to start from; may be repeated",
     )
     parser.add_argument("--breakdown", action="store_true", help="what a step's time goes to; needs GPUs")
     parser.add_argument("--scaling", type=Path, nargs=2, metavar=("FEW", "MANY"), help="compare two reports")
@@ -153,10 +157,8 @@ def measure(arguments: argparse.Namespace) -> int:
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
     if is_main and not chosen and VARIABLE in os.environ and any(v.config.parallel.tensor == 1 for v in plan):
-        print(
-            f"{VARIABLE}=1 for all layouts, also those without tensor parallelism, which train without it: to see"
-        )
-        print("their own speed, measure them in a run without tp")
+        print(f"{VARIABLE}=1 for all layouts, also those without tensor parallelism, which train without it:")
+        print("to see their own speed, measure them in a run without tp")
     about = harness.environment() | {
         "megatron": version("megatron-core"),
         "devices": str(world_size),

@@ -30,6 +30,7 @@ from gsa_train.bench.step_bench import (
     time_steps,
 )
 from gsa_train.bench.step_trace import in_columns, trace_steps
+from gsa_train.checkpoint_files import MEGATRON_METADATA
 from gsa_train.config import Config, GSAConfig, PhaseConfig, load_config
 from gsa_train.memory import estimate_memory
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
@@ -167,10 +168,17 @@ def variants(
 
     Args:
         checkpoints: of models by the names of their configs.
+
+    Raises:
+        ConfigError: a layout does not fit.
+        ValueError: a checkpoint is of no config here, or is not there.
     """
     made, checkpoints = [], checkpoints or {}
     if unknown := checkpoints.keys() - {path.stem for path in configs}:
         raise ValueError(f"--checkpoint {sorted(unknown)[0]}=...: no such --config")
+    for model, folder in checkpoints.items():
+        if not (folder / MEGATRON_METADATA).exists():
+            raise ValueError(f"--checkpoint {model}={folder}: no checkpoint; name a step_* folder of a run")
     for layout in layouts:
         for path in configs:
             config, checkpoint = sizes.apply(path, layout, world_size), checkpoints.get(path.stem)
