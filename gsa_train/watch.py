@@ -32,6 +32,8 @@ ACTIVITIES = ("starting", "reading text", "training", "validating", "saving", "e
 """What a main thread does, in the order of a step: who is behind is who the others wait for."""
 
 BEATS_PER_TIMEOUT = 20
+LATE_SHARE = 0.2
+"""Of the timeout: without a heartbeat for so long, a process may be frozen."""
 LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
 """For W&B to send its alert, while all ranks hang anyway."""
@@ -70,21 +72,29 @@ class Age:
 
 
 def is_frozen(age: Age, timeout_seconds: float) -> bool:
-    """The last heartbeat comes a little after the last progress, so half the time is enough beside the whole."""
-    return age.of_progress >= timeout_seconds and age.of_beat >= timeout_seconds / 2
+    """Half the time is enough: it is asked only where some rank shows no progress for the whole."""
+    return min(age.of_progress, age.of_beat) >= timeout_seconds / 2
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
-    """Which ranks hold up the run, with the place of every rank; None where all go on."""
-    stuck = [rank for rank, age in enumerate(ages) if age.of_progress >= timeout_seconds]
-    if not stuck:
+    """Which ranks hold up the run, with the place of every rank; None where all go on.
+
+    A rank that waits may have begun to before the one that it waits for stood still: all are judged once one has made
+    no progress for the whole time. While a heartbeat is late, the report waits until it comes or the process counts as
+    frozen.
+    """
+    longest = max(age.of_progress for age in ages)
+    if longest < timeout_seconds:
         return None
-    frozen = [rank for rank in stuck if is_frozen(ages[rank], timeout_seconds)]
-    behind = min(ages[rank].beat.place for rank in stuck)
+    frozen = [rank for rank, age in enumerate(ages) if is_frozen(age, timeout_seconds)]
+    is_late = any(age.of_beat >= LATE_SHARE * timeout_seconds for age in ages)
+    if is_late and not frozen and longest < 1.5 * timeout_seconds:
+        return None
+    behind = min(age.beat.place for age in ages)
     if frozen:
         named, what = frozen, "frozen or gone (not even a heartbeat)"
     elif any(age.beat.place != behind for age in ages):
-        named = [rank for rank in stuck if ages[rank].beat.place == behind]
+        named = [rank for rank, age in enumerate(ages) if age.beat.place == behind]
         what = "behind all others, which wait"
     else:
         named = list(range(len(ages)))

@@ -37,7 +37,7 @@ def assert_as_undisturbed(run: Run) -> None:
 
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
-    alerting = ("parallel.timeout_minutes=0.5", "logging.wandb=offline")
+    alerting = ("parallel.timeout_minutes=0.75", "logging.wandb=offline")
     run = launch(tmp_path, *SMALL, *alerting, torchrun=torchrun)
     run.wait_until(lambda: len(run.steps()) >= 1, SECONDS)
     victim = ranks_of(run)[1]
@@ -61,7 +61,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     (resumed_at,) = (int(step) for step in re.findall(r"resuming from .* at step (\d+)", run.output))
     assert told["step"] == resumed_at
     place = rf"rank 1 on {re.escape(os.uname().nodename)} \(process {victim.pid}\): \w+ after step \d+"
-    assert re.search(rf"no progress for 30 s\. .*; {place}", told["reason"])
+    assert re.search(rf"no progress for 45 s\. .*; {place}", told["reason"])
     hung, restarted = sorted((run.folder / "wandb").glob("offline-run-*/*.wandb"))  # of one W&B run
     assert hung.name == restarted.name
     for file, title in ((hung, "The run hangs"), (restarted, "Restarted after a hang")):

@@ -44,6 +44,23 @@ def test_the_rank_that_is_behind_is_named() -> None:
     assert named(find_fault(ages, TIMEOUT)) == [1]
 
 
+def test_who_waits_longest_is_not_who_is_named() -> None:
+    """It began to wait before the other, which is what it waits for, stood still."""
+    ages = [Age(beat(), 0, 61), Age(beat(), 55, 57)]
+    assert named(find_fault(ages, TIMEOUT)) == [1]
+    ages = [Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 40)]
+    assert named(find_fault(ages, TIMEOUT)) == [1]
+
+
+def test_a_report_waits_for_a_heartbeat_that_is_late() -> None:
+    late = [Age(beat(), 0, 61), Age(beat(), 20, 61)]
+    assert find_fault(late, TIMEOUT) is None
+    assert named(find_fault([Age(beat(), 0, 71), Age(beat(), 30, 71)], TIMEOUT)) == [1]
+    assert named(find_fault([Age(beat(), 0, 71), Age(beat(number=2), 0, 71)], TIMEOUT)) == [0, 1]
+    for_ever_late = [Age(beat(), 0, 90), Age(beat(), 20, 90)]
+    assert named(find_fault(for_ever_late, TIMEOUT)) == [0, 1]
+
+
 def test_where_all_are_at_one_place_all_are_named() -> None:
     assert named(find_fault([Age(beat(), 0, 61), Age(beat(), 0, 59)], TIMEOUT)) == [0, 1]
 
