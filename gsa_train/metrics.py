@@ -185,7 +185,7 @@ def step_record(
     parallel: Parallel,
     precision: str,
 ) -> dict[str, Any]:
-    """The record of one logged training step; README explains each key."""
+    """The record of one logged training step; docs/monitoring.md explains each key."""
     tokens_per_second = interval.tokens / interval.seconds
     attention = attention_metrics(reduced.layers)
     flops = flops_per_token(
