@@ -18,12 +18,14 @@ from gsa_train.run_series import (
     has,
     names_of,
     phase_starts,
+    records_of,
     series,
-    tokens_per_step_of,
+    token_knots,
+    tokens_at,
     with_all_lines,
     with_key,
 )
-from gsa_train.sinks import Record, read_records
+from gsa_train.sinks import Record
 
 COLORS = ("#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#7a7a7a")
 FEW_POINTS = 40
@@ -32,7 +34,7 @@ FEW_POINTS = 40
 
 def write_plots(run_dir: Path) -> list[Path]:
     """Write `plots/*.png`, one per figure that has data, and return their paths."""
-    records = [flat(record) for record in read_records(run_dir / "metrics.jsonl")]
+    records = [flat(record) for record in records_of(run_dir)]
     out_dir = run_dir / "plots"
     out_dir.mkdir(exist_ok=True)
     written = []
@@ -59,17 +61,16 @@ def write_plots(run_dir: Path) -> list[Path]:
 
 def write_comparison(run_dirs: list[Path], out_dir: Path) -> Path:
     """Training and validation loss of several runs over the tokens they have seen."""
-    runs = {name: read_records(run / "metrics.jsonl") for name, run in names_of(run_dirs).items()}
+    runs = {name: records_of(run) for name, run in names_of(run_dirs).items()}
     panels = {"loss": "train loss", "validation_loss": "validation loss"}
     panels = {key: label for key, label in panels.items() if any(has(r, key) for r in runs.values())}
     figure, axes = _figure("Comparison over tokens", max(1, len(panels)))
     for ax, (key, label) in zip(axes, panels.items(), strict=False):
         for index, (name, records) in enumerate(runs.items()):
             steps, values = series(records, key)
-            tokens_per_step = tokens_per_step_of(records)
-            if steps and tokens_per_step:
-                tokens = [step * tokens_per_step for step in steps]
-                _plot(ax, tokens, values, name, *_line_look(index))
+            knots = token_knots(records)
+            if steps and knots:
+                _plot(ax, tokens_at(knots, steps), values, name, *_line_look(index))
         ax.set_ylabel(f"{label} (nats per token)")
         ax.set_xlim(left=0)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -180,10 +181,10 @@ def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path)
     for step, phase in starts:
         transform = axes[0].get_xaxis_transform()
         axes[0].text(step, 1.0, phase, transform=transform, rotation=35, fontsize=8, color="#555555")
-    tokens_per_step = tokens_per_step_of(records)
-    if tokens_per_step:
-        text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(step * tokens_per_step)}")
+    knots = token_knots(records)
+    if knots:
+        text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(tokens_at(knots, [step])[0])}")
         axes[-1].xaxis.set_major_formatter(text)
-    axes[-1].set_xlabel("step, and tokens seen" if tokens_per_step else "step")
+    axes[-1].set_xlabel("step, and tokens seen" if knots else "step")
     figure.savefig(path)
     return path

@@ -27,7 +27,16 @@ function html(tag, className, parent, words = "") {
   return made;
 }
 
-const factor = (run) => (view.axis === "tokens" ? data.runs[run].tokensPerStep : 1);
+// Where a step is on the x axis, and back. Tokens grow evenly between the knots [step, tokens], and behind the last.
+function along(knots, from, value) {
+  let at = 1;
+  while (at < knots.length - 1 && knots[at][from] < value) at++;
+  const [before, after] = [knots[at - 1], knots[at]], width = after[from] - before[from];
+  return width ? before[1 - from] + ((value - before[from]) * (after[1 - from] - before[1 - from])) / width : after[1 - from];
+}
+
+const xOf = (run, step) => (view.axis === "tokens" ? along(data.runs[run].tokens, 0, step) : step);
+const stepAt = (run, x) => (view.axis === "tokens" ? along(data.runs[run].tokens, 1, x) : x);
 
 function short(value, percent = false) {
   if (percent) return `${+(100 * value).toPrecision(3)}%`;
@@ -55,8 +64,8 @@ function logTicks(low, high) {
 function wholeRange() {
   let low = Infinity, high = -Infinity;
   data.runs.forEach((run, index) => {
-    low = Math.min(low, run.first * factor(index));
-    high = Math.max(high, run.last * factor(index));
+    low = Math.min(low, xOf(index, run.first));
+    high = Math.max(high, xOf(index, run.last));
   });
   return [low, high > low ? high : low + 1];
 }
@@ -67,7 +76,7 @@ function yRange(panel, series, xs) {
   series.forEach((line, index) => {
     for (const values of [line.y, line.low, line.high])
       (values || []).forEach((value, at) => {
-        const x = line.x[at] * factor(line.run);
+        const x = xOf(line.run, line.x[at]);
         if (value === null || x < xs[0] || x > xs[1] || (log && value <= 0)) return;
         low = Math.min(low, value);
         high = Math.max(high, value);
@@ -108,7 +117,7 @@ function draw(chart) {
     const style = look(line, index);
     const ok = (y) => y !== null && (!log || y > 0);
     if (line.low) {
-      const points = line.x.map((x, at) => [x * factor(line.run), line.low[at], line.high[at]]);
+      const points = line.x.map((x, at) => [xOf(line.run, x), line.low[at], line.high[at]]);
       const known = points.filter(([, low, high]) => ok(low) && ok(high));
       const edge = [...known.map(([x, low]) => [x, low]), ...known.reverse().map(([x, , high]) => [x, high])];
       const shape = edge.map(([x, y]) => `${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join(" ");
@@ -117,14 +126,14 @@ function draw(chart) {
     let path = "", drawing = false;
     line.y.forEach((y, at) => {
       if (!ok(y)) { drawing = false; return; }
-      path += `${drawing ? "L" : "M"}${X(line.x[at] * factor(line.run)).toFixed(1)} ${Y(y).toFixed(1)}`;
+      path += `${drawing ? "L" : "M"}${X(xOf(line.run, line.x[at])).toFixed(1)} ${Y(y).toFixed(1)}`;
       drawing = true;
       if (line.x.length <= 40)
-        node("circle", { cx: X(line.x[at] * factor(line.run)), cy: Y(y), r: 2.2, fill: style.stroke }, inside);
+        node("circle", { cx: X(xOf(line.run, line.x[at])), cy: Y(y), r: 2.2, fill: style.stroke }, inside);
     });
     node("path", { d: path, fill: "none", "stroke-width": 1.5, "stroke-linejoin": "round", ...style }, inside);
     for (const x of line.bad || [])
-      text(inside, X(x * factor(line.run)), H - BOTTOM, "×", "middle", { style: "fill:#c00;font-size:15px" });
+      text(inside, X(xOf(line.run, x)), H - BOTTOM, "×", "middle", { style: "fill:#c00;font-size:15px" });
   });
   node("line", { x1: LEFT, x2: W - RIGHT, y1: H - BOTTOM, y2: H - BOTTOM, stroke: "#9aa3b2" }, svg);
   chart.cross = node("line", { y1: TOP, y2: H - BOTTOM, stroke: "#5c6577", visibility: "hidden" }, svg);
@@ -134,12 +143,12 @@ function draw(chart) {
 function drawMarks(parent, X) {
   data.runs.forEach((run, index) => {
     run.phases.forEach(([step], at) => {
-      const x = X(step * factor(index)), color = several ? COLORS[index % COLORS.length] : "#8b94a5";
+      const x = X(xOf(index, step)), color = several ? COLORS[index % COLORS.length] : "#8b94a5";
       if (at > 0)
         node("line", { x1: x, x2: x, y1: TOP, y2: H - BOTTOM, stroke: color, "stroke-dasharray": "4 3", opacity: 0.8 }, parent);
     });
     for (const [step, kind] of run.marks) {
-      const x = X(step * factor(index)), color = data.kinds[kind][1];
+      const x = X(xOf(index, step)), color = data.kinds[kind][1];
       if (kind === "restart")
         node("line", { x1: x, x2: x, y1: TOP, y2: H - BOTTOM, stroke: color, "stroke-dasharray": "1 3", "stroke-width": 1.5 }, parent);
       const y = several ? H - BOTTOM - 5 - 4 * index : H - BOTTOM - 5;
@@ -149,15 +158,15 @@ function drawMarks(parent, X) {
 }
 
 function namePhases(parent, X) {
-  const run = data.runs[0], starts = run.phases.map(([step]) => X(step * factor(0)));
+  const run = data.runs[0], starts = run.phases.map(([step]) => X(xOf(0, step)));
   run.phases.forEach(([, name], at) => {
-    const ends = at + 1 < starts.length ? starts[at + 1] : X(run.last * factor(0));
+    const ends = at + 1 < starts.length ? starts[at + 1] : X(xOf(0, run.last));
     if (ends > LEFT + 1 && starts[at] < W - RIGHT) text(parent, Math.max(starts[at], LEFT) + 3, TOP - 5, name);
   });
 }
 
 function nearest(line, x) {
-  const values = line.x, target = x / factor(line.run);
+  const values = line.x, target = stepAt(line.run, x);
   let low = 0, high = values.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;

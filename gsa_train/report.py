@@ -23,12 +23,14 @@ from gsa_train.run_series import (
     has,
     names_of,
     phase_starts,
+    records_of,
     series,
-    tokens_per_step_of,
+    token_knots,
+    tokens_at,
     with_all_lines,
     with_key,
 )
-from gsa_train.sinks import Record, read_records
+from gsa_train.sinks import Record
 from gsa_train.starts import read_starts
 
 MOST_POINTS = 600
@@ -52,7 +54,7 @@ class RunFiles:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.records = [flat(record) for record in read_records(folder / "metrics.jsonl")]
+        self.records = [flat(record) for record in records_of(folder)]
         self.steps = [record for record in self.records if "event" not in record]
         self.starts = read_starts(folder)
         self.summary: Record = _read_json(folder / "summary.json")
@@ -60,12 +62,16 @@ class RunFiles:
         config = folder / "config.yaml"
         self.config = config.read_text(encoding="utf-8") if config.exists() else ""
         self.phases = phase_starts(self.records)
-        self.tokens_per_step = tokens_per_step_of(self.records)
+        self.token_knots = token_knots(self.records)
         self.events = events_of(folder, self.records, self.starts)
 
     @property
     def last_step(self) -> int:
         return max(record["step"] for record in self.records)
+
+    def tokens_at(self, step: int) -> str:
+        """In short; a dash where they are unknown."""
+        return compact(tokens_at(self.token_knots, [step])[0]) if self.token_knots else "–"
 
     @property
     def state(self) -> str:
@@ -124,14 +130,14 @@ pictures.</p></noscript>{plots}
 
 
 def _data(runs: list[RunFiles]) -> dict[str, Any]:
-    tokens_known = all(run.tokens_per_step for run in runs)
+    tokens_known = all(run.token_knots for run in runs)
     return {
         "axis": "tokens" if len(runs) > 1 and tokens_known else "step",
         "kinds": KINDS,
         "runs": [
             {
                 "name": run.name,
-                "tokensPerStep": run.tokens_per_step or 1,
+                "tokens": run.token_knots or [(0, 0), (1, 1)],
                 "first": first_step(run.records),
                 "last": run.last_step,
                 "phases": run.phases,
@@ -233,7 +239,7 @@ def _table_of_runs(runs: list[RunFiles]) -> str:
         "run": lambda run: run.name,
         "state": lambda run: run.state,
         "steps": lambda run: f"{run.last_step:,}",
-        "tokens": lambda run: compact(run.last_step * run.tokens_per_step) if run.tokens_per_step else "–",
+        "tokens": lambda run: run.tokens_at(run.last_step),
         "loss": lambda run: _shown(run.last("loss"), ".4f"),
         "validation loss": lambda run: _shown(run.last("validation_loss"), ".4f"),
         "perplexity": lambda run: _shown(run.last("validation_perplexity"), ".2f"),
@@ -301,7 +307,7 @@ def _table_of_events(run: RunFiles, count: int) -> str:
 def _row(event: Event, run: RunFiles) -> str:
     title, color = KINDS[event.kind]
     step = "" if event.step is None else f"{event.step:,}"
-    tokens = "" if event.step is None else compact(event.step * run.tokens_per_step)
+    tokens = "" if event.step is None else run.tokens_at(event.step)
     return (
         f"<tr><td class=number>{step}</td><td class=number>{tokens}</td><td>{_text(event.phase)}</td>"
         f'<td><span class="key"><span class="tick" style="background:{color}"></span>{title}</span></td>'

@@ -83,25 +83,34 @@ LAUNCH = "launch.txt"
 """In the run folder: which launch opened it last."""
 
 
+SUBMISSION = "GSA_SUBMISSION"
+"""Environment variable of launch/slurm/job.sh: what submit.py submitted. All jobs of a chain are one launch."""
+
+
 def launch_id() -> str:
-    """The same for every start by one Slurm job or one torchrun."""
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    """The same for every start by one submission, one Slurm job or one torchrun."""
+    names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def _is_restart(own: Path, parallel: Parallel) -> bool:
-    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective."""
+    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective.
+
+    Of a submission every start but the first is one; others count theirs, as a user may start two runs in one job.
+    """
     counts = [int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM")]
     marker = own / LAUNCH
     same = marker.is_file() and marker.read_text().strip() == launch_id()
     found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, (same, max(counts)))  # a node that has just joined counts from 0
-    return bool(found[0][0]) and any(count > 0 for _, count in found)
+    again = SUBMISSION in os.environ or max(counts) > 0
+    dist.all_gather_object(found, (same, again))  # a node that has just joined counts from 0
+    return bool(found[0][0]) and any(again for _, again in found)
 
 
 def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
-    These options are for a launch's first start; its restarts go on from the run folder.
+    These options are for a launch's first start; its restarts go on from the run folder once that has a checkpoint.
 
     Raises:
         SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
@@ -111,26 +120,37 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     if parallel.is_main:
         recover_folder(own / "checkpoints")
     dist.barrier()
+    resume_from = arguments.resume_from
     if _is_restart(own, parallel):
         arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False, resume_after_stop=False)
+        has_own: list[Any] = [bool(resume_candidates(own / "checkpoints")) if parallel.is_main else None]
+        dist.broadcast_object_list(has_own, src=0)
+        if has_own[0]:
+            resume_from = None
     refuse_same_spike(own, config, arguments, parallel)
     if arguments.no_resume:
         return Start()
     checksums = config.checkpoint.verify == "full"
     damaged: list[tuple[str, str]] = []
     checkpoint: Path | None
-    if arguments.resume_from:
-        checkpoint = _named_checkpoint(Path(arguments.resume_from))
+    if resume_from:
+        checkpoint = _named_checkpoint(Path(resume_from))
         fault = find_damage(checkpoint, parallel, checksums)
         if fault is not None:
             raise ResumeError(
-                f"--resume-from {arguments.resume_from}: {checkpoint} is damaged: {fault}. Give another checkpoint."
+                f"--resume-from {resume_from}: {checkpoint} is damaged: {fault}. Give another checkpoint."
             )
     else:
         checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums)
     if checkpoint is None:
         return Start()
-    return start_from(checkpoint, config, spans, damaged)
+    start = start_from(checkpoint, config, spans, damaged)
+    if not start.same_run and (own / "checkpoints").resolve() in checkpoint.resolve().parents:
+        raise ResumeError(
+            f"--resume-from {resume_from}: lies in {own / 'checkpoints'}, which moves to previous/ when the run starts "
+            "from elsewhere. Copy it to another folder, or give another run.name."
+        )
+    return start
 
 
 def start_from(

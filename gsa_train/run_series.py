@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from gsa_train.panels import Panel
-from gsa_train.sinks import Record, validation_prefixes
+from gsa_train.sinks import Record, read_records, validation_prefixes
+
+
+def records_of(run_dir: Path) -> list[Record]:
+    """Of its metrics.jsonl, in the order of the steps: the end of a save is logged some steps later, perhaps in the
+    next phase."""
+    return sorted(read_records(run_dir / "metrics.jsonl"), key=lambda record: int(record["step"]))
 
 
 def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
@@ -72,10 +81,32 @@ def has(records: list[Record], key: str) -> bool:
     return any(record.get(key) is not None for record in records)
 
 
-def tokens_per_step_of(records: list[Record]) -> float:
-    """The batch size is fixed for a run, so tokens grow evenly with steps. 0: unknown."""
-    counted = [record for record in records if record.get("tokens") and record["step"]]
-    return counted[-1]["tokens"] / counted[-1]["step"] if counted else 0.0
+def token_knots(records: list[Record]) -> list[tuple[int, int]]:
+    """(step, tokens) between which tokens grow evenly with the steps: the ends, and where the batch size changed at a
+    resume or batches were left out. Empty: unknown."""
+    counted = {
+        record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
+    }
+    knots: list[tuple[int, int]] = []
+    for point in sorted(counted.items()):
+        knots = knots or [(0, 0)]
+        if len(knots) > 1:
+            (step_0, tokens_0), (step_1, tokens_1) = knots[-2:]
+            if (tokens_1 - tokens_0) * (point[0] - step_1) == (point[1] - tokens_1) * (step_1 - step_0):
+                knots.pop()
+        knots.append(point)
+    return knots
+
+
+def tokens_at(knots: list[tuple[int, int]], steps: Sequence[float]) -> list[float]:
+    """Tokens seen after each of these steps; behind the last knot as before it."""
+    (step_0, tokens_0), (step_1, tokens_1) = knots[-2:]
+    slope = (tokens_1 - tokens_0) / (step_1 - step_0)
+    xs, ys = zip(*knots, strict=True)
+    return [
+        tokens_1 + (step - step_1) * slope if step > step_1 else float(np.interp(step, xs, ys))
+        for step in steps
+    ]
 
 
 def names_of(run_dirs: list[Path]) -> dict[str, Path]:

@@ -42,10 +42,14 @@ def open_sinks(
     resolved_config: dict[str, Any],
     resume_step: int | None,
     wandb_run_id: str | None,
+    keeps_later: bool = False,
+    validates_again: bool = False,
 ) -> Sinks:
     """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
     steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
-    to `previous/<time>/`, so that nothing is lost and nothing is mixed.
+    to `previous/<time>/`, so that nothing is lost and nothing is mixed. With `keeps_later` what is dropped moves to
+    `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too: the run is complete,
+    and only its end comes again.
 
     `wandb_run_id` is the `Sinks.wandb_run_id` of the checkpoint; the W&B run with this id is continued.
     """
@@ -57,7 +61,9 @@ def open_sinks(
     if resume_step is None:
         _move_aside(run_dir)
     elif metrics_path.exists():
-        _drop_after(metrics_path, resume_step)
+        if keeps_later:
+            _keep_after(metrics_path, resume_step)
+        _drop_after(metrics_path, resume_step, with_validation=validates_again)
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
@@ -109,9 +115,7 @@ class Sinks:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
         self._metrics.close()
         path = self.run_dir / "metrics.jsonl"
-        dropped = [line for line, record in _read_lines(path) if record["step"] > step]
-        with (self.run_dir / "metrics_rewound.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in dropped)
+        _keep_after(path, step)
         _drop_after(path, step)
         self._metrics = MetricsFile(path, _to_json)
         if self._tensorboard:
@@ -217,11 +221,24 @@ def _read_lines(path: Path) -> list[tuple[str, Record]]:
     return parsed
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Lines are kept as they are, so that their floats stay bit-equal."""
-    write_atomically(
-        path, "".join(f"{line}\n" for line, record in _read_lines(path) if record["step"] <= step)
-    )
+def _keep_after(path: Path, step: int) -> None:
+    dropped = [line for line, record in _read_lines(path) if record["step"] > step]
+    with path.with_name("metrics_rewound.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in dropped)
+
+
+def _drop_after(path: Path, step: int, with_validation: bool = False) -> None:
+    """Lines are kept as they are, so that their floats stay bit-equal.
+
+    Args:
+        with_validation: drop the validation at `step`, too.
+    """
+
+    def stays(record: Record) -> bool:
+        again = with_validation and record["step"] == step and record.get("event") == "validation"
+        return bool(record["step"] <= step) and not again
+
+    write_atomically(path, "".join(f"{line}\n" for line, record in _read_lines(path) if stays(record)))
 
 
 FILES = (
@@ -237,7 +254,7 @@ OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints")
 
 def _move_aside(run_dir: Path) -> None:
     found = [run_dir / name for name in OUTPUTS]
-    found = [path for path in found if path.exists()]
+    found = [path for path in found if path.exists()] + sorted(run_dir.glob("summary_*.json"))
     if found:
         previous = run_dir / "previous" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         previous.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -26,15 +27,22 @@ def note_start(run_dir: Path, step: int, layout: str, device: str) -> None:
         "commit": source_commit(SOURCE),
         "torch": version("torch"),
     }
-    with (run_dir / STARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+    path = run_dir / STARTS
+    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * is_cut + json.dumps(start) + "\n")
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """In their order; empty for a run of a version that did not note them. A line cut off by a kill is left out."""
+    """In their order; empty for a run of a version that did not note them. A line that a kill or a full disk cut off is
+    left out."""
     path = run_dir / STARTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    starts = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            starts.append(json.loads(line))
+    return starts
 
 
 def source_commit(source: Path) -> str | None:

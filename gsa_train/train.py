@@ -30,6 +30,7 @@ from gsa_train.profiler import StepProfiler
 from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
 from gsa_train.rewind import known_rewinds, rewind, skipped_steps
 from gsa_train.run_folder import open_run_folder
+from gsa_train.run_lock import RunLock
 from gsa_train.stop_signals import Stopped, StopRequest
 from gsa_train.stop_vote import StopVote
 from gsa_train.trainer import Run, report_saves, run_phase, save_the_end
@@ -48,6 +49,8 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     parallel = init_parallel(config.parallel, config.run.seed)
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     spans = phase_spans(config.phases)
+    lock = RunLock(run_dir(config), parallel)
+    lock.take(make=False)  # a start that is refused makes no folder
     start = choose_start(config, arguments, spans, parallel)
     watch = Watch(
         parallel.rank,
@@ -60,6 +63,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     tokenizer = load_tokenizer(config)
     validation_sets = read_validation_sets(config, tokenizer)
     batches = open_batches(config, arguments, start, tokenizer, parallel)
+    lock.take(make=True)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
     if folder.sinks is not None:
         watch.on_hang = folder.sinks.tell_of_hang
@@ -119,6 +123,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     finally:
         run.saver.close()  # whatever stops the training, the save under way is finished
         run.profiler.close()
+    lock.close()
     run.stop_vote.close()
     run.watch.close()
     dist.barrier()  # the first one to leave may take the store along

@@ -1,10 +1,10 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N].
-Exit code 2: wrong use, config, tokenizer, profile, or a checkpoint that does not fit. 3: checkpoints cannot be written.
-13: the monitor stopped the run at a spike, or would again. 14: it found silent data corruption. 75: asked to stop,
-saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its data.
-torchrun itself ends with 1 for each, and shows its ranks'.
+Exit code 2: wrong use, config, tokenizer, profile, run folder, or a checkpoint that does not fit. 3: checkpoints cannot
+be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent data corruption. 75: asked
+to stop, saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its
+data. torchrun itself ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def main() -> int:
     from gsa_train.monitor_stop import SpikeAhead
     from gsa_train.profiler import ProfileError
     from gsa_train.resume import ResumeError
+    from gsa_train.run_lock import RunFolderError
     from gsa_train.train import train
 
     try:
         train(config, arguments, request)
     except Stopped:
         return EXIT_STOPPED
-    except (ResumeError, TokenizerError, ProfileError) as error:
+    except (ResumeError, RunFolderError, TokenizerError, ProfileError) as error:
         return refuse(error, is_main)
     except SpikeAhead as error:
         return refuse(error, is_main, EXIT_CODE)

@@ -37,6 +37,8 @@ if [ -e "$folder/stopped_by_monitor" ]; then  # the job before this one in the c
     exit 13
 fi
 cd __WORKING_DIR__ || exit 1
+# Starts after the first one go on from the run folder, also those by other jobs of the chain.
+export GSA_SUBMISSION="$folder"
 export PYTHONPATH="$folder/source:$folder/source/kernels:$folder/source/data"
 # Else torchrun's ranks find the addresses of the start before, after a restart of several nodes.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -12,6 +12,7 @@ from gsa_train.alerts import TITLES as TITLES_OF_ALERTS
 from gsa_train.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
 from gsa_train.report import MOST_EVENTS, _thin, write_report
 from gsa_train.report_events import KINDS
+from gsa_train.run_series import token_knots, tokens_at
 from gsa_train.starts import read_starts, source_commit
 
 PHASES = ((30, "warm-up"), (60, "sparse"))
@@ -117,6 +118,35 @@ def test_runs_are_compared_over_tokens(tmp_path):
         (1, "b: train", 12),
     ]
     assert page.count("no spike, no step left out") == 2
+
+
+def test_tokens_of_a_run_whose_batch_became_larger(tmp_path):
+    write_run(tmp_path / "a")
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records[3:]:  # from step 31 on four times as large
+        record["tokens"] = 30_000 + 4_000 * (record["step"] - 30)
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    knots = token_knots(records)
+    assert knots == [(0, 0), (30, 30_000), (60, 150_000)]
+    assert tokens_at(knots, [15, 30, 45, 60, 70]) == [15_000, 30_000, 90_000, 150_000, 190_000]
+    page = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
+    assert numbers_in(page)["runs"][0]["tokens"] == [[0, 0], [30, 30_000], [60, 150_000]]
+    assert "<td class=number>150k</td>" in page
+
+
+def test_a_save_that_ended_in_the_next_phase_begins_no_phase_anew(tmp_path):
+    write_run(tmp_path / "a")
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    late = {"event": "checkpoint", "step": 30, "phase": "warm-up", "checkpoint_save_seconds": 9.0}
+    lines.insert(4, json.dumps(late))  # behind step 40
+    lines[:3] = [json.dumps({**json.loads(line), "k_mean": None}) for line in lines[:3]]
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
+    assert numbers_in(page)["runs"][0]["phases"] == [[0, "warm-up"], [30, "sparse"]]
+    (budget,) = panel_of(page, "budget k_t (keys)")["series"]
+    assert budget["x"][-3:] == [40, 50, 60]  # no gap between
+    assert budget["y"][-3:] == [5.0] * 3
 
 
 def test_a_run_of_an_older_version_and_one_just_started(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.optim import build_optimizer
 from gsa_train.phases import phase_spans
-from gsa_train.resume import ResumeError, Start, choose_start
+from gsa_train.resume import LAUNCH, SUBMISSION, ResumeError, Start, choose_start
+from gsa_train.run_folder import open_run_folder
+from gsa_train.sinks import read_records
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
@@ -36,7 +39,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(written: Path, tmp_path: Path) -> Config:
     """Of a run that has these checkpoints."""
     shutil.copytree(written, tmp_path / "run" / "checkpoints")
-    return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"})
+    logging = {"wandb": "disabled", "tensorboard": False}
+    return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
 
 
 def start_of(config: Config, **arguments: Any) -> Start:
@@ -116,3 +120,42 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_
         start_of(config, resume_from=str(newest if by_folder else checkpoints_of(config).parent))
     assert names_in(checkpoints_of(config)) == before
     assert start_of(config, resume_from=str(checkpoints_of(config) / "step_00000004")).step == 4
+
+
+def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(config: Config) -> None:
+    """A kill before the next save: the restart goes on from there, too, and no step's record is lost."""
+    run_dir = checkpoints_of(config).parent
+    lines = [json.dumps({"step": step, "phase": "sparse", "loss": 1.0}) for step in range(1, 7)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    older = checkpoints_of(config) / "step_00000004"
+
+    start = start_of(config, resume_from=str(older))
+    folder = open_run_folder(config, start, single_rank(), total_steps=10)
+    assert folder.sinks is not None
+    folder.sinks.close()
+
+    assert (start_of(config).checkpoint, start_of(config).step) == (older, 4)
+    assert names_in(checkpoints_of(config)) == {"latest", "step_00000002", "step_00000004", "set_aside"}
+    assert [each["step"] for each in read_records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [each["step"] for each in read_records(run_dir / "metrics_rewound.jsonl")] == [5, 6]
+    aside = checkpoints_of(config) / "set_aside" / "step_00000006"
+    with pytest.raises(ResumeError, match=r"set_aside/step_00000006: lies in .*Copy it"):
+        start_of(config, resume_from=str(aside))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "the next job of a chain"])
+def test_a_restart_before_the_first_save_starts_where_the_launch_did(
+    config: Config, written: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ab")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    else:
+        monkeypatch.setenv(SUBMISSION, "ab")
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+    other = str(written / "step_00000002")
+    own = checkpoints_of(config)
+    (own.parent / LAUNCH).write_text("ab\n")
+    assert start_of(config, resume_from=other).step == 6  # its own
+    shutil.rmtree(own)
+    assert start_of(config, resume_from=other).step == 2

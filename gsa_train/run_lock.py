@@ -1,0 +1,106 @@
+"""One run at a time writes a run folder: a second one would delete the first one's unfinished save, and mix its lines.
+
+A POSIX lock, which the system drops with the process however it dies, and which forked readers do not inherit. On NFS
+and Lustre it holds between nodes, too; where a file system has none, the run says so and goes on without.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from gsa_train.parallel import Parallel
+
+FILE = "lock"
+"""In the run folder; says who holds it, or held it last. It stays."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems say that have none."""
+PATIENCE_SECONDS = (10.0, 120.0)
+"""For a holder on this host, whose ranks see within five seconds that their torchrun is gone; on another, of which a
+file server may have to find out that it is dead (NFSv4: after 90 seconds)."""
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolderError(ValueError):
+    """The run folder cannot be written, or another run writes it."""
+
+
+class RunLock:
+    """Held by the main rank until its process ends."""
+
+    def __init__(self, folder: Path, parallel: Parallel) -> None:
+        self._folder, self._parallel = folder, parallel
+        self._file: IO[str] | None = None
+
+    def take(self, make: bool) -> None:
+        """Lock the folder, if it is there. Collective.
+
+        Args:
+            make: make it where it is missing.
+
+        Raises:
+            RunFolderError: on all ranks alike.
+        """
+        fault: list[Any] = [None]
+        if self._parallel.is_main and self._file is None:
+            try:
+                if make:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                if self._folder.is_dir():
+                    self._file = _lock(self._folder / FILE)
+            except RunFolderError as error:
+                fault = [str(error)]
+            except OSError as error:
+                fault = [
+                    f"the run folder {self._folder} cannot be written: {error}; set run.dir and run.name"
+                ]
+        dist.broadcast_object_list(fault, src=0)
+        if fault[0] is not None:
+            raise RunFolderError(fault[0])
+
+    def close(self) -> None:
+        """Another run may take the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lock(path: Path) -> IO[str]:
+    file = path.open("a+", encoding="utf-8")
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                logger.warning(
+                    "%s: no locks on this file system (%s); start no second run there", path, error
+                )
+                break
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        holder = path.read_text(encoding="utf-8").strip()
+        patience = PATIENCE_SECONDS[not holder.endswith(f" on {socket.gethostname()}")]
+        if time.monotonic() - began > patience:
+            file.close()
+            raise RunFolderError(
+                f"another run writes {path.parent}: {holder or 'unknown'}. Stop it, or give this one another run.name."
+            )
+        if not told:
+            logger.warning("%s is held by %s; waiting up to %.0f s for it", path, holder, patience)
+            told = True
+        time.sleep(0.5)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file

@@ -1,0 +1,121 @@
+"""What a start makes of its run folder: one run at a time, what changed since the checkpoint, an older summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gsa_train import run_lock
+from gsa_train.config import Config, config_to_yaml
+from gsa_train.resume import Start
+from gsa_train.run_folder import config_changes, open_run_folder
+from gsa_train.run_lock import FILE, RunFolderError, RunLock
+from gsa_train.sinks import read_records
+from gsa_train.starts import read_starts
+from helpers.checkpoints import run_state
+from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
+
+HOLD = """
+import fcntl, os, socket, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write(f"process {os.getpid()} on {socket.gethostname()}")
+file.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+"""Another process's run."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    logging = {"wandb": "disabled", "tensorboard": False}
+    return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
+
+
+def open_at(step: int, config: Config) -> None:
+    """A start at a checkpoint of the run's own."""
+    checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
+    start = Start(checkpoint, run_state(step, config), same_run=True)
+    folder = open_run_folder(config, start, single_rank(), total_steps=10)
+    assert folder.sinks is not None
+    folder.sinks.close()
+
+
+def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", (0.0, 0.0))
+    command = [sys.executable, "-c", HOLD, str(tmp_path / FILE)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    lock = RunLock(tmp_path, single_rank())
+    with pytest.raises(RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on "):
+        lock.take(make=True)
+    other.kill()  # no farewell
+    other.communicate()
+    lock.take(make=True)
+    lock.take(make=True)
+    lock.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_makes_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"file/run cannot be written: .*set run\.dir"):
+        RunLock(tmp_path / "file" / "run", single_rank()).take(make=True)
+    RunLock(tmp_path / "run", single_rank()).take(make=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_became_longer_is_not_complete(config: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text('{"steps": 6, "val_loss": 2.5}')
+    open_at(6, config)
+    assert not (run_dir / "summary.json").exists()
+    assert json.loads((run_dir / "summary_00000006.json").read_text())["val_loss"] == 2.5
+
+
+def test_the_end_that_is_written_again_has_one_validation(config: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text('{"steps": 10}')
+    records = [{"step": step, "phase": "sparse"} for step in (9, 10)]
+    records += [{"step": step, "phase": "sparse", "event": "validation"} for step in (9, 10)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    open_at(10, config)
+    assert read_records(run_dir / "metrics.jsonl") == records[:3]  # the last one comes again
+    assert (run_dir / "summary.json").exists()
+
+
+def test_what_changed_since_the_checkpoint_is_said(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = dataclasses.replace(SPARSE, steps=12, lr=2e-2)
+    changed = dataclasses.replace(config, phases=[longer, WARM_UP])
+    lines = config_changes(config_to_yaml(config), changed)
+    assert lines == [
+        "phases: sparse -> sparse, warm-up",
+        "phases.0.steps: 10 -> 12",
+        "phases.0.lr: 0.01 -> 0.02",
+    ]
+    saved = "\n".join(line for line in config_to_yaml(config).splitlines() if "loss_row_fraction" not in line)
+    assert config_changes(saved, config) == []
+    open_at(6, config)
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_a_start_behind_a_line_that_a_full_disk_cut_off(config: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "starts.jsonl").write_text('{"unix_seconds": 1.0, "step": 0}\n{"unix_sec')
+    for step in (6, 8):
+        open_at(step, config)
+    assert [start["step"] for start in read_starts(run_dir)] == [0, 6, 8]
