@@ -5,7 +5,9 @@ RMSNorm and megatron-core's linear layers; the reference core by its large tenso
 the real step (tests/unit/test_memory_trace.py). Not in it: what a checkpoint, a validation and a logged step need for a
 moment, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
-`attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16.
+`attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16. Lists of keys are counted at their longest:
+neighbouring queries select nothing in common, as an untrained indexer does on random tokens. A trained one's are a
+tenth to a half as long. With context parallelism the rank in the middle of the sequence has the longest.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ GATHERED_KL_BYTES = 512 * 2**20
 """gsa_kernels.kl.gathered: scratch_bytes."""
 GATHERED_PARTIAL_BYTES = 2**30
 """gsa_kernels.attention.gathered: SCRATCH_BYTES."""
-UNION_RATIO = 4.0
-"""Assumed: keys that 32 adjacent queries select together, over those of one."""
+TILE_QUERIES = 32
+"""gsa_kernels.lists: queries whose selections share a list."""
 WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
 
@@ -249,7 +251,7 @@ def _kernel_selection(config: Config, sizes: _Sizes) -> float:
     if gsa.selection_block > 1:
         return 4 * sizes.tokens * sum(_block_entries(config))
     if _gathers(config):
-        return 8 * sizes.tokens / 32 * _union_entries(config)  # a key and a word each
+        return 8 * _list_entries(config)  # a key and a word each
     return sizes.pairs / 8
 
 
@@ -259,9 +261,15 @@ def _gathers(config: Config) -> bool:
     return gathered or gsa.selection_block > 1
 
 
-def _union_entries(config: Config) -> float:
-    """Keys in the list of a tile of 32 queries."""
-    return min(UNION_RATIO * config.gsa.k_base, config.train.seq_len_tokens)
+def _list_entries(config: Config) -> float:
+    """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
+    Of the context-parallel ranks it is the last one, whose two chunks meet in the middle."""
+    length, context = config.train.seq_len_tokens, config.parallel.context
+    first, last = length * (context - 1) / (2 * context), length * (context + 1) / (2 * context)
+    most = TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
+    turn = min(max(most, first), last)  # up to here the keys that are there are the limit
+    per_query = (turn**2 - first**2) / 2 + (last - turn) * most
+    return config.train.micro_batch_size * per_query / TILE_QUERIES
 
 
 def _block_entries(config: Config) -> tuple[float, float]:
@@ -287,8 +295,10 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     elif _uses_indexer(config, phase):
         scratch = max(_selection_scratch(config, sizes), _loss_scratch(config, phase, sizes))
     forward = token_bytes * hidden + scratch
+    # While the attention runs, either way, what the last layer's feed-forward part keeps is not there.
+    absent = token_bytes * (3 * sizes.ffn + 2 * sizes.hidden / sizes.sequence_shards)
     if not _has_graph(config, phase):
-        return one + forward
+        return one + forward - absent
 
     # Feed-forward: the gradient of its output, and of SwiGLU's input and output, for which the output itself has gone;
     # before, what stands for a weight's gradient where the product itself has added it up, else that gradient.
@@ -302,8 +312,6 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
         attention += _attention_scratch(config, sizes)
     if not _uses_kernels(config):
         attention += scratch
-    # While the attention runs, either way, what the last layer's feed-forward part keeps is not there.
-    absent = token_bytes * (3 * sizes.ffn + 2 * sizes.hidden / sizes.sequence_shards)
     recomputed = {"none": 0.0, "selective": layer.core, "full": train.recompute_num_layers * one}
     return recomputed[train.recompute] + max(mlp, max(forward, attention) - absent)
 
@@ -321,8 +329,9 @@ def _loss_scratch(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     gsa, train = config.gsa, config.train
     if phase.train == "base":
         return 0.0
+    heads = _gathered_heads(config, sizes)
     if phase.attention == "sparse" and _gathers(config):
-        return GATHERED_KL_BYTES
+        return heads + GATHERED_KL_BYTES
     # Bytes per pair: the target (fp16 in bf16 runs); keys' gradients of tiles of 64 rows (32 in fp32) and queries'
     # gradients of segments of keys, in fp32 (kl/triton_launch.py: choose_blocks).
     half = sizes.value == 2
@@ -333,8 +342,19 @@ def _loss_scratch(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
         segment = 512
     row_bytes = 4 * gsa.indexer_dim / (64 if half else 32) + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
     shared = config.gsa.selection_block > 1
-    pairs = min(KL_CHUNK_PAIRS, sizes.pairs / gsa.selection_block)
-    return pairs * ((2 if half and not shared else 4) + row_bytes)
+    rows_share = sizes.pairs / gsa.selection_block / config.parallel.tensor
+    pairs = min(KL_CHUNK_PAIRS, rows_share)
+    return heads + pairs * ((2 if half and not shared else 4) + row_bytes)
+
+
+def _gathered_heads(config: Config, sizes: _Sizes) -> float:
+    """Queries, keys and log-sum-exps of all tensor-parallel ranks, of one run of queries at a time."""
+    tensor = config.parallel.tensor
+    if tensor == 1:
+        return 0.0
+    runs = 2 if config.parallel.context > 1 else 1
+    queries = sizes.tokens / runs * tensor * (sizes.value * sizes.query + 4 * sizes.heads)
+    return queries + sizes.value * sizes.all_tokens * tensor * sizes.key_value
 
 
 def _attention_scratch(config: Config, sizes: _Sizes) -> float:
@@ -347,7 +367,7 @@ def _attention_scratch(config: Config, sizes: _Sizes) -> float:
             min(config.gsa.selection_block, 32),
         )
     else:
-        entries, queries = _union_entries(config), 32
+        entries, queries = _list_entries(config) / sizes.tokens * TILE_QUERIES, TILE_QUERIES
     partials = sizes.tokens / queries * entries * 2 * config.model.head_dim * sizes.value
     sums = 4 * 2 * sizes.key_value * sizes.all_tokens
     return min(partials, GATHERED_PARTIAL_BYTES) + sums

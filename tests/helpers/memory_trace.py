@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -33,9 +34,10 @@ from triton.runtime import interpreter
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.kl import triton_gathered_launch
 from gsa_kernels.lists import triton_build
+from gsa_kernels.lists.triton_build import CountedKeys
 from gsa_kernels.lists.triton_reduce_keys import split_tiles
 from gsa_kernels.selection import lists_op
-from gsa_train import cpu_backend, memory, optim, step
+from gsa_train import cpu_backend, optim, step
 from gsa_train.bench.step_bench import random_batches
 from gsa_train.config import Config, load_config
 from gsa_train.model import build, mcore_config, selecting, weight_gradients
@@ -115,19 +117,29 @@ class _OnTheHost(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _as_counted(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the host reads of counts on the device, each of them `count`."""
+def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
+    """What the host reads of counts on the device, none of them above zero."""
+    with unset_fake_temporarily():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).as_subclass(_OnTheHost)
 
-    def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+
+def _longest_lists(most: int) -> Callable[..., CountedKeys]:
+    """What the host reads of the keys of each tile: all that it sees, up to `most`."""
+    count_keys = triton_build.count_keys
+
+    def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
+        counted = count_keys(words, rows, query_start)
         with unset_fake_temporarily():
-            return torch.full(tensor.shape, count, dtype=tensor.dtype).as_subclass(_OnTheHost)
+            ends = query_start + rows.start + 32 * torch.arange(1, counted.host_counts.shape[1] + 1)
+            counts = ends.clamp(max=min(most, query_start + rows.stop)).int().expand(words.shape[0], -1)
+            return replace(counted, host_counts=counts.clone().as_subclass(_OnTheHost))
 
-    return copy_to_host
+    return count
 
 
 @contextmanager
 def _as_on_a_gpu(config: Config) -> Iterator[None]:
-    union = int(min(memory.UNION_RATIO * config.gsa.k_base, config.train.seq_len_tokens))
+    longest = _longest_lists(32 * (config.gsa.k_base + config.gsa.local_window))
     accumulate = weight_gradients.CublasAccumulation
     with ExitStack() as stack:
         for target, name, other in (
@@ -147,8 +159,9 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
             (selecting, "union_density", _with_contents(selecting.union_density)),
-            (triton_build, "copy_to_host", _as_counted(union)),
-            (lists_op, "copy_to_host", _as_counted(0)),  # failed rows
+            (triton_build, "copy_to_host", _no_counts),
+            (lists_op, "copy_to_host", _no_counts),  # failed rows
+            (lists_op, "count_keys", longest),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place, and what follows the backward pass has more room and reads its results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),

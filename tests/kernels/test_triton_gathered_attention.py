@@ -5,6 +5,7 @@ The interpreter calculates bf16 products wrongly, so bf16 is tested on CUDA only
 
 import dataclasses
 import os
+import weakref
 
 import pytest
 import torch
@@ -101,6 +102,20 @@ def test_full_parts_and_shared_lists(device, queries):
     for dtype in DTYPES[device]:
         options = BOTH if dtype == torch.float16 else ({},)
         check(make_inputs(1, 150, 2, 1, 32, dtype, device), lists, options=options)
+
+
+@devices
+def test_the_lists_go_with_the_backward_pass(device):
+    """While the loss of a micro-batch is still held, as pipeline schedules do into the next one's forward pass."""
+    torch.manual_seed(6)
+    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
+    alive = weakref.ref(lists.keys)
+    q, k, v, gate = (x.requires_grad_() for x in make_inputs(1, 40, 2, 1, 32, torch.float32, device))
+    loss = gathered_attention(q, k, v, lists, output_gate_logits=gate)[0].sum()
+    del lists
+    assert alive() is not None
+    loss.backward()
+    assert alive() is None
 
 
 @devices

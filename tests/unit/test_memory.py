@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from gsa_train import memory
 from gsa_train.config import load_config
@@ -126,14 +127,46 @@ def test_the_kernels_keep_a_selection_as_bits_and_nothing_else_square():
 
 def test_lists_grow_with_the_length_and_not_with_its_square():
     for options in (["gsa.attention_kernel=gathered"], ["gsa.selection_block=32", "gsa.local_window=64"]):
+        options += ["gsa.k_min=16", "gsa.k_base=16", "gsa.k_max=16"]
         short, long = (estimate([f"train.seq_len_tokens={length}", *options]) for length in (32768, 65536))
-        assert long.activations == pytest.approx(2 * short.activations)
+        # A sequence's first queries see fewer keys than 32 of them may select.
+        assert long.activations == pytest.approx(2 * short.activations, rel=1e-3)
         sums = 4 * 4 * 32768 * 2 * 4 * 128  # of dK and dV: 4 sequences, 4 heads of 128, in fp32
         assert sums < long.working - short.working < short.working
 
 
+def test_lists_are_counted_at_their_longest():
+    """For each tile of 2 sequences what its queries see, at most 32 x k_base: a key and a word each."""
+    options = ["gsa.attention_kernel=gathered", "train.micro_batch_size=2"]
+    for context, visible in ((1, range(1, 4097)), (2, range(1025, 3073)), (4, range(1537, 2561))):
+        layout = [f"parallel.context={context}"]
+        few = estimate([*options, *layout, "gsa.k_min=1", "gsa.k_base=1"])
+        many = estimate([*options, *layout, "gsa.k_base=96", "gsa.k_min=1"])
+        entries = 2 / 32 * sum(min(96 * 32, keys) - min(32, keys) for keys in visible)
+        assert many.activations - few.activations == pytest.approx(24 * 8 * entries, rel=1e-3)
+
+
+def test_the_loss_gathers_the_heads_of_all_tensor_parallel_ranks():
+    """As triton_core.gather_heads has them: queries and keys in bf16, log-sum-exps in fp32; of one run of queries."""
+    for layout, tokens in (
+        (["parallel.tensor=4"], 4096),
+        (["parallel.tensor=4", "parallel.context=2"], 1024),
+    ):
+        config = load_config(GSA, layout, world_size=8, need_data=False)
+        shapes = (
+            (4, tokens, 16, 128, torch.bfloat16),
+            (4, 4096, 4, 128, torch.bfloat16),
+            (4, 16, tokens, torch.float32),
+        )
+        tensors = [torch.empty(shape[:-1], dtype=shape[-1], device="meta") for shape in shapes]
+        assert memory._gathered_heads(config, memory._Sizes(config)) == sum(each.nbytes for each in tensors)
+    alone = load_config(GSA, [], world_size=8, need_data=False)
+    assert memory._gathered_heads(alone, memory._Sizes(alone)) == 0
+
+
 def test_beyond_the_longest_mask_selections_are_lists():
-    masked, lists = (estimate([f"train.seq_len_tokens={length}"]) for length in (32768, 65536))
+    sizes = ["gsa.k_base=256", "gsa.k_min=256"]
+    masked, lists = (estimate([f"train.seq_len_tokens={length}", *sizes]) for length in (32768, 65536))
     assert lists.activations < 2 * masked.activations
 
 

@@ -42,7 +42,15 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "standard": (STANDARD, [], 0, 1, SPARSE),
     "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
     "shared selections": (GSA, ["gsa.selection_block=32", "gsa.local_window=64"], 0, 1, SPARSE),
-    "128K tokens, context 8": ("configs/gsa_1.7b_128k.yaml", ["train.global_batch_size=1"], 0, 8, SPARSE),
+    # The rank in the middle, whose lists are the longest; two micro-batches, of which only one's are there.
+    "128K tokens, context 8": ("configs/gsa_1.7b_128k.yaml", ["train.global_batch_size=2"], 7, 8, SPARSE),
+    "128K tokens, context 2": (
+        GSA,
+        ["train.seq_len_tokens=131072", *LONG[1:], "parallel.context=2"],
+        1,
+        2,
+        SPARSE,
+    ),
     "64K tokens, first stage of 2": (GSA, [*LONG, "parallel.pipeline=2"], 0, 2, SPARSE),
     "16K tokens": (
         GSA,

@@ -1,5 +1,7 @@
 """Attention over key lists with fused gate G1: the operation for contexts too long for a bit per pair."""
 
+from dataclasses import replace
+
 import torch
 
 from gsa_kernels.attention.op import check_attention
@@ -53,21 +55,29 @@ def gathered_attention(
     return _GatheredAttention.apply(q, k, v, output_gate_logits, lists, scale, deterministic, scratch_bytes)
 
 
+_LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")
+"""Fields of `KeyLists` on the device: hundreds of megabytes a layer."""
+
+
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, lists, scale, deterministic, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(q, k, v, lists, gate_logits, scale)
-        ctx.save_for_backward(q, k, v, gate_logits, out, lse)
-        ctx.lists, ctx.scale = lists, scale
+        # Not on ctx: a loss that somebody holds keeps its nodes, but what they save goes with the backward pass.
+        ctx.save_for_backward(
+            q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
+        )
+        ctx.lists, ctx.scale = replace(lists, **dict.fromkeys(_LIST_TENSORS)), scale
         ctx.deterministic, ctx.scratch_bytes = deterministic, scratch_bytes
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
-        q, k, v, gate_logits, out, lse = ctx.saved_tensors
+        q, k, v, gate_logits, out, lse, *saved = ctx.saved_tensors
+        lists = replace(ctx.lists, **dict(zip(_LIST_TENSORS, saved, strict=True)))
         grads = gathered_backward(
-            grad, q, k, v, out, lse, ctx.lists, gate_logits, ctx.scale, ctx.deterministic, ctx.scratch_bytes
+            grad, q, k, v, out, lse, lists, gate_logits, ctx.scale, ctx.deterministic, ctx.scratch_bytes
         )
         return *grads, None, None, None, None
 
