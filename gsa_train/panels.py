@@ -163,6 +163,7 @@ BEST = {
 """What a table of runs shows beside the last value."""
 
 _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
+    "lr": "train",
     "tokens": "train",
     "phase_index": "train",
     "slowest_rank": "system",

@@ -31,37 +31,51 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)  # the tensors are tiny
     is_folder = arguments.run.is_dir()
-    config = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides)
+    try:
+        config = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides)
+        traces = (of_folder if is_folder else of_file)(arguments.run)
+    except (OSError, ValueError) as error:  # a wrong config is a ValueError, too
+        parser.error(str(error))
     monitor = config.monitor
     rules: dict[str, MonitorConfig] = {monitor.detector: monitor, "OLMo-core": OLMO}
-    for run, (first, trace) in (of_folder if is_folder else of_file)(arguments.run).items():
+    for run, (numbers, trace) in traces.items():
         trials = {
             name: try_rule(trace, rule, config.train.grad_clip, FAULTS if arguments.faults else {})
             for name, rule in rules.items()
         }
         print(f"{run}: {len(trace)} steps")
         for rule, trial in trials.items():
-            steps = [first + alarm for alarm in trial.false_alarms]
+            steps = [numbers[alarm] for alarm in trial.false_alarms]
             shown = " ".join(map(str, steps[:12])) + (" ..." if len(steps) > 12 else "")
             print(f"  {rule:<10} {len(steps):>4} flagged  {shown}")
         if arguments.faults:
             print(table(trials) + "\n")
 
 
-def of_folder(run: Path) -> dict[str, tuple[int, torch.Tensor]]:
-    """Phase -> its first step, and its trace."""
+def of_folder(run: Path) -> dict[str, tuple[list[int], torch.Tensor]]:
+    """Phase -> the numbers of its steps, and its trace.
+
+    Raises:
+        ValueError: the run logged only some of its steps, whose neighbours say nothing of the noise between steps.
+    """
     records = [record for record in read_records(run / "metrics.jsonl") if "event" not in record]
     traces = {}
     for phase, group in itertools.groupby(records, key=lambda record: record["phase"]):
         of_phase = list(group)
-        trace = torch.tensor([[record["loss"], record["grad_norm"]] for record in of_phase])
-        traces[phase] = (of_phase[0]["step"], trace)
+        steps = [record["step"] for record in of_phase]
+        if 2 * len(steps) < steps[-1] - steps[0]:  # some may be missing: batches left out, a full disk
+            raise ValueError(
+                f"{run}: phase {phase} logged {len(steps)} of its steps {steps[0]} to {steps[-1]}; this needs a run "
+                "with logging.every_steps=1"
+            )
+        traces[phase] = (steps, torch.tensor([[record["loss"], record["grad_norm"]] for record in of_phase]))
     return traces
 
 
-def of_file(path: Path) -> dict[str, tuple[int, torch.Tensor]]:
+def of_file(path: Path) -> dict[str, tuple[list[int], torch.Tensor]]:
     with np.load(path) as arrays:
-        return {name: (1, torch.from_numpy(arrays[name])) for name in arrays.files}
+        found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return {name: ([*range(1, len(trace) + 1)], trace) for name, trace in found.items()}
 
 
 if __name__ == "__main__":

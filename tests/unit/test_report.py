@@ -195,6 +195,12 @@ def test_the_list_of_panels_is_one():
     shown = [tag for panel in PANELS for tag in panel.tags]
     assert len(shown) == len(set(shown)), "a metric stands in two panels"
     assert all(tag_of(key) for key in (*LAYERS, *BEST))
+    assert [tag_of(key) for key in ("lr", "lrs", "tokens", "k_mean")] == [
+        "train/lr",
+        "lr",
+        "train/tokens",
+        "gsa/k_mean",
+    ]
     assert set(BEST) <= {key for panel in PANELS for key in panel.keys} | {
         "validation_loss",
         "validation_perplexity",

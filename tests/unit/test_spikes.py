@@ -286,3 +286,17 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
     assert re.search(r"norm x5, 1 steps +1/1 after  0.0 +1/1 after  0.0", out)
     assert re.search(r"robust +0 flagged", printed("train.grad_clip=1"))
     assert re.search(r"robust +0 flagged", printed("monitor.grad_norm_min_ratio=9"))
+
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            printed(*words)
+        return capsys.readouterr().err
+
+    assert "monitor.sigma = 3: unknown key; did you mean monitor.sigmas?" in refused("monitor.sigma=3")
+    del records[30]  # a step that was left out moves no number
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert re.search(r"sparse: 299 steps\n  robust +1 flagged  211\n", printed())
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[::10]))
+    assert "logged 30 of its steps 11 to 302" in refused()
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "No such file" in refused()
