@@ -25,8 +25,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint_files import MANIFEST, faults_in, is_complete, read_manifest, share_of
-from gsa_train.checkpoint_optimizer import saved_format, step_count, wanted_state
+from gsa_train.checkpoint_optimizer import saved_format, saved_multipliers, step_count, wanted_state
 from gsa_train.model.build import Model
+from gsa_train.optim import lr_multipliers
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
 
@@ -141,7 +142,8 @@ def load_checkpoint(
 
     Args:
         with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh. Otherwise
-            parallel.distributed_optimizer and parallel.strategy may be others than the checkpoint's.
+            parallel.distributed_optimizer, parallel.strategy and the phase's multipliers of the learning rate may be
+            others than the checkpoint's.
     """
     metadata = _loading_metadata(checkpoint, parallel)
     with phase_optimizer.whole_weights(changes=True):
@@ -167,8 +169,12 @@ def _load_with_optimizer(
     """Fill the model, and return what its optimizer is to go on from: `optimizer` where the checkpoint has it in this
     one's format, else `state` (parameter by parameter) and `step_count`."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    saved = saved_format(yaml.safe_load(common["run"]["config_yaml"])["parallel"])
-    if saved == phase_optimizer.state_format != "zero":
+    saved_config = yaml.safe_load(common["run"]["config_yaml"])
+    saved = saved_format(saved_config["parallel"])
+    multipliers = saved_multipliers(saved_config["phases"][common["run"]["phase_index"]])
+    # By its multiplier megatron-core finds a group again.
+    same_groups = multipliers == lr_multipliers(phase_optimizer.phase)
+    if saved == phase_optimizer.state_format != "zero" and same_groups:
         wanted = sharded_state(model, phase_optimizer, metadata, is_loading=True)
         return _load(checkpoint, model, wanted, parallel)
     wanted = sharded_state(model, None, metadata, is_loading=True)

@@ -7,7 +7,7 @@ shape), and the optimizer puts it where it keeps it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +15,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from gsa_train.config import PhaseConfig
+from gsa_train.optim import lr_multipliers
 from gsa_train.phase_optimizer import PhaseOptimizer
 
 PREFIX = "optimizer.state"
@@ -30,6 +32,12 @@ def saved_format(parallel: dict[str, Any]) -> str:
     if parallel.get("strategy") == "deepspeed":
         return "zero"
     return "distributed" if parallel["distributed_optimizer"] else "plain"
+
+
+def saved_multipliers(phase: dict[str, Any]) -> dict[str, float]:
+    """`lr_multipliers` of a phase in a checkpoint's config; a field that it does not know stood at its default."""
+    names = {field.name for field in fields(PhaseConfig)}
+    return lr_multipliers(PhaseConfig(**{name: value for name, value in phase.items() if name in names}))
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:

@@ -96,7 +96,12 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         return state
 
     def load_sharded_state(self, loaded: dict[str, Any]) -> None:
+        of_config = [
+            {name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict(loaded)
+        for group, values in zip(self.optimizer.param_groups, of_config, strict=True):
+            group.update(values)  # a checkpoint brings its own along
         unshare_step_counts(self.optimizer)
 
     def loaded_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

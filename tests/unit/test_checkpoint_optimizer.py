@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,34 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
     batches = random_batches(config, 9)
     result_after = take_step(resumed_model, resumed, batches, other, lr=1e-2)
     assert result_after.grad_norm.isfinite()
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_learning_rates_and_betas_are_the_new_config_s(distributed: bool, tmp_path: Path) -> None:
+    """Also where groups of parameters differ from the checkpoint's: gates with a learning rate of their own."""
+    config = config_of(distributed, "fp32")
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for seed in range(2):
+        take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
+    folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
+    before = state_by_name(model, optimizer)
+    close_optimizer(model, optimizer)
+
+    adam = {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6}
+    for multipliers in ({}, {"indexer_lr_mult": 4.0, "gate_lr_mult": 2.0}):
+        phase = dataclasses.replace(SPARSE, **multipliers)
+        other = dataclasses.replace(config, phases=[phase], train=dataclasses.replace(config.train, **adam))
+        resumed_model = tiny_model(other)
+        resumed = build_optimizer(resumed_model, phase, other)
+        load_checkpoint(folder, resumed_model, resumed, single_rank(), with_optimizer=True)
+        after = state_by_name(resumed_model, resumed)
+        for name, tensors in before.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(after[name][key], tensor), (name, key)
+        resumed.set_learning_rate(1.0, 0.1)
+        (inner,) = inner_optimizers(resumed.optimizer)
+        found = {(group["lr"], group["betas"], group["eps"]) for group in inner.optimizer.param_groups}
+        rates = {1.0, phase.gate_lr_mult, phase.indexer_lr_mult}
+        assert found == {(rate, (0.8, 0.99), 1e-6) for rate in rates}
+        close_optimizer(resumed_model, resumed)
