@@ -168,7 +168,7 @@ class PhaseConfig:
     min_lr: float = 3e-5
     """Learning rate at the end of the phase."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0. Each phase starts with fresh moments of AdamW."""
     decay: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     indexer_lr_mult: float = 10.0

@@ -89,6 +89,13 @@ def test_a_job_of_a_complete_run_starts_nothing(job: Job) -> None:
     assert job.log.read_text().count("started") == 1
 
 
+def test_all_jobs_of_a_chain_are_one_launch(job: Job) -> None:
+    """Else each would start again where --resume-from says, and move aside what the one before trained."""
+    for _ in range(2):
+        job.start('echo "launch $GSA_SUBMISSION" >> "$LOG"; exit 1').wait(60)
+    assert job.log.read_text().count(f"launch {job.frozen}\n") == 2
+
+
 def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> None:
     """Not even where the user meanwhile goes on by a command of their own."""
     assert job.start(SPIKE + "exit 1").wait(60) == 13
