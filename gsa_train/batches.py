@@ -20,7 +20,7 @@ from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import FILLER, document_ids, loss_mask
 from gsa_data.source_weights import never_met
-from gsa_data.stream import BlockStream, StateMismatch, StreamConfig, merge_states, replay_blocks
+from gsa_data.stream import BlockStream, StateMismatch, StreamConfig, merge_states, replay_blocks, whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet, read_validation_set
 from gsa_train.config import Config
@@ -127,6 +127,7 @@ class TrainBatches:
     ) -> None:
         self._config, self._parallel, self._eos_id = config, parallel, tokenizer.eos_id
         self._stream: BlockStream | None = None
+        self._epochs = 0 if state is None else whole_epochs(state)
         error: DataFault | StateMismatch | None = None
         try:
             if parallel.reads_data:
@@ -192,6 +193,10 @@ class TrainBatches:
         states: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(states, local)
         merged = merge_states([state for state in states if state is not None])
+        epochs = whole_epochs(merged)
+        if epochs > self._epochs and self._parallel.is_main:
+            logger.warning("the training text has been read %d times, and its documents come again", epochs)
+        self._epochs = epochs
         unknown = never_met(self._config.data.source_weights, merged["counters"])
         if unknown and self._parallel.is_main:
             logger.warning(

@@ -243,11 +243,14 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def prune(checkpoints: Path, keep_last: int, newest: Path) -> list[str]:
-    """Delete all but the newest `keep_last` complete checkpoints, never `newest`; returns what could not be."""
+    """Delete all but the last `keep_last` complete checkpoints up to `newest`; returns what could not be.
+
+    What is newer, where `latest` was set back by hand, does not count: a resume could not fall back on it.
+    """
     failures: list[str] = []
-    for old in complete_checkpoints(checkpoints)[:-keep_last]:
-        if old == newest:
-            continue
+    last = step_of(newest.name) or 0
+    own = [path for path in complete_checkpoints(checkpoints) if (step_of(path.name) or 0) <= last]
+    for old in own[:-keep_last]:
         try:
             # First the name goes, so that a kill on the way leaves no half of a checkpoint under it.
             doomed = old.with_name(f".tmp_{old.name}")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gsa_data.best_fit import packing_shares
 from gsa_data.source_weights import tokens_by_source
+from gsa_data.stream import whole_epochs
 from gsa_train.config import PhaseConfig
 from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
 from gsa_train.corruption import CorruptionFound
@@ -41,7 +42,8 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
 
     validation = validate(run, last_phase.name, stop_if_asked)
     run.watch.note(run.step, "ending")
-    counters = run.batches.state()["counters"]
+    text = run.batches.state()
+    counters = text["counters"]
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
         if config.evaluate.ngram_baselines:
@@ -61,6 +63,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             "spikes": run.monitor.spikes,
             "skipped_updates": run.monitor.skipped_updates,
             "rewinds": len(run.monitor.rewinds),
+            "data_epochs": whole_epochs(text),
             "data_tokens_by_source": tokens_by_source(counters),
         }
         if config.data.packing == "best_fit":

@@ -251,6 +251,11 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**merged, **of_lanes, "counters": dict(counters)}
 
 
+def whole_epochs(state: dict[str, Any]) -> int:
+    """How often every lane of a merged state has read all of its documents."""
+    return int(min(cursor[0] for cursor in state["cursors"]))
+
+
 def replay_blocks(corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, count: int) -> Iterator[Tokens]:
     """The first `count` global samples of a run again, as int32 [n, seq_len_tokens + 1] arrays, n <= 64."""
     stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)

@@ -72,6 +72,8 @@ def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(save, tmp_path)
         save(step)
     save(4, keep_last=1)
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000004"
+    save(5, keep_last=2)
+    assert resume_candidates(tmp_path) == [tmp_path / "step_00000005", tmp_path / "step_00000004"]
 
 
 def test_a_checkpoint_is_found_by_its_own_name_by_its_folder_and_by_its_run(save, tmp_path):
