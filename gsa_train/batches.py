@@ -20,7 +20,14 @@ from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import FILLER, document_ids, loss_mask
 from gsa_data.source_weights import never_met
-from gsa_data.stream import BlockStream, StateMismatch, StreamConfig, merge_states, replay_blocks, whole_epochs
+from gsa_data.stream import (
+    BlockStream,
+    StateMismatch,
+    StreamConfig,
+    merge_states,
+    replay_blocks,
+    whole_epochs,
+)
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet, read_validation_set
 from gsa_train.config import Config

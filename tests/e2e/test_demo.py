@@ -80,6 +80,7 @@ def test_the_summary_has_every_key(demo):
     assert 1 < summary["bigram_perplexity"] < summary["unigram_perplexity"] < 4096
     assert summary["val_perplexity"] < 4096
     assert 0 < summary["random_recall"] < 1
+    assert summary["data_epochs"] == 0
     assert set(summary["data_tokens_by_source"]) == {"PythonStdlib", "RustBooks"}
     assert sum(summary["data_tokens_by_source"].values()) >= TOKENS
     assert 0 < summary["recall"] < 1

@@ -12,6 +12,7 @@ import pytest
 
 from gsa_data import shards, source_weights, token_files
 from gsa_data.faults import DataFault
+from gsa_data.stream import whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_train.batches import TrainBatches, load_tokenizer
 from gsa_train.config import Config
@@ -107,6 +108,24 @@ def test_other_data_is_refused_until_it_is_accepted(
     again, plain = opened(changed, state, tokenizer, accept=True), opened(changed, state, tokenizer)
     assert again.next_step()[0].tokens.equal(plain.next_step()[0].tokens)
     assert again.state() == plain.state()
+
+
+def test_text_that_comes_again_is_said_once(
+    config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = opened(config, None, tokenizer)
+    state = batches.state()
+    while whole_epochs(state) == 0:
+        assert "has been read" not in caplog.text
+        for _ in range(20):
+            batches.next_step()
+        state = batches.state()
+    assert batches.counters["documents"] >= 150  # every one
+    assert caplog.text.count("has been read 1 times") == 1
+    batches.next_step()
+    batches.state()
+    opened(config, state, tokenizer).state()
+    assert caplog.text.count("has been read") == 1
 
 
 def test_another_tokenizer_or_eos_is_refused_in_any_case(
