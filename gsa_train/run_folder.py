@@ -87,6 +87,11 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
             progress.message(
                 "newer checkpoints are in checkpoints/set_aside, their metrics in metrics_rewound.jsonl"
             )
+        profile = config.profile
+        if 0 < profile.start_step and profile.start_step + profile.steps <= start.step + 1:
+            progress.message(
+                "profile: its steps lie before this start, so nothing is traced; set profile.start_step"
+            )
         if is_complete:
             progress.message("this run is complete: no step is left, only the end is written again")
         shared[0] = sinks.wandb_run_id

@@ -94,7 +94,8 @@ def _lock(path: Path) -> IO[str]:
         if time.monotonic() - began > patience:
             file.close()
             raise RunFolderError(
-                f"another run writes {path.parent}: {holder or 'unknown'}. Stop it, or give this one another run.name."
+                f"another run writes {path.parent}: {holder or 'unknown'}. Stop it, or give this one another run.name. "
+                f"If its node has died and the file server does not know, delete {path}."
             )
         if not told:
             logger.warning("%s is held by %s; waiting up to %.0f s for it", path, holder, patience)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train import run_lock
-from gsa_train.config import Config, config_to_yaml
+from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.resume import Start
 from gsa_train.run_folder import config_changes, open_run_folder
 from gsa_train.run_lock import FILE, RunFolderError, RunLock
@@ -57,7 +57,9 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     lock = RunLock(tmp_path, single_rank())
-    with pytest.raises(RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on "):
+    with pytest.raises(
+        RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on .* delete"
+    ):
         lock.take(make=True)
     other.kill()  # no farewell
     other.communicate()
@@ -109,7 +111,13 @@ def test_what_changed_since_the_checkpoint_is_said(
     saved = "\n".join(line for line in config_to_yaml(config).splitlines() if "loss_row_fraction" not in line)
     assert config_changes(saved, config) == []
     open_at(6, config)
-    assert "changed since" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "changed since" not in said
+    assert "nothing is traced" not in said
+    for first, is_said in ((5, False), (4, True)):
+        profile = ProfileConfig(start_step=first, steps=3)
+        open_at(6, dataclasses.replace(config, profile=profile))
+        assert ("nothing is traced" in capsys.readouterr().out) is is_said
 
 
 def test_a_start_behind_a_line_that_a_full_disk_cut_off(config: Config, tmp_path: Path) -> None:
