@@ -88,7 +88,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
                 "newer checkpoints are in checkpoints/set_aside, their metrics in metrics_rewound.jsonl"
             )
         profile = config.profile
-        if 0 < profile.start_step and profile.start_step + profile.steps <= start.step + 1:
+        if profile.start_step > 0 and profile.start_step + profile.steps <= start.step + 1:
             progress.message(
                 "profile: its steps lie before this start, so nothing is traced; set profile.start_step"
             )
