@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
 
-from helpers.forked import ForkedRanks
-from helpers.runs import ENVIRONMENT, REPOSITORY
+from helpers.runs import run_script
+
+SHORT = ("--seq-len", "32", "--sequences-per-device", "1", "--steps", "2", "--warmup-steps", "0")
 
 
 def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
     """Ours and megatron-core's on two ranks; what megatron-core cannot run is said, and the rest goes on."""
-    report, log = tmp_path / "bench.json", tmp_path / "log"
+    report = tmp_path / "bench.json"
     command = ["launch/bench_training.py", "--config", "configs/demo.yaml", "--megatron", "configs/demo.yaml"]
-    command += [
-        "--layouts",
-        "tp=2,sp;pp=2",
-        "--layers",
-        "2",
-        "--seq-len",
-        "32",
-        "--sequences-per-device",
-        "1",
-    ]
-    command += ["--steps", "2", "--warmup-steps", "0", "--json", str(report)]
-    ranks = ForkedRanks(command, REPOSITORY, {**os.environ, **ENVIRONMENT}, {}, log, ranks=2, rendezvous=True)
-    assert ranks.wait(300) == 0, log.read_text()[-4000:]
+    command += ["--layouts", "tp=2,sp;pp=2", "--layers", "2", *SHORT, "--json", str(report)]
+    run_script(command, tmp_path / "log", ranks=2)
     rows = json.loads(report.read_text())["rows"]
     models = ["demo", "megatron (local)", "megatron (sdpa)"]
     assert [(row["model"], row["layout"]) for row in rows] == [
@@ -49,25 +37,12 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
 
 def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
     """Together they go on to the next variant. One alone ends the run at once, with all results and its reason."""
-    report, log = tmp_path / "bench.json", tmp_path / "log"
+    report = tmp_path / "bench.json"
     command = ["tests/helpers/failing_bench.py", "--config", "configs/demo.yaml", "--json", str(report)]
-    command += [
-        "--layouts",
-        "tp=1;tp=2;tp=1,opt=off;tp=2,sp",
-        "--layers",
-        "1",
-        "--seq-len",
-        "32",
-        "--steps",
-        "2",
-    ]
-    command += ["--sequences-per-device", "1", "--warmup-steps", "0"]
+    command += ["--layouts", "tp=1;tp=2;tp=1,opt=off;tp=2,sp", "--layers", "1", *SHORT]
     failures = [[0, 0, 1], [0, 1, 1], [2, 1, 1]]
-    environment = {**os.environ, **ENVIRONMENT, "FAILURES": json.dumps(failures)}
-    ranks = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks=2, rendezvous=True)
-    began = time.monotonic()
-    assert ranks.wait(300) == 1, log.read_text()[-4000:]
-    assert time.monotonic() - began < 100, "as long as a collective's timeout"
+    environment = {"FAILURES": json.dumps(failures)}
+    output = run_script(command, tmp_path / "log", ranks=2, expected=1, environment=environment)
     rows = json.loads(report.read_text())["rows"]
     assert [row["layout"] for row in rows] == ["tp=1", "tp=2", "tp=1,opt=off"]
     reason = "out of memory: CUDA out of memory. Tried to allocate 3.00 GiB."
@@ -75,16 +50,11 @@ def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
     assert (rows[1]["failed"], rows[1]["tokens_per_second_per_device"] > 0) == ("", True)
     alone = f"1 of 2 ranks failed, and the others wait for them. rank 1: {reason}"
     assert rows[2]["failed"] == alone
-    output = log.read_text()
     assert f"demo, tp=1,opt=off: {alone}\nresults so far: {report}" in output
     assert "Traceback" not in output
 
 
 def test_a_breakdown_needs_a_gpu(tmp_path: Path) -> None:
-    log = tmp_path / "log"
     command = ["launch/bench_training.py", "--config", "configs/demo.yaml", "--breakdown"]
-    ranks = ForkedRanks(
-        command, REPOSITORY, {**os.environ, **ENVIRONMENT}, {}, log, ranks=1, rendezvous=False
-    )
-    assert ranks.wait(100) == 2
-    assert "--breakdown needs CUDA devices" in log.read_text()
+    output = run_script(command, tmp_path / "log", ranks=1, expected=2, launcher="python")
+    assert "--breakdown needs CUDA devices" in output

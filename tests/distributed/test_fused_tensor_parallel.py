@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.runs import ENVIRONMENT, REPOSITORY
+from helpers.runs import run_script
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    out = tmp_path_factory.mktemp("fused_ranks") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    paths = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(REPOSITORY / "tests" / "helpers" / "fused_ranks.py"), str(out)],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(Path(out).read_text())
+    folder = tmp_path_factory.mktemp("fused_ranks")
+    run_script(["tests/helpers/fused_ranks.py", str(folder / "results.json")], folder / "log", ranks=2)
+    return json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["bits", "lists", "blocks"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 
-from helpers.forked import ForkedRanks
 from helpers.layouts_on_gpu import (
     BASELINE,
     FACTOR,
@@ -23,7 +21,7 @@ from helpers.layouts_on_gpu import (
     judge,
     layouts_that_fit,
 )
-from helpers.runs import ENVIRONMENT, REPOSITORY
+from helpers.runs import run_script
 
 STEPS = 2
 
@@ -58,12 +56,10 @@ def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> No
 
 
 def test_two_layouts_in_bf16_on_two_ranks(tmp_path: Path) -> None:
-    report, log = tmp_path / "layouts.json", tmp_path / "log"
+    report = tmp_path / "layouts.json"
     layouts = ["tp 2, sp", "pp 2"]
     command = ["tests/helpers/layouts_on_gpu.py", "--tiny", "--steps", str(STEPS), "--json", str(report)]
-    environment = {**os.environ, **ENVIRONMENT}
-    ranks = ForkedRanks([*command, "--only", *layouts], REPOSITORY, environment, {}, log, 2, rendezvous=True)
-    assert ranks.wait(300) == 0, log.read_text()[-4000:]
+    output = run_script([*command, "--only", *layouts], tmp_path / "log", ranks=2)
     found = json.loads(report.read_text())
     assert set(found["one_rank"]) == set(ONE_RANK)
     assert list(found["layouts"]) == layouts
@@ -73,4 +69,4 @@ def test_two_layouts_in_bf16_on_two_ranks(tmp_path: Path) -> None:
     # bf16 rounds, and the runs of one rank show it: the bounds are not just the floor.
     off = deviations(found["one_rank"]["products in 2 parts"], found["one_rank"][BASELINE], "grad_norm")
     assert 1e-5 < max(off) < 1e-1
-    assert log.read_text().count(" ok\n") == 2
+    assert output.count(" ok\n") == 2

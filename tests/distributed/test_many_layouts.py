@@ -6,17 +6,13 @@ Ten steps of the demo's model are in test_layouts.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gsa_data.pack import document_ids
 from helpers.many_layouts import BASELINE, CASES, EOS, LENGTH, RESHARDED, STEPS, WORLD, blocks, train_case
-from helpers.runs import ENVIRONMENT, REPOSITORY
+from helpers.runs import run_script
 from helpers.single_rank import single_rank
 
 pytestmark = pytest.mark.slow
@@ -30,18 +26,8 @@ _one_rank: dict[str, list[dict[str, Any]]] = {}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("many_layouts")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
-    script = REPOSITORY / "tests" / "helpers" / "many_layouts.py"
-    paths = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(script), str(folder)],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((Path(folder) / "results.json").read_text())
+    run_script(["tests/helpers/many_layouts.py", str(folder)], folder / "log", ranks=WORLD)
+    return json.loads((folder / "results.json").read_text())
 
 
 def one_rank(name: str) -> list[dict[str, Any]]:

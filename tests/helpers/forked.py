@@ -5,8 +5,7 @@ server (multiprocessing's forkserver) imports them, and its children get what to
 environment, an output and a command line of their own; then they run the launcher's file as `__main__`.
 
 What a real start has beyond that, and some runs therefore use (`real=True` in runs.py): torchrun's own handling of
-failures, a seed of string hashes for each rank, the interpreter's teardown after atexit, and a *spawned* process for
-megatron-core's queue of written files (which imports torch again, 2 seconds a rank).
+failures, a seed of string hashes for each rank, and the interpreter's teardown after atexit.
 """
 
 from __future__ import annotations
@@ -125,10 +124,6 @@ def _run_rank(command: list[str], cwd: Path, environment: dict[str, str], log: P
     gc.freeze()  # what the server imported need not be searched at each collection
     # Children of a forkserver would start theirs by another one: readers of text would import torch, 2 seconds each.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    assert filesystem_async._results_queue is None
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:

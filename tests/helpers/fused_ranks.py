@@ -1,4 +1,4 @@
-"""Fused kernels under tensor parallelism, in Triton's interpreter: `torchrun --nproc_per_node=2 fused_ranks.py OUT`.
+"""Fused kernels under tensor parallelism, in Triton's interpreter: `fused_ranks.py OUT` on two ranks.
 
 Each case with two tensor-parallel ranks, and with two data-parallel ones, whose layers hold all heads.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from gsa_kernels import sampling
 from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.model.triton_core import TritonCore
 from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
+from helpers.interpreter import shorten_interpreter
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP
 
@@ -57,6 +55,7 @@ def fuse(model: Model) -> None:
 
 
 def main(out: Path) -> None:
+    shorten_interpreter()
     sampling.SAMPLED_ROWS = RUN
     found: dict[str, dict[str, Any]] = {}
     for name, gsa in CASES.items():

@@ -1,4 +1,4 @@
-"""Many layouts one after the other in one world of ranks: `torchrun --nproc_per_node=4 many_layouts.py FOLDER`.
+"""Many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
 Starting a rank takes longer than the steps of a tiny model, so the ranks stay and change their layout. What model,
 context and pipeline sizes leave of the world is data parallel. Writes FOLDER/results.json.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -191,6 +191,23 @@ def start(
             stderr=subprocess.STDOUT,
         )
     return Run(run_dir / name, process, log, mark[MARK])
+
+
+def run_script(
+    command: Sequence[str],
+    log: Path,
+    ranks: int,
+    *,
+    expected: int = 0,
+    launcher: Literal["torchrun", "python"] = "torchrun",
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Another file than the launcher, on forked ranks, to its end with this exit code; returns what it printed."""
+    environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
+    forked = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks, rendezvous=launcher == "torchrun")
+    code = forked.wait(500)
+    assert code == expected, f"exit code {code}, expected {expected}:\n{log.read_text()[-5000:]}"
+    return log.read_text()
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:

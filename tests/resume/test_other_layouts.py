@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from helpers.forked import ForkedRanks
-from helpers.runs import ENVIRONMENT, REPOSITORY, SMALL, Run, finished, kill, start
+from helpers.runs import SMALL, Run, finished, kill, run_script, start
 
 SPLIT = ("parallel.tensor=2", "parallel.pipeline=2")
 CONTEXT = ("parallel.context=2",)
@@ -73,10 +71,9 @@ def test_a_chain_of_layouts_and_of_both_optimizers_trains_as_one(tmp_path):
     """Each layout takes a step from the checkpoint of the one before and saves; while that save is under way it takes
     the next step, which no checkpoint may show. A step's loss is that of the weights, the next layout's shows whether
     the optimizer's state arrived."""
-    command, log = ["tests/helpers/layout_chain.py", str(tmp_path), json.dumps(CHAIN)], tmp_path / "log"
-    ranks = ForkedRanks(command, REPOSITORY, {**os.environ, **ENVIRONMENT}, {}, log, ranks=4, rendezvous=True)
-    assert ranks.wait(300) == 0, log.read_text()[-5000:]
-    lines = [line for line in log.read_text().splitlines() if line.startswith("RECORD ")]
+    command = ["tests/helpers/layout_chain.py", str(tmp_path), json.dumps(CHAIN)]
+    output = run_script(command, tmp_path / "log", ranks=4)
+    lines = [line for line in output.splitlines() if line.startswith("RECORD ")]
     records = [json.loads(line.removeprefix("RECORD ")) for line in lines]
     expected = {record["step"]: record for record in records[: len(CHAIN) + 1]}
     chained = records[len(CHAIN) + 1 :]
