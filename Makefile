@@ -6,7 +6,7 @@ RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && ech
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
 # Processes for the tests that start none of their own. Those that start up to four ranks often wait: three at a time, in
-# the order given, so that no long file is left for the end.
+# the order of tests/conftest.py, so that no long file is left for the end.
 CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
@@ -34,8 +34,9 @@ check: setup
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels
+	$(BIN)/mypy & types=$$!; \
+		OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels; \
+		tests=$$?; wait $$types && exit $$tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu' --durations=15 \
 		tests/distributed tests/resume tests/e2e
 

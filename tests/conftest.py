@@ -19,11 +19,30 @@ if not torch.cuda.is_available():
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 
 
+LONGEST_FILES = (
+    "distributed/test_layouts.py",
+    "distributed/test_many_layouts.py",
+    "resume/test_faults.py",
+    "resume/test_spikes.py",
+    "resume/test_data_survives_kills.py",
+    "resume/test_kills.py",
+    "resume/test_stops.py",
+    "resume/test_wrong_bits.py",
+)
+"""Minutes each; what comes after them fills the gaps at the end."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A folder for the runs that tests share; pytest-xdist's workers inherit its name."""
     if SHARED_RUNS not in os.environ:
         folder = os.environ[SHARED_RUNS] = tempfile.mkdtemp(prefix="gsa_test_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; the others stay in their order."""
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -26,7 +26,7 @@ def launch(*arguments: str, ranks: int = 1, config: str = CONFIG) -> subprocess.
     command = [sys.executable, "-c", REPORT, "launch/pretrain.py", "--config", config, *arguments]
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "RANK": "0"}
     return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -150,7 +150,7 @@ def test_two_ranks_speak_with_one_voice(arguments, code, line):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert result.returncode == code  # torchrun's own: 1 when a rank failed

@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
+PAIRS = {"micro_batch_size": 2}
+"""Where no rank is data parallel: half the passes through the layers, and what one rank trains one by one."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 INSTANCES = {"optimizer_instances": 2}
@@ -89,16 +91,16 @@ class Case:
 CASES = {
     "context": Case({"context": 2}),
     "context, selected keys": Case({"context": 2}, {}),
-    "context on all ranks": Case({"context": 4}),
+    "context on all ranks": Case({"context": 4}, train=PAIRS),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full"}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}),
-    "context x tensor": Case({"context": 2, "tensor": 2}),
+    "context x tensor": Case({"context": 2, "tensor": 2}, train=PAIRS),
     "context x pipeline, options": Case({"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective"}),
     "context, dense baseline": Case({"context": 2}, BASELINE),
-    "context x interleaved": Case({"context": 2, **INTERLEAVED}),
+    "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
     "interleaved": Case(INTERLEAVED),
     "interleaved, selected keys": Case(INTERLEAVED, {}),
-    "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED),
+    "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED, PAIRS),
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
     "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}, steps=2),

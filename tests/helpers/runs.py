@@ -73,6 +73,8 @@ TINY_MODEL = (
 """Beside `SMALL`, where a test has hundreds of steps: four sequences of 64 tokens a step, and next to no model."""
 
 STEPS = 20
+LONGEST_WAIT_SECONDS = 500
+"""For anything a run does, on a machine of which others leave it little."""
 
 TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait_seconds")
@@ -132,7 +134,7 @@ class Run:
     def series(self, key: str) -> list[Any]:
         return [record[key] for record in self.steps()]
 
-    def wait(self, expected: int = 0, seconds: float = 300) -> Run:
+    def wait(self, expected: int = 0, seconds: float = LONGEST_WAIT_SECONDS) -> Run:
         """Wait for the end and check the exit code."""
         assert self.process is not None
         try:
@@ -143,7 +145,7 @@ class Run:
         assert code == expected, f"exit code {code}, expected {expected}:\n{self.output[-5000:]}"
         return self
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT_SECONDS) -> None:
         """Poll closely until the condition holds; fail if the run ends or the time runs out before."""
         assert self.process is not None
         deadline = time.monotonic() + seconds
@@ -205,7 +207,7 @@ def run_script(
     """Another file than the launcher, on forked ranks, to its end with this exit code; returns what it printed."""
     environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
     forked = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks, rendezvous=launcher == "torchrun")
-    code = forked.wait(500)
+    code = forked.wait(LONGEST_WAIT_SECONDS)
     assert code == expected, f"exit code {code}, expected {expected}:\n{log.read_text()[-5000:]}"
     return log.read_text()
 
@@ -246,7 +248,7 @@ def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
     """SIGKILL to every process of a run, first to those named; returns their ids, all of them dead."""
     assert run.process is not None
     killed: list[int] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     alive = list(at_once) or processes_of(run)
     while alive:
         assert time.monotonic() < deadline, f"survived SIGKILL: {alive}"
@@ -254,6 +256,6 @@ def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
                 killed.append(process.pid)
-        run.process.wait(20)
+        run.process.wait(100)
         alive = processes_of(run)
     return sorted(set(killed))

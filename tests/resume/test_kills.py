@@ -30,7 +30,7 @@ class Kill:
     """Files in the folder of the checkpoint being written."""
     complete: list[str]
     survivors: list[psutil.Process]
-    """What lived on for a second after those that were to be killed."""
+    """What lived on for 20 seconds after those that were to be killed."""
 
 
 def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill:
@@ -39,8 +39,8 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
     if at_once:
         for process in at_once:
             process.kill()
-        run.process.wait(60)  # torchrun ends the ranks that are left
-        until = time.monotonic() + 1
+        run.process.wait(100)  # torchrun ends the ranks that are left
+        until = time.monotonic() + 20
         while (survivors := processes_of(run)) and time.monotonic() < until:
             time.sleep(0.05)
     processes = [process.pid for process in at_once or []] + kill(run)

@@ -12,8 +12,6 @@ from helpers.launchers import launch, ranks_of
 from helpers.runs import SMALL, STEPS, TIMING, Run, finished, processes_of, train
 
 RANKS = 2
-SECONDS = 500
-"""For one start of a run, on a busy machine."""
 COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
 
 pytestmark = pytest.mark.slow
@@ -35,7 +33,7 @@ def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
     # SIGTERM to torchrun, which passes it on: to each rank with its readers and W&B's service.
     by_torchrun = start(run_dir)
-    by_torchrun.wait_until(lambda: len(by_torchrun.steps()) >= 3, SECONDS)
+    by_torchrun.wait_until(lambda: len(by_torchrun.steps()) >= 3)
     by_torchrun.process.send_signal(signal.SIGTERM)
     by_torchrun.wait(expected=1)  # torchrun's own
     saved = int(stopped(by_torchrun)["step"])
@@ -51,10 +49,10 @@ def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
     # SIGUSR1 to one rank only; while both write, SIGTERM to every process of the run but torchrun, as Slurm may send.
     twice = start(run_dir)
-    twice.wait_until(lambda: len(twice.steps()) >= saved + 3, SECONDS)
+    twice.wait_until(lambda: len(twice.steps()) >= saved + 3)
     launcher = twice.process.pid
     ranks_of(twice)[1].send_signal(signal.SIGUSR1)
-    twice.wait_until(lambda: [*twice.checkpoints.glob(".tmp_step_*")], SECONDS)
+    twice.wait_until(lambda: [*twice.checkpoints.glob(".tmp_step_*")])
     for process in processes_of(twice):
         if process.pid != launcher:
             process.send_signal(signal.SIGTERM)

@@ -116,11 +116,11 @@ def test_a_job_without_time_to_train_does_not_come_back_for_ever(job: Job) -> No
 
 @pytest.mark.parametrize(("code", "complete"), [(1, False), (0, True)])
 def test_sigusr1_reaches_the_ranks_and_their_code_counts(job: Job, code: int, complete: bool) -> None:
-    process = job.start(f"trap 'echo told >> \"$LOG\"; exit {code}' USR1; while :; do /bin/sleep 0.1; done")
+    listen = f'trap \'echo told >> "$LOG"; exit {code}\' USR1; echo listening >> "$LOG"'
+    process = job.start(f"{listen}; while :; do /bin/sleep 0.1; done")
     deadline = time.monotonic() + 60
-    while "started" not in job.log.read_text() and time.monotonic() < deadline:
+    while "listening" not in job.log.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.3)  # until it listens
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == code
     assert "told" in job.log.read_text()

@@ -143,7 +143,7 @@ def test_comparison_of_runs_with_the_same_name(tmp_path):
 
 def run_plot(*arguments):
     command = [sys.executable, str(PLOT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_command_draws_every_run_and_the_comparison(tmp_path):

@@ -131,7 +131,7 @@ def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=300, check=True)
     assert done.stdout.startswith("step    120/600  warm-up") is not is_bar
     os.write(theirs, b"end")
     assert ("120/600  warm-up  loss 5.1234" in os.read(ours, 10_000).decode()) is is_bar
