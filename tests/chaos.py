@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import REPOSITORY, SMALL, TIMING, TINY_MODEL, Run, kill, processes_of
+from helpers.runs import REPOSITORY, SMALL, TINY_MODEL, Run, kill, numbers_of, processes_of
 
 RANKS = 4
 SAVE_EVERY_STEPS = 5
@@ -294,11 +294,8 @@ def damaged_corpus(folder: Path) -> None:
 
 def numbers(run: Run) -> list[dict[str, Any]]:
     """Every logged number that is not a time; saves and what a restart says of the hang before it apart."""
-    return [
-        {key: value for key, value in record.items() if key not in TIMING}
-        for record in run.records()
-        if not str(record.get("event", "")).startswith(("checkpoint", "restart_after_hang"))
-    ]
+    without = ("checkpoint_failed", "checkpoint_damaged", "restart_after_hang")
+    return numbers_of(run.records(), without)
 
 
 def tensors_of(run: Run, scratch: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,6 +81,7 @@ TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
 """What differs between two runs of the same steps."""
 
+
 QUICK_STEPS = 10
 QUICK = (
     "train.micro_batch_size=2",
@@ -91,6 +92,22 @@ QUICK = (
 
 ALL_KEYS = (*QUICK, "gsa.k_min=128", "gsa.k_base=128")
 """Every query selects all that it sees, so no rounding can change a selection."""
+
+
+def numbers_of(
+    records: Iterable[dict[str, Any]], without: Sequence[str] = (), keys: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """What two runs of the same steps have in common to the last bit: everything but saves and times.
+
+    Args:
+        without: further events to leave out.
+        keys: further keys to leave out.
+    """
+    return [
+        {key: value for key, value in record.items() if key not in (*TIMING, *keys)}
+        for record in records
+        if record.get("event") not in ("checkpoint", *without)
+    ]
 
 
 @dataclass

@@ -29,12 +29,13 @@ TINY = (
     "evaluate.max_blocks=1",
 )
 LAYOUTS = {
-    "one rank": (1, "parallel.tensor=1"),
-    "data 2": (2, "parallel.tensor=1"),
-    "data 4": (4, "parallel.tensor=1"),
-    "tensor 2": (2, "parallel.tensor=2"),
-    "tensor 2 x data 2": (4, "parallel.tensor=2"),
+    "one rank": (1, 1),
+    "data 2": (2, 1),
+    "data 4": (4, 1),
+    "tensor 2": (2, 2),
+    "tensor 2 x data 2": (4, 2),
 }
+"""Ranks, tensor-parallel size. A rank takes its share of the four sequences in one micro-batch."""
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,8 @@ def start_somewhere(run_dir: Path, chance: random.Random, *overrides: str) -> tu
     layout = chance.choice(list(LAYOUTS))
     ranks, tensor = LAYOUTS[layout]
     workers, prefetch = chance.choice([0, 1, 3]), chance.choice([1, 8, 64])
-    options = (tensor, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")
+    split = (f"parallel.tensor={tensor}", f"train.micro_batch_size={4 * tensor // ranks}")
+    options = (*split, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")
     run = start(run_dir, *TINY, *options, *overrides, ranks=ranks)
     return run, f"{layout}, {workers} workers, prefetch {prefetch}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import SMALL, TIMING, Run, train
+from helpers.runs import SMALL, Run, numbers_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +24,7 @@ ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=2")
 
 def records_of(run: Run, after: int) -> list[dict[str, Any]]:
     """Steps and validations behind a step, without what is measured with a clock."""
-    return [
-        {name: value for name, value in record.items() if name not in TIMING}
-        for record in run.records()
-        if record["step"] > after and record.get("event") != "checkpoint"
-    ]
+    return numbers_of(record for record in run.records() if record["step"] > after)
 
 
 def test_resumed_is_uninterrupted(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from helpers.launchers import free_port, launch, ranks_of
-from helpers.runs import LONGEST_WAIT_SECONDS, SMALL, STEPS, TIMING, Run, finished, kill, processes_of
+from helpers.runs import LONGEST_WAIT_SECONDS, SMALL, STEPS, Run, finished, kill, numbers_of, processes_of
 
 RANKS = 2
 
@@ -22,15 +22,9 @@ pytestmark = pytest.mark.slow
 
 
 def assert_as_undisturbed(run: Run) -> None:
-    def numbers(run: Run) -> list[dict[str, object]]:
-        return [
-            {key: value for key, value in record.items() if key not in TIMING}
-            for record in run.records()
-            if not str(record.get("event", "")).startswith(("checkpoint", "restart_after_hang"))
-        ]
-
     assert run.series("step") == list(range(1, STEPS + 1))
-    assert numbers(run) == numbers(finished(ranks=RANKS))
+    told = ("checkpoint_failed", "restart_after_hang")
+    assert numbers_of(run.records(), without=told) == numbers_of(finished(ranks=RANKS).records())
 
 
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import REPOSITORY, SMALL, Run, finished, start
+from helpers.runs import REPOSITORY, SMALL, Run, start
 
 pytestmark = pytest.mark.slow
 
 SAMPLE = REPOSITORY / "data" / "sample"
 LONGER = "phases.1.steps=12"
-
-
-@pytest.fixture
-def old_run(tmp_path: Path) -> Run:
-    """A copy of a finished run of 20 steps, at `tmp_path/run`."""
-    original = finished()
-    shutil.copytree(original.folder, tmp_path / "run")
-    return Run(tmp_path / "run", None, original.log, "")
 
 
 def start_in(old_run: Run, *overrides: str) -> Run:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 
 from gsa_train.starts import read_starts
-from helpers.runs import SMALL, Run, finished, kill, start
+from helpers.runs import SMALL, Run, kill, start
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def old_run(tmp_path: Path) -> Run:
-    """A copy of a finished run, at `tmp_path/run`."""
-    original = finished()
-    shutil.copytree(original.folder, tmp_path / "run")
-    return Run(tmp_path / "run", None, original.log, "")
 
 
 def start_in(old_run: Run, *overrides: str) -> Run:

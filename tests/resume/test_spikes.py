@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gsa_train.monitor import EXIT_CODE
 from gsa_train.sinks import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TIMING
+from helpers.fault_plans import FaultPlan
+from helpers.runs import numbers_of
 
 pytestmark = pytest.mark.slow
 
@@ -73,11 +69,8 @@ class Finished:
 
     def numbers(self, after: int, *without: str) -> list[dict[str, Any]]:
         """Every record after a step, apart from saves, times and the keys named."""
-        return [
-            {key: value for key, value in record.items() if key not in TIMING + without}
-            for record in read_records(self.folder / "metrics.jsonl")
-            if record["step"] > after and record.get("event") != "checkpoint"
-        ]
+        records = read_records(self.folder / "metrics.jsonl")
+        return numbers_of((record for record in records if record["step"] > after), keys=without)
 
     @property
     def validation_loss(self) -> float:
@@ -92,29 +85,13 @@ class Finished:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """All runs of this file, from one process that has imported everything; two of one rank go side by side."""
     folder = tmp_path_factory.mktemp("spikes")
-    config = yaml.safe_load((REPOSITORY / CONFIG).read_text())
-    for section, fields in SECTIONS.items():
-        config[section] = {**config.get(section, {}), **fields}
-    config["phases"] = [PHASE]
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-
-    def run(
-        name: str, *overrides: str, faults: dict[str, Any] | None = None, ranks: int = 1
-    ) -> dict[str, Any]:
-        arguments = [
-            "--config",
-            str(folder / "config.yaml"),
-            f"run.dir={folder}",
-            f"run.name={name}",
-            *overrides,
-        ]
-        log = str(folder / f"{name}.log")
-        return {"name": name, "ranks": ranks, "arguments": arguments, "faults": faults or {}, "log": log}
+    plan = FaultPlan(folder, SECTIONS, [PHASE])
+    run = plan.run
 
     def goes_on(name: str, source: str, *overrides: str) -> dict[str, Any]:
         """From a copy of a run's folder as a kill between its checkpoint and the end would leave it."""
         copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
-        return run(name, *overrides, faults=TEXT) | copied
+        return run(name, *overrides, **TEXT) | copied
 
     skip, lower, rewind, stop = (
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
@@ -123,27 +100,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     saves_often = "checkpoint.every_steps=16"
     halves = "train.micro_batch_size=2"
     waves = [
-        [run("clean"), run("skip", skip, faults=TEXT)],
-        [run("rewind", rewind, EVERY_FIFTH, faults=TEXT), run("stop", stop, EVERY_FIFTH, faults=TEXT)],
+        [run("clean"), run("skip", skip, **TEXT)],
+        [run("rewind", rewind, EVERY_FIFTH, **TEXT), run("stop", stop, EVERY_FIFTH, **TEXT)],
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
         [goes_on("stop, again", "stop", stop, EVERY_FIFTH)],
-        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, faults=TEXT)],
-        [run("bit", rewind, saves_often, faults=FLIPPED), run("bit, log", faults=FLIPPED)],
-        [run("text, log", faults=TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=63")],
-        [run("split", skip, "parallel.tensor=2", ranks=2, faults=TEXT)],
-        [run("nan", skip, halves, ranks=2, faults={"nan_gradient": [40, 1]})],
-        [run("nan, log", halves, ranks=2, faults={"nan_gradient": [5, 1]})],
+        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, **TEXT)],
+        [run("bit", rewind, saves_often, **FLIPPED), run("bit, log", **FLIPPED)],
+        [run("text, log", **TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=63")],
+        [run("split", skip, "parallel.tensor=2", ranks=2, **TEXT)],
+        [run("nan", skip, halves, ranks=2, nan_gradient=[40, 1])],
+        [run("nan, log", halves, ranks=2, nan_gradient=[5, 1])],
     ]
-    plan = folder / "plan.json"
-    plan.write_text(json.dumps(waves))
-    subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
-        check=True,
-        timeout=550,
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    codes = json.loads(plan.with_suffix(".codes").read_text())
+    codes = plan.carry_out(waves)
     found = {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
     print_table(found)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import SMALL, STEPS, TIMING, Run, finished, processes_of, train
+from helpers.runs import SMALL, STEPS, Run, finished, numbers_of, processes_of, train
 
 RANKS = 2
 COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
@@ -76,13 +76,6 @@ def test_no_process_of_a_stopped_run_is_left(stops: list[Run]) -> None:
 
 
 def test_the_numbers_are_those_of_a_run_that_was_not_stopped(stops: list[Run]) -> None:
-    def numbers(run: Run) -> list[dict[str, object]]:
-        return [
-            {key: value for key, value in record.items() if key not in TIMING}
-            for record in run.records()
-            if not str(record.get("event", "")).startswith("checkpoint")
-        ]
-
     assert not (stops[-1].folder / "stopped.json").exists()
     assert stops[-1].series("step") == list(range(1, STEPS + 1))
-    assert numbers(stops[-1]) == numbers(finished(ranks=RANKS))
+    assert numbers_of(stops[-1].records()) == numbers_of(finished(ranks=RANKS).records())

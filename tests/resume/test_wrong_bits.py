@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gsa_train.corruption import EXIT_CODE
 from gsa_train.sinks import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TIMING
+from helpers.fault_plans import FaultPlan
+from helpers.runs import numbers_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,33 +44,15 @@ class Finished:
         self.reports = [path.read_text() for path in (folder / "faults").glob("*/report.txt")]
         records = read_records(folder / "metrics.jsonl")
         self.found = [record for record in records if record.get("event") == "corruption"]
-        self.numbers = [
-            {key: value for key, value in record.items() if key not in TIMING}
-            for record in records
-            if record.get("event") not in ("corruption", "checkpoint")
-        ]
+        self.numbers = numbers_of(records, without=["corruption"])
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """All runs of this file, from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("corruption")
-    config = yaml.safe_load((REPOSITORY / CONFIG).read_text())
-    for section, fields in SECTIONS.items():
-        config[section] = {**config.get(section, {}), **fields}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"phases": PHASES}))
-
-    def run(name: str, *overrides: str, ranks: int = 2, **faults: Any) -> dict[str, Any]:
-        arguments = ["--config", str(folder / "config.yaml"), f"run.dir={folder}", f"run.name={name}"]
-        log = str(folder / f"{name}.log")
-        return {
-            "name": name,
-            "ranks": ranks,
-            "arguments": [*arguments, *overrides],
-            "faults": faults,
-            "log": log,
-        }
-
+    plan = FaultPlan(folder, SECTIONS, PHASES)
+    run = partial(plan.run, ranks=2)
     waves = [
         [run("clean"), run("checked", TWICE, SPIKES, REPLICAS)],
         [run("overlap", TWICE, *OVERLAP, wrong_gradient=[7, 1]), run("nan", SPIKES, nan_gradient=[5, 1])],
@@ -80,16 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [run("weight", REPLICAS, COPIES, ranks=3, flipped_bit=[6, 3, 1])],
         [run("split", TWICE, REPLICAS, "parallel.tensor=2", ranks=4, flipped_bit=[8, 3, 2])],
     ]
-    plan = folder / "plan.json"
-    plan.write_text(json.dumps(waves))
-    subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
-        check=True,
-        timeout=400,
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    codes = json.loads(plan.with_suffix(".codes").read_text())
+    codes = plan.carry_out(waves)
     return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
 
 

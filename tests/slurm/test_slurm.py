@@ -17,7 +17,7 @@ import pytest
 from cluster import Cluster, wait_for
 
 from gsa_train.sinks import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, TIMING, finished
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, finished, numbers_of
 
 SLOW_SECONDS = 600
 """For one start of a run, on a busy machine."""
@@ -115,7 +115,7 @@ def test_a_run_survives_preemption_a_signal_and_a_lost_node(cluster: Cluster, tm
     assert not (job.folder / "stopped.json").exists()
     undisturbed = finished(ranks=2)
     assert [record["step"] for record in job.records() if "event" not in record] == list(range(1, STEPS + 1))
-    assert numbers(job.records()) == numbers(undisturbed.records())
+    assert numbers_of(job.records()) == numbers_of(undisturbed.records())
 
 
 def lose_node(cluster: Cluster, node: str) -> None:
@@ -144,15 +144,6 @@ def steps_of(cluster: Cluster, node: str) -> list[psutil.Process]:
         ):
             found += [process, *[each for each in process.parents() if each.name() == "slurmstepd"]]
     return found
-
-
-def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saves apart: each stop makes one more."""
-    return [
-        {key: value for key, value in record.items() if key not in TIMING}
-        for record in records
-        if not str(record.get("event", "")).startswith("checkpoint")
-    ]
 
 
 def test_before_its_time_limit_a_job_stops_and_a_cancelled_one_does_not_come_back(

@@ -1,0 +1,45 @@
+"""Plans for faulty_runs.py: several runs with faults, from one process that has imported everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from helpers.runs import CONFIG, ENVIRONMENT, LONGEST_WAIT_SECONDS, REPOSITORY
+
+
+class FaultPlan:
+    """Runs `folder/<name>` of one config: the demo's, with other fields in these sections and these phases."""
+
+    def __init__(self, folder: Path, sections: dict[str, dict[str, Any]], phases: list[dict[str, Any]]):
+        self.folder, self._config = folder, folder / "config.yaml"
+        config = yaml.safe_load((REPOSITORY / CONFIG).read_text())
+        for section, fields in sections.items():
+            config[section] = {**config.get(section, {}), **fields}
+        self._config.write_text(yaml.safe_dump(config | {"phases": phases}))
+
+    def run(self, name: str, *overrides: str, ranks: int = 1, **faults: Any) -> dict[str, Any]:
+        """A run of a wave; its ranks print to `folder/<name>.log.<rank>`."""
+        arguments = ["--config", str(self._config), f"run.dir={self.folder}", f"run.name={name}", *overrides]
+        log = str(self.folder / f"{name}.log")
+        return {"name": name, "ranks": ranks, "arguments": arguments, "faults": faults, "log": log}
+
+    def carry_out(self, waves: list[list[dict[str, Any]]]) -> dict[str, list[int]]:
+        """Wave after wave, the runs of one side by side; returns the exit codes of the ranks of each run."""
+        plan = self.folder / "plan.json"
+        plan.write_text(json.dumps(waves))
+        subprocess.run(
+            [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
+            check=True,
+            timeout=LONGEST_WAIT_SECONDS,
+            cwd=REPOSITORY,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        codes: dict[str, list[int]] = json.loads(plan.with_suffix(".codes").read_text())
+        return codes
