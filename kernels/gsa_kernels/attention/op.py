@@ -4,8 +4,8 @@ import torch
 
 from gsa_kernels.attention.triton_backward import attention_backward
 from gsa_kernels.attention.triton_forward import attention_forward
-from gsa_kernels.attention.triton_tiles import interpreted
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.devices import interpreted
 
 _HEAD_SIZES = (32, 64, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gsa_kernels.devices import interpreted
+
 # Stands for minus infinity: finite, so that inf - inf never appears. A row's running maximum starts at FLOOR,
 # above every masked logit (MASKED): before the row's first key its probabilities are exactly 0.
 MASKED = tl.constexpr(-1.0e30)
@@ -47,10 +49,6 @@ def input_precision(dtype: torch.dtype) -> str:
 def is_even(num_queries: int, num_keys: int, tile: int) -> bool:
     """Whether no tile is cut, on either side."""
     return num_queries % tile == 0 and num_keys % tile == 0
-
-
-def interpreted() -> bool:
-    return bool(triton.knobs.runtime.interpret)
 
 
 def use_tma(tiles: Tiles, *tensors: torch.Tensor) -> bool:

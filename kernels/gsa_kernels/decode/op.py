@@ -15,17 +15,16 @@ sequences are at different places in their blocks refreshes each at its own time
 a block, select once with that block's first query and `lengths` = its position + 1.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 
-from gsa_kernels.attention.triton_tiles import interpreted
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.decode.state import DecodeSelection, DecodeWorkspace
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
+from gsa_kernels.devices import launching_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HEAD_SIZES = (32, 64, 128)
@@ -182,7 +181,7 @@ def decode_select(
 
     chained = _chained(q_idx)
     budget_rule = (k_base, min(k_min, max_length), k_max, mode)
-    with _launching_on(q_idx):
+    with launching_on(q_idx, "the query"):
         score_keys(
             q_idx,
             k_idx,
@@ -263,7 +262,7 @@ def decode_attend(
     _check_device(q, lengths, selection, workspace, floats)
     if out is None:
         out = torch.empty_like(q)
-    with _launching_on(q):
+    with launching_on(q, "the query"):
         attend_to_indices(
             q,
             k,
@@ -333,14 +332,3 @@ def _check_device(
 def _chained(tensor: torch.Tensor) -> bool:
     """Programmatic dependent launch: a kernel is in place before the one in front of it ends. Hopper has it."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
-
-
-def _launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if tensor.is_cuda:
-        return torch.cuda.device(tensor.device)
-    if not interpreted():
-        raise ValueError(
-            f"the query is on {tensor.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test)"
-        )
-    return nullcontext()

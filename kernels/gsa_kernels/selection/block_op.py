@@ -6,9 +6,10 @@ from typing import Literal
 import torch
 
 from gsa_kernels.checks import check_at_least, check_shape, count_queries
+from gsa_kernels.devices import launching_on
 from gsa_kernels.lists.key_lists import KeyLists
 from gsa_kernels.lists.triton_block_lists import block_key_lists, expand_words
-from gsa_kernels.selection.op import ROW_CHUNK_BYTES, launching_on, select_keys
+from gsa_kernels.selection.op import ROW_CHUNK_BYTES, select_keys
 
 SELECTION_BLOCKS = (16, 32, 64, 128)
 

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from gsa_kernels.checks import check_at_least
+from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import score_inputs
 from gsa_kernels.lists.key_lists import KeyLists
 from gsa_kernels.lists.triton_build import (
@@ -17,7 +18,7 @@ from gsa_kernels.lists.triton_build import (
     fill_lists,
     join_lists,
 )
-from gsa_kernels.selection.op import ROW_CHUNK_BYTES, Selector, launching_on, make_selector
+from gsa_kernels.selection.op import ROW_CHUNK_BYTES, Selector, make_selector
 
 CANDIDATES_FROM = 8192
 """Keys of the first row that is selected by candidates: at 128K on an H200, 33 ms instead of 62."""

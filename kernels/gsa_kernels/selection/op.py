@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 import triton
 
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
 from gsa_kernels.selection.candidates import (
     MOST_CANDIDATES,
@@ -413,14 +413,3 @@ def _row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]
 
 def _score_columns(inputs: ScoreInputs, rows: range) -> int:
     return triton.cdiv(inputs.position(rows.stop - 1) + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-
-
-def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if tensor.is_cuda:
-        return torch.cuda.device(tensor.device)
-    if not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"q_idx is on {tensor.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test)"
-        )
-    return nullcontext()

@@ -1,0 +1,25 @@
+"""Where Triton's kernels run: on CUDA devices, or in Triton's interpreter for tests."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+
+
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def launching_on(tensor: torch.Tensor, name: str = "q_idx") -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's.
+
+    Raises:
+        ValueError: no kernel can run where the tensor is; `name` is what the message calls it.
+    """
+    if tensor.is_cuda:
+        return torch.cuda.device(tensor.device)
+    if not interpreted():
+        raise ValueError(
+            f"{name} is on {tensor.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test)"
+        )
+    return nullcontext()
