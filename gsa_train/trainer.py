@@ -13,7 +13,7 @@ from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint import RunState, gather_rng
 from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
-from gsa_train.config import Config, PhaseConfig, config_to_yaml
+from gsa_train.config import Config, config_to_yaml
 from gsa_train.corruption import CorruptionCheck, needs_check
 from gsa_train.evaluate import evaluate
 from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
@@ -78,6 +78,27 @@ class Run:
             self.progress.message(text)
 
 
+@dataclass
+class _Phase:
+    """What a phase begins with and ends with."""
+
+    span: PhaseSpan
+    optimizer: PhaseOptimizer
+    monitor: Monitor
+    clock: IntervalClock
+    check: CorruptionCheck | None
+
+
+def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Phase:
+    config, device = run.config.monitor, run.parallel.device
+    monitor = Monitor(config, span, device, run.monitor, run.log, partial(newest_save, run))
+    check = None
+    if needs_check(config):
+        modules = optimizer.modules
+        check = CorruptionCheck(config, run.model, modules, run.parallel, run.log, span.phase.name)
+    return _Phase(span, optimizer, monitor, IntervalClock(device), check)
+
+
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
     """Train from `run.step` to the end of the phase, or up to a spike that asks for a rewind.
 
@@ -86,27 +107,15 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         CorruptionFound: so do numbers that are not what they should be.
         Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
     """
-    config, parallel = run.config, run.parallel
-    monitor = Monitor(config.monitor, span, parallel.device, run.monitor, run.log, partial(newest_save, run))
-    clock = IntervalClock(parallel.device)
-    check = None
-    if needs_check(config.monitor):
-        modules = phase_optimizer.modules
-        check = CorruptionCheck(config.monitor, run.model, modules, parallel, run.log, span.phase.name)
-
-    def stop(reason: int, in_validation: bool = False) -> NoReturn:
-        """Every step has been read."""
-        run.validation_due = in_validation
-        run.monitor = monitor.state()
-        if run.step > 0:
-            save_the_end(run, span, phase_optimizer)
-        raise Stopped(reason, run.step)
+    config = run.config
+    phase = _begin(run, span, phase_optimizer)
+    monitor, clock = phase.monitor, phase.clock
 
     def stop_validation_if_asked() -> None:
         run.watch.note(run.step, "validating")
         reason = run.stop_vote.ask()
         if reason:
-            stop(reason, in_validation=True)
+            _stop(run, phase, reason, in_validation=True)
 
     if run.validation_due:
         validate(run, span.phase.name, stop_validation_if_asked)
@@ -117,14 +126,14 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         if found is not None:
             return found
         if reason:
-            stop(reason)
+            _stop(run, phase, reason)
         run.watch.note(run.step, "reading text")
         trains = run.step + 1 not in run.skipped_steps
         logged = trains and _is_logged(run.step + 1, span, config)
         run.profiler.before(run.step + 1)
         if trains:
             lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
-            result = _train(run, phase_optimizer, monitor, clock, lr, logged, check)
+            result = _train(run, phase, lr, logged)
         else:
             clock.pause()
             _leave_out(run, span)
@@ -138,7 +147,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
                 return found
         if logged:
             with part("logging"):
-                _log(run, span.phase, phase_optimizer, monitor, clock, lr, result)
+                _log(run, phase, lr, result)
             report_saves(run, run.saver.ended(now=run.step))
         run.profiler.after(run.step)
         if validates:
@@ -154,6 +163,15 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
     return None
 
 
+def _stop(run: Run, phase: _Phase, reason: int, in_validation: bool = False) -> NoReturn:
+    """Save and leave. Every step has been read."""
+    run.validation_due = in_validation
+    run.monitor = phase.monitor.state()
+    if run.step > 0:
+        save_the_end(run, phase.span, phase.optimizer)
+    raise Stopped(reason, run.step)
+
+
 def newest_save(run: Run) -> int | None:
     """Step of the newest checkpoint, for the end by a spike: waits for the save under way, and tells of it."""
     for result in run.saver.ended(now=run.step, wait=True):
@@ -161,15 +179,7 @@ def newest_save(run: Run) -> int | None:
     return run.saver.durable_step
 
 
-def _train(
-    run: Run,
-    phase_optimizer: PhaseOptimizer,
-    monitor: Monitor,
-    clock: IntervalClock,
-    lr: float,
-    logged: bool,
-    check: CorruptionCheck | None,
-) -> StepResult:
+def _train(run: Run, phase: _Phase, lr: float, logged: bool) -> StepResult:
     """One step."""
     config = run.config
     run.model.runtime.measuring = logged
@@ -180,21 +190,21 @@ def _train(
     run.watch.note(run.step, "training")
     result = train_step(
         run.model,
-        phase_optimizer,
+        phase.optimizer,
         micro_batches,
         lr,
         config,
         run.parallel,
         run.step,
-        monitor.detector,
-        check,
+        phase.monitor.detector,
+        phase.check,
         run.saver.is_due(run.step + 1),
     )
     run.step += 1
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     run.tokens += tokens
-    clock.count(tokens, run.batches.wait_seconds - waited)
-    monitor.observe(run.step, result.verdict)
+    phase.clock.count(tokens, run.batches.wait_seconds - waited)
+    phase.monitor.observe(run.step, result.verdict)
     return result
 
 
@@ -209,19 +219,11 @@ def _leave_out(run: Run, span: PhaseSpan) -> None:
         run.log({"event": "skipped_batches", "step": run.step, "phase": span.phase.name, "last_step": last})
 
 
-def _log(
-    run: Run,
-    phase: PhaseConfig,
-    phase_optimizer: PhaseOptimizer,
-    monitor: Monitor,
-    clock: IntervalClock,
-    lr: float,
-    result: StepResult,
-) -> None:
+def _log(run: Run, phase: _Phase, lr: float, result: StepResult) -> None:
     """The record of the step just done, whose verdict has been read. Collective."""
     config, parallel = run.config, run.parallel
-    changed = phase_optimizer.update_norm(result.verdict.applied, parallel)
-    interval = clock.read_and_reset()
+    changed = phase.optimizer.update_norm(result.verdict.applied, parallel)
+    interval = phase.clock.read_and_reset()
     reduced = reduce_step(
         run.model.runtime.stats,
         result.loss_sum,
@@ -234,13 +236,13 @@ def _log(
     )
     if parallel.is_main:
         run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
-    lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase).items()}
+    lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase.span.phase).items()}
     precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
     record = step_record(
         run.step,
-        phase,
+        phase.span.phase,
         lrs,
-        monitor.last_grad_norm,
+        phase.monitor.last_grad_norm,
         run.tokens,
         reduced,
         interval,
@@ -248,9 +250,9 @@ def _log(
         parallel,
         precision,
     )
-    record |= {"update_norm": changed.item(), **monitor.metrics()}
+    record |= {"update_norm": changed.item(), **phase.monitor.metrics()}
     run.log(record)
-    monitor.watch_layers(run.step, record)
+    phase.monitor.watch_layers(run.step, record)
 
 
 def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:
