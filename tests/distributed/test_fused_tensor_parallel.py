@@ -9,6 +9,9 @@ import pytest
 
 from helpers.runs import run_script
 
+STEPS = {"bits": 3, "lists": 2, "blocks": 3}
+"""Of each case: one of each phase, and a validation."""
+
 pytestmark = pytest.mark.slow
 
 
@@ -19,11 +22,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["bits", "lists", "blocks"])
+@pytest.mark.parametrize("name", STEPS)
 def test_tensor_parallel_ranks_train_what_ranks_with_all_heads_train(found: Any, name: str) -> None:
     """In the warm-up the gradient norm is the indexer's alone."""
     tensor, data = found[name]["tensor"], found[name]["data"]
-    assert len(tensor) == len(data) == 3  # a step of each phase, and a validation
+    assert len(tensor) == len(data) == STEPS[name]
     for record, other in zip(tensor, data, strict=True):
         assert record.keys() == other.keys()
         for key in record:

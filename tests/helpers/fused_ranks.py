@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from gsa_kernels import sampling
 from gsa_train.config import Config
@@ -27,9 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lists": {"attention_kernel": "gathered"},
     "blocks": {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16},
 }
+PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [WARM_UP, SPARSE]}
+"""A warm-up attends to all keys, so that of `lists` would be that of `bits` again."""
 
 
-def case_config(gsa: dict[str, Any], parallel: dict[str, Any]) -> Config:
+def case_config(name: str, parallel: dict[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 1, "init_std": 0.1, "head_dim": 32},
         "gsa": {
@@ -38,7 +43,7 @@ def case_config(gsa: dict[str, Any], parallel: dict[str, Any]) -> Config:
             "k_base": LENGTH,
             "k_min": LENGTH,
             "k_max": LENGTH,
-            **gsa,
+            **CASES[name],
         },
         "train": {"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 2},
         "parallel": parallel,
@@ -46,7 +51,7 @@ def case_config(gsa: dict[str, Any], parallel: dict[str, Any]) -> Config:
     changed = {
         name: dataclasses.replace(getattr(CONFIG, name), **fields) for name, fields in sections.items()
     }
-    return dataclasses.replace(CONFIG, phases=[WARM_UP, SPARSE], **changed)
+    return dataclasses.replace(CONFIG, phases=PHASES[name], **changed)
 
 
 def fuse(model: Model) -> None:
@@ -58,9 +63,9 @@ def main(out: Path) -> None:
     shorten_interpreter()
     sampling.SAMPLED_ROWS = RUN
     found: dict[str, dict[str, Any]] = {}
-    for name, gsa in CASES.items():
+    for name in CASES:
         for layout in ("tensor", "data"):
-            config = case_config(gsa, {"tensor": 2} if layout == "tensor" else {})
+            config = case_config(name, {"tensor": 2} if layout == "tensor" else {})
             parallel = init_parallel(config.parallel, seed=1)
             found.setdefault(name, {})[layout] = train_case(config, parallel, 1, prepare=fuse)
             if parallel.rank == 0:
