@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -34,30 +33,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from gsa_train.checkpoint import RunState, sharded_state, sharding_metadata
-from gsa_train.checkpoint_files import (
-    MEGATRON_METADATA,
-    FileRecord,
-    describe_file,
-    prune,
-    publish,
-    step_folder,
-    sync,
-    write_durably,
-    write_manifest,
-)
+from gsa_train.checkpoint_files import prune, publish, step_folder, write_manifest
+from gsa_train.checkpoint_write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
 
-TORCH_METADATA = ".metadata"
-BACKEND = ("torch_dist", 1)
-"""megatron-core's format and its version."""
 LONGEST_SAVE = timedelta(hours=2)
 """How long the ranks' threads wait for the slowest writer; a rank that dies ends the wait at once."""
-
-Bucket = tuple[str, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
-"""megatron-core's plan of one file: path, name, (objects, tensors), each with torch's description of it."""
 
 
 class CheckpointError(RuntimeError):
@@ -99,16 +83,6 @@ class _Save:
     buckets: list[Bucket] = field(default_factory=list)
     stall_seconds: float = 0.0
     future: Future[SaveResult] | None = None
-
-
-@dataclass
-class _Written:
-    """What one rank's thread tells the others."""
-
-    errors: list[str]
-    results: list[Any] = field(default_factory=list)
-    """torch's description of what is where."""
-    files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 class CheckpointSaver:
@@ -238,8 +212,14 @@ class CheckpointSaver:
         """Collective over the ranks' threads."""
         rank = self._parallel.rank
         gathered: list[Any] = [None] * self._parallel.world_size
-        dist.all_gather_object(gathered, _write_share(save, rank), group=self._group)
-        ranks: list[_Written] = gathered
+        others = {}
+        if self._parallel.is_main:
+            others[save.folder / COMMON_STATE_FNAME] = save.common
+            others[save.folder / "config.yaml"] = save.state.config_yaml.encode()
+        mine = write_share(save.writer, save.buckets, others, rank)
+        save.buckets = []
+        dist.all_gather_object(gathered, mine, group=self._group)
+        ranks: list[Written] = gathered
         errors = [error for written in ranks for error in written.errors]
         outcome: list[Any] = [(errors[0] if errors else None, 0, [])]
         if self._parallel.is_main:
@@ -254,9 +234,9 @@ class CheckpointSaver:
         error, size, warnings = outcome[0]
         return _result(save, error, size, warnings)
 
-    def _publish(self, save: _Save, ranks: Sequence[_Written]) -> tuple[int, list[str]]:
+    def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[int, list[str]]:
         """Size in bytes, warnings."""
-        files = _write_metadata(save, ranks)
+        files = write_metadata(save.writer, save.metadata, save.folder, ranks)
         write_manifest(save.folder, files)
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
@@ -370,64 +350,3 @@ class _HostMemory:
     def release(self, keep: bool) -> None:
         if not keep:
             self._pinned = {}
-
-
-# --- the files -------------------------------------------------------------------------------------------
-
-
-def _write_share(save: _Save, rank: int) -> _Written:
-    """This rank's files, durable, in one thread each; what goes wrong is returned."""
-    tasks: list[Future[tuple[list[Any], str, FileRecord]]] = []
-    with ThreadPoolExecutor(max(1, len(save.buckets)), "checkpoint-file") as threads:
-        tasks += [threads.submit(_write_bucket, save.writer, bucket) for bucket in save.buckets]
-        if rank == 0:
-            others = {COMMON_STATE_FNAME: save.common, "config.yaml": save.state.config_yaml.encode()}
-            tasks += [threads.submit(_write_other, save.folder / name, others[name]) for name in others]
-    save.buckets = []
-    errors = [f"rank {rank}: {error}" for task in tasks if (error := task.exception()) is not None]
-    if errors:
-        return _Written(errors)
-    written = [task.result() for task in tasks]
-    return _Written(
-        errors=[],
-        results=[result for results, _, _ in written for result in results],
-        files={name: record for _, name, record in written},
-    )
-
-
-def _write_bucket(writer: Any, bucket: Bucket) -> tuple[list[Any], str, FileRecord]:
-    """By megatron-core's writer, which switches Python's garbage collector off meanwhile."""
-    path, name, _ = bucket
-    results: queue.Queue[tuple[int, Any]] = queue.Queue()
-    running: queue.Queue[int] = queue.Queue()
-    running.put(0)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        [writer.transforms], 0, bucket, results, running, use_fsync=True
-    )
-    _, written = results.get()
-    if isinstance(written, BaseException):
-        raise OSError(f"{path}: {_first_cause(written)}") from written
-    return written, name, describe_file(Path(path))
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """What the system said, where torch's writer then stumbled over its own closing."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
-
-
-def _write_other(path: Path, content: bytes) -> tuple[list[Any], str, FileRecord]:
-    return [], path.name, write_durably(path, content)
-
-
-def _write_metadata(save: _Save, ranks: Sequence[_Written]) -> dict[str, FileRecord]:
-    """What says where everything is, and that all is there; returns the records of all files."""
-    save.writer.finish(save.metadata, [written.results for written in ranks])
-    save_config(CheckpointingConfig(*BACKEND), str(save.folder))
-    files = {name: record for written in ranks for name, record in written.files.items()}
-    for name in (TORCH_METADATA, MEGATRON_METADATA):
-        sync(save.folder / name)
-        files[name] = describe_file(save.folder / name)
-    return files

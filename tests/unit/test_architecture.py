@@ -17,7 +17,12 @@ PACKAGES = (TRAIN, KERNELS, DATA)
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 MAY_IMPORT_MEGATRON = ("parallel.py", "cpu_backend.py", "model/", "optim.py", "step.py")
-MAY_IMPORT_MEGATRON += ("checkpoint.py", "checkpoint_save.py", "checkpoint_optimizer.py")
+MAY_IMPORT_MEGATRON += (
+    "checkpoint.py",
+    "checkpoint_save.py",
+    "checkpoint_write.py",
+    "checkpoint_optimizer.py",
+)
 MAY_IMPORT_MEGATRON += ("bench/megatron_peer.py",)
 CONFIG_MODULES = (
     "config",
