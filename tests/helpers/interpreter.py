@@ -1,4 +1,4 @@
-"""Triton's interpreter without its detours: a third of its time for the tests of kernels.
+"""Triton's interpreter without its detours, for the tests of kernels: a third of its time.
 
 Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and multiplying integers again in 64 bits, to
 look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
@@ -65,6 +65,17 @@ def _remember_shapes() -> None:
     def unwrap_if_constexpr(value: Any) -> Any:
         return value if type(value) in PLAIN else unwrap(value)
 
+    make_whole_block = core.block_type.__init__
+    blocks: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int, str]] = {}
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple(unwrap_if_constexpr(size) for size in shape)
+        if key not in blocks:
+            make_whole_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
     @cache
     def describe(shape: tuple[int, ...]) -> tuple[Any, Any]:
         return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
@@ -75,3 +86,4 @@ def _remember_shapes() -> None:
 
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.tensor.__init__ = make_tensor
+    core.block_type.__init__ = make_block
