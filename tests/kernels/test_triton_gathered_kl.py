@@ -34,7 +34,6 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA 
 # Small steps: a list of 70 entries then has several steps and segments.
 SMALL = GatheredBlocks(16, 8, 16, 8, segment=32, stats_stages=1)
 NAMES = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
-PER_ROW = ("q_idx", "weight_logits")
 
 
 @pytest.fixture

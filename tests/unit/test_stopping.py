@@ -40,13 +40,13 @@ from gsa_train.stop_signals import (
 )
 from gsa_train.stop_vote import StopVote
 from gsa_train.trainer import run_phase
+from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 PHASE = dataclasses.replace(SPARSE, steps=4)
 SPAN = PhaseSpan(0, PHASE, 0, PHASE.steps)
-TIMING = ("seconds", "per_second", "data_wait", "slowest")
 
 
 @pytest.fixture
@@ -196,13 +196,6 @@ def train_phase(
     return [each for each in records if not each.get("event", "").startswith("checkpoint")], ended_by
 
 
-def without_timing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in record.items() if not any(word in name for word in TIMING)}
-        for record in records
-    ]
-
-
 def stop_at(question: int) -> Callable[[], int]:
     answers = iter([0] * question)
     return lambda: next(answers, int(signal.SIGTERM))
@@ -222,7 +215,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     after, ended_by = train_phase(tmp_path / "stopped", lambda: 0, resume_from=saved)
     assert ended_by is None
     assert sum("event" in record for record in undisturbed) == 2
-    assert without_timing(before + after) == without_timing(undisturbed)
+    assert numbers_of(before + after) == numbers_of(undisturbed)
 
 
 def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
