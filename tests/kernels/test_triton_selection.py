@@ -262,6 +262,33 @@ def test_documents_and_window(
     check(case, case.select(local_window=window), local_window=window)
 
 
+@pytest.mark.parametrize("beta", [1.7, torch.tensor([60.0])], ids=["", "sharp"])
+def test_log_sums_of_the_selection(device: str, beta: Any) -> None:
+    """Of the scores selected from, over top-k and window, in documents; the rest of the result stays as it is."""
+    if isinstance(beta, torch.Tensor):
+        beta = beta.to(device)
+    case = make_case(device, 40 if device == "cpu" else 3000, documents=True, biases=True)
+    selection = case.select(local_window=5, inverse_temperature=beta)
+    chosen = op.mask_from_words(selection.words, case.q.shape[1])
+    wanted = (case.scores().double() * beta).masked_fill(~chosen, float("-inf")).logsumexp(-1)
+    assert selection.log_sum is not None
+    torch.testing.assert_close(selection.log_sum.double(), wanted, rtol=1e-6, atol=2e-6)
+    plain = case.select(local_window=5)
+    assert plain.log_sum is None
+    assert torch.equal(plain.words, selection.words)
+
+
+def test_log_sums_only_where_rows_are_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("cpu", 50)
+    with pytest.raises(ValueError, match="candidates_from 64"):
+        case.select(inverse_temperature=1.0, candidates_from=64)
+    with pytest.raises(ValueError, match="one element"):
+        case.select(inverse_temperature=torch.ones(2))
+    monkeypatch.setattr(op, "REGISTER_KEYS", 32)
+    with pytest.raises(ValueError, match="50 keys"):
+        case.select(inverse_temperature=1.0)
+
+
 def _two_levels(case: Case) -> None:
     """Every third key scores high, the others low: all ties."""
     case.k[:] = case.k[:, :1]

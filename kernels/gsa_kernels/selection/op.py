@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from gsa_kernels.selection.candidates import (
     select_by_candidates,
     select_failed,
 )
-from gsa_kernels.selection.triton_select import select_rows
+from gsa_kernels.selection.triton_select import LogSums, select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
 
 ROW_CHUNK_BYTES = 512 * 2**20
@@ -46,6 +46,9 @@ class Selection:
     variance: torch.Tensor
     """fp32 [B, R]: population variance of the row's scores over its visible keys."""
 
+    log_sum: torch.Tensor | None = None
+    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), -inf where S_t is empty; only if asked for."""
+
 
 @torch.no_grad()
 def select_keys(
@@ -67,6 +70,7 @@ def select_keys(
     query_start: int = 0,
     row_chunk_bytes: int = ROW_CHUNK_BYTES,
     candidates_from: int | None = None,
+    inverse_temperature: float | torch.Tensor | None = None,
 ) -> Selection:
     """S_t = the k_t visible keys of highest score, ties to the lower index, and the last `local_window` keys.
 
@@ -92,7 +96,15 @@ def select_keys(
             of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
             the variance. No rows if None. With query_start > 0 no rows either: those kernels take rows for
             positions, and selection by all scores takes longer.
+        inverse_temperature: beta > 0, a number or a tensor of one element: also give `log_sum`, which spares the
+            indexer's loss a pass. For rows of at most REGISTER_KEYS keys, not selected by candidates.
     """
+    num_keys = k_idx.shape[1]
+    if inverse_temperature is not None and (num_keys > REGISTER_KEYS or candidates_from is not None):
+        raise ValueError(
+            f"inverse_temperature is given with {num_keys} keys and candidates_from {candidates_from}; "
+            f"pass None beyond {REGISTER_KEYS} keys and with candidates"
+        )
     with launching_on(q_idx):
         selector = make_selector(
             score_inputs(
@@ -116,11 +128,25 @@ def select_keys(
             candidates_from=candidates_from,
         )
         outputs = new_outputs(selector.inputs)
+        log_sums = None
+        if inverse_temperature is not None:
+            log_sums = LogSums(one_element(inverse_temperature, q_idx.device), torch.empty_like(outputs[2]))
         for rows in selector.chunks:
-            failed = selector.select(rows, outputs)
+            failed = selector.select(rows, outputs, log_sums=log_sums)
             if failed is not None:
                 selector.select_failed(rows, failed, outputs)
-    return Selection(*outputs)
+    return Selection(*outputs, None if log_sums is None else log_sums.out)
+
+
+def one_element(number: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """fp32 [1], without gradient."""
+    if not isinstance(number, torch.Tensor):
+        return torch.full((1,), number, dtype=torch.float32, device=device)
+    if number.numel() != 1 or number.device != device:
+        raise ValueError(
+            f"inverse_temperature has shape {tuple(number.shape)} on {number.device}; pass one element on {device}"
+        )
+    return number.detach().reshape(1).float()
 
 
 def make_selector(
@@ -211,12 +237,14 @@ class Selector:
         rows: range,
         outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         words_start: int = 0,
+        log_sums: LogSums | None = None,
     ) -> torch.Tensor | None:
         """One of the chunks.
 
         Args:
             outputs: words int32 [B, rows, W] of zeros, of which row r has [:, r - words_start]; budget int32
                 [B, R]; variance fp32 [B, R]
+            log_sums: only where rows are selected in registers
 
         Returns:
             int32 [B, rows] if the chunk is selected by candidates: 1 for the rows that `select_failed` must do
@@ -229,7 +257,7 @@ class Selector:
             )
         scores = chunk_view(self.buffer, inputs, rows)
         write_scores(inputs, rows.start, rows.stop, scores)
-        select_chunk(scores, rows, outputs, inputs, self.variance_ema, rule, window, words_start)
+        select_chunk(scores, rows, outputs, inputs, self.variance_ema, rule, window, words_start, log_sums)
         return None
 
     def select_failed(
@@ -379,11 +407,11 @@ def select_chunk(
     budget_rule: tuple[int, int, int, str],
     local_window: int,
     words_start: int = 0,
+    log_sums: LogSums | None = None,
 ) -> None:
     """Select for the rows whose scores are in `scores`, each size of row by the kernel made for it."""
     for part, block in _row_blocks(inputs, rows):
-        select = select_rows if block <= REGISTER_KEYS else select_long_rows
-        select(
+        arguments: Any = (
             scores,
             rows.start,
             part,
@@ -397,6 +425,10 @@ def select_chunk(
             words_start,
             inputs.query_start,
         )
+        if block <= REGISTER_KEYS:
+            select_rows(*arguments, log_sums)
+        else:
+            select_long_rows(*arguments)
 
 
 def _row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:

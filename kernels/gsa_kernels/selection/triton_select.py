@@ -1,5 +1,7 @@
 """Moments, budget and exact top-k of one row of scores, all in one program with the row in registers."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,9 +12,19 @@ from gsa_kernels.selection.triton_search import (
     find_cut,
     order_key,
     row_budget,
+    score_of_key,
     search_options,
     window_words,
 )
+
+
+class LogSums(NamedTuple):
+    """log sum_{s in S_t} exp(beta I[t, s]), to be written beside a selection."""
+
+    inverse_temperature: torch.Tensor
+    """beta > 0: fp32, one element."""
+    out: torch.Tensor
+    """fp32 [B, R]; -inf for rows without a key."""
 
 
 def select_rows(
@@ -28,6 +40,7 @@ def select_rows(
     query_stride: int = 1,
     words_start: int = 0,
     query_start: int = 0,
+    log_sums: LogSums | None = None,
 ) -> None:
     """Select for `rows`, all of whose positions, query_start + r * query_stride, are below `block`.
 
@@ -48,6 +61,8 @@ def select_rows(
         words,
         budget,
         variance,
+        None if log_sums is None else log_sums.inverse_temperature,
+        None if log_sums is None else log_sums.out,
         query_start,
         rows.start,
         chunk_start,
@@ -66,6 +81,10 @@ def select_rows(
         BLOCK=block,
         **search_options(block),
     )
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(
@@ -89,6 +108,8 @@ def _select_rows_kernel(
     words_ptr,
     budget_ptr,
     variance_ptr,
+    inverse_temperature_ptr,
+    log_sum_ptr,
     query_start,
     first_row,
     chunk_start,
@@ -133,12 +154,23 @@ def _select_rows_kernel(
 
     keys = tl.where(visible, order_key(x), INT_MIN)
     threshold, last = find_cut(keys, columns, num_visible, k)
-    bits = above_cut(keys, columns, threshold, last).to(tl.int32) << (columns & 31)
+    chosen = above_cut(keys, columns, threshold, last)
+    bits = chosen.to(tl.int32) << (columns & 31)
     # Distinct bits: their sum is their union, bit 31 included.
     words = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), axis=1)
     word_index = tl.arange(0, BLOCK // 32)
-    words |= window_words(word_index, tl.maximum(position - local_window + 1, start), position)
+    window = tl.maximum(position - local_window + 1, start)
+    words |= window_words(word_index, window, position)
     words_ptr += (batch * words_rows + row - words_start) * words_per_row
     tl.store(words_ptr + word_index, words, mask=word_index < words_per_row)
     tl.store(budget_ptr + token, k)
     tl.store(variance_ptr + token, variance)
+    if log_sum_ptr is not None:
+        # One comparison, unsigned: window <= column <= position, where there is a window.
+        chosen |= (columns - window).to(tl.uint32) < (position + 1 - window).to(tl.uint32)
+        # From the keys, which are in registers still, in units of log 2. The highest is known to `find_cut`.
+        log_base = tl.load(inverse_temperature_ptr) * LOG2_E
+        highest = tl.where(num_visible > 0, score_of_key(tl.max(keys)) * log_base, 0.0)
+        terms = tl.exp2(tl.where(chosen, score_of_key(keys) * log_base - highest, float("-inf")))
+        total = tl.sum(terms)
+        tl.store(log_sum_ptr + token, (highest + tl.log2(total)) * LN_2)
