@@ -43,6 +43,7 @@ def select_for_layer(
     gsa: GSAConfig,
     document_starts: torch.Tensor | None,
     query_start: int = 0,
+    with_log_sum: bool = False,
 ) -> LayerSelection:
     """Select, and choose between bits and lists as `gsa.attention_kernel` says.
 
@@ -52,6 +53,7 @@ def select_for_layer(
         projections: of the selecting queries, every `gsa.selection_block`-th from `query_start` on, and of all keys
             up to the last query.
         document_starts: of all queries, int32 [B, L_q]
+        with_log_sum: also give what spares the indexer loss a pass; for selections as bits
     """
     arguments: dict[str, Any] = {
         "score_bias": indexer.score_bias,
@@ -76,8 +78,9 @@ def select_for_layer(
         listed = select_key_lists(*projections, variance_ema, **arguments)
         density = union_density(listed.lists)
         return LayerSelection(SelectedLists(listed.lists, 1), listed.budget, listed.variance, density)
-    chosen = select_keys(*projections, variance_ema, **arguments)
-    bits = SelectedBits(chosen.words)
+    beta = indexer.inverse_temperature() if with_log_sum else None
+    chosen = select_keys(*projections, variance_ema, **arguments, inverse_temperature=beta)
+    bits = SelectedBits(chosen.words, chosen.log_sum)
     measured = gsa.attention_kernel == "auto" and length >= MEASURED_FROM_TOKENS
     if gsa.attention_kernel != "gathered" and not measured:
         return LayerSelection(bits, chosen.budget, chosen.variance, None)

@@ -109,6 +109,8 @@ class SelectedBits:
 
     words: torch.Tensor
     """int32 [B, L, ceil(L_k / 32)]"""
+    log_sum: torch.Tensor | None = None
+    """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), by which the indexer loss is spared a pass."""
 
     def attention(
         self,
@@ -129,7 +131,7 @@ class SelectedBits:
         )
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return _loss_by_rows(inputs, self.words, 1)
+        return _loss_by_rows(inputs, self.words, 1, self.log_sum)
 
     def sees_first(self, document_starts: torch.Tensor | None, length: int) -> torch.Tensor:
         return self.words[..., 0] & 1 == 1
@@ -196,7 +198,7 @@ Selected = SelectedBits | SelectedLists
 
 
 def _loss_by_rows(
-    inputs: LossInputs, words: torch.Tensor | None, block: int
+    inputs: LossInputs, words: torch.Tensor | None, block: int, log_sum: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The target is made for chunks of rows, [B, rows, L_k]."""
     q, k, starts = inputs.q, inputs.k, inputs.document_starts
@@ -222,6 +224,9 @@ def _loss_by_rows(
         *inputs.projections,
         target,
         words=words,
+        # Each head's probabilities sum to 1 over the support of their log-sum-exp, which is this one.
+        target_sum=float(q.shape[2]) if block == 1 else None,
+        log_sum=log_sum,
         document_starts=starts,
         query_start=query_start,
         selection_block=block,

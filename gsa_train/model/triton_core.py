@@ -61,7 +61,13 @@ class TritonCore:
         counted = runtime.counts_this_pass()
         starts = document_starts(document_ids, query_start)
         selection = select_for_layer(
-            self._of_rows(projections), indexer, tracker.ema, self.gsa, starts, query_start
+            self._of_rows(projections),
+            indexer,
+            tracker.ema,
+            self.gsa,
+            starts,
+            query_start,
+            with_log_sum=runtime.sparse and runtime.train_indexer,
         )
         self._say_kernel(selection, query_start)
         if counted and not runtime.evaluating:

@@ -32,6 +32,8 @@ def indexer_kl_loss(
     activation: Literal["sigmoid", "relu"] = "sigmoid",
     inverse_temperature: float | torch.Tensor = 1.0,
     words: torch.Tensor | None = None,
+    target_sum: float | None = None,
+    log_sum: torch.Tensor | None = None,
     document_starts: torch.Tensor | None = None,
     selection_block: int = 1,
     query_start: int = 0,
@@ -62,6 +64,11 @@ def indexer_kl_loss(
         inverse_temperature: beta, a number or a tensor of one element
         words: int32 [B, R, ceil(Lk / 32)], bit s % 32 of word s // 32 set: key s is in S_t of the row's query.
             The support is then S_t, without it all visible keys.
+        target_sum: what the target of each row sums to over the support, if that is known: `head_sum_probs_rows`
+            gives one per head. An error of 1e-5 of it changes the gradients by as much and the value by its square.
+            Only the kernels for bf16 make use of it, and of `log_sum`: the others calculate both.
+        log_sum: fp32 [B, R], log sum_{s in support} exp(beta I[t, s]) of the same inputs and beta, from `select_keys`;
+            -inf for rows without support. With target_sum it spares a pass.
         document_starts: int32 [B, L], the first key that a query sees; 0 if None
         selection_block: b; only the first query of each aligned block of b has a row
         query_start: position of the first query, a multiple of b
@@ -86,6 +93,14 @@ def indexer_kl_loss(
     if document_starts is not None:
         check_shape("document_starts", document_starts, "[B, L]", (batch, length))
         _check_int32("document_starts", document_starts)
+    if log_sum is not None:
+        check_shape("log_sum", log_sum, "[B, R]", (batch, num_rows))
+        if log_sum.dtype != torch.float32 or target_sum is None:
+            raise ValueError(
+                f"log_sum is {log_sum.dtype} with target_sum {target_sum}; pass float32, and both or none"
+            )
+    if target_sum is not None and not target_sum > 0:
+        raise ValueError(f"target_sum is {target_sum}; pass a positive number")
     beta = beta_tensor(inverse_temperature, q_idx.device)
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
     check_sampling(row_fraction, seed)
@@ -96,6 +111,8 @@ def indexer_kl_loss(
         "target_rows": target_rows,
         "activation": activation,
         "words": words,
+        "target_sum": target_sum,
+        "log_sum": log_sum,
         "document_starts": None if document_starts is None else document_starts[:, ::selection_block],
         "selection_block": selection_block,
         "query_start": query_start,
@@ -121,6 +138,8 @@ def _value_and_gradients(
     target_rows: TargetRows,
     activation: str,
     words: torch.Tensor | None,
+    target_sum: float | None,
+    log_sum: torch.Tensor | None,
     document_starts: torch.Tensor | None,
     selection_block: int,
     query_start: int,
@@ -145,6 +164,8 @@ def _value_and_gradients(
         kind=score_kind(q_idx.dtype, activation, q_idx.device),
         query_stride=selection_block,
         query_start=query_start,
+        target_sum=target_sum,
+        log_sum=None if log_sum is None else log_sum.detach().contiguous(),
     )
     chosen = choose_blocks(inputs) if blocks is None else blocks
     # Rows that are left out have no gradient; without gradients only the KL of a row is written.

@@ -38,8 +38,17 @@ from gsa_kernels.triton_rows import last_row_of, row_of
 
 
 @triton.jit
-def merge_segments(row_stats, first_segment, last_segment, plane, stride, offsets, BM: tl.constexpr):
-    """log2-sum-exp2 of the scores and sum of the target of each row, over all its segments."""
+def merge_segments(
+    row_stats,
+    first_segment,
+    last_segment,
+    plane,
+    stride,
+    offsets,
+    BM: tl.constexpr,
+    TARGET: tl.constexpr = True,
+):
+    """log2-sum-exp2 of the scores and, if TARGET, sum of the target of each row, over all its segments."""
     maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
     exp_sum = tl.zeros([BM], tl.float32)
     target_sum = tl.zeros([BM], tl.float32)
@@ -49,7 +58,8 @@ def merge_segments(row_stats, first_segment, last_segment, plane, stride, offset
         new_maximum = tl.maximum(maximum, part_maximum)
         exp_sum = exp_sum * tl.exp2(maximum - new_maximum)
         exp_sum += tl.load(part + plane) * tl.exp2(part_maximum - new_maximum)
-        target_sum += tl.load(part + 2 * plane)
+        if TARGET:
+            target_sum += tl.load(part + 2 * plane)
         maximum = new_maximum
     return maximum + tl.log2(exp_sum), target_sum
 

@@ -54,6 +54,9 @@ class Inputs:
     """Row r is the query at position query_start + r * query_stride; R = ceil(L / query_stride)."""
 
     query_start: int = 0
+    target_sum: float | None = None
+    log_sum: torch.Tensor | None = None
+    """[B, R]. Both if they are known; read by the stacked form only."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,11 @@ def chunk_launches(
     with_gradients = outputs.dq is not None
     fp32 = torch.float32
 
-    row_stats = scratch(3, segments, batch, padded, dtype=fp32, device=device)
+    sum_given = blocks.stacked and inputs.target_sum is not None
+    lse_given = sum_given and inputs.log_sum is not None
+    row_stats = scratch(
+        2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32, device=device
+    )
     first_keys = scratch(batch, tiles, dtype=torch.int32, device=device)
     row_sums = scratch(1 + 2 * heads, segments, batch, padded, dtype=fp32, device=device)
     dq_parts = dk_parts = row_sums  # never read or written without gradients
@@ -168,24 +175,30 @@ def chunk_launches(
     }
     stats: Any = stacked_stats_kernel if blocks.stacked else stats_kernel
     grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
+    given: dict[str, Any] = {}
     if blocks.stacked:
-        constants["HEADS"] = triton.next_power_of_2(heads)
+        constants |= {"HEADS": triton.next_power_of_2(heads), "SUM_GIVEN": sum_given}
+        given = {
+            "log_sum": inputs.log_sum if lse_given else None,
+            "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
+        }
     grid = (segments, tiles, batch)
     launches: dict[str, Callable[[], object]] = {}
-    launches["stats"] = partial(
-        stats[grid],
-        *reads,
-        target,
-        words,
-        starts,
-        row_stats,
-        first_keys,
-        *sizes,
-        BN=blocks.stats_keys,
-        num_warps=blocks.stats_warps,
-        num_stages=blocks.stats_stages,
-        **constants,
-    )
+    if not lse_given:
+        launches["stats"] = partial(
+            stats[grid],
+            *reads,
+            target,
+            words,
+            starts,
+            row_stats,
+            first_keys,
+            *sizes,
+            BN=blocks.stats_keys,
+            num_warps=blocks.stats_warps,
+            num_stages=blocks.stats_stages,
+            **constants,
+        )
     launches["gradients"] = partial(
         grad[grid],
         *reads,
@@ -203,6 +216,7 @@ def chunk_launches(
         WIDE=inputs.q_idx.dtype == torch.float16,
         num_warps=blocks.grad_warps,
         num_stages=blocks.grad_stages,
+        **given,
         **constants,
     )
     block_rows = 16

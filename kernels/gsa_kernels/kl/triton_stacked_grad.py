@@ -4,7 +4,16 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_grad import merge_segments
-from gsa_kernels.kl.triton_scores import LOG2_E, NOT_A_SCORE, TANH, load_keys, load_target, slope
+from gsa_kernels.kl.triton_scores import (
+    LOG2_E,
+    NOT_A_SCORE,
+    RELU,
+    SIGMOID,
+    TANH,
+    load_keys,
+    load_target,
+    slope,
+)
 from gsa_kernels.kl.triton_stacked import (
     TINY,
     exp2_of,
@@ -34,7 +43,7 @@ def stacked_grad_kernel(
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
-    first_keys,  # [B, tiles] int32, of the first pass
+    first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
     dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
@@ -47,6 +56,8 @@ def stacked_grad_kernel(
     target_stride_b,
     target_stride_row,
     scale,
+    log_sum,  # [B, R] fp32, or None: the first pass has it
+    inverse_target_sum,  # if SUM_GIVEN
     STRIDE: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
@@ -63,6 +74,7 @@ def stacked_grad_kernel(
     WEIGHT_BIAS: tl.constexpr,
     HAS_WORDS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    SUM_GIVEN: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
     WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
 ):
@@ -84,7 +96,12 @@ def stacked_grad_kernel(
     starts = rows
     if HAS_STARTS:
         starts = tl.load(document_starts + row_index, mask=valid, other=L)
-        first = tl.load(first_keys + b * num_tiles + tile)
+        if log_sum is None:  # noqa: SIM108 (known at compile time)
+            first = tl.load(first_keys + b * num_tiles + tile)
+        else:
+            first = tl.min(starts, 0)
+    if log_sum is not None:
+        tl.store(first_keys + b * num_tiles + tile, first, mask=segment == 0)
     begin = tl.maximum(segment * SEGMENT, first // BN * BN)
     end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
     if begin < end:
@@ -92,20 +109,37 @@ def stacked_grad_kernel(
         segment_stride = tl.num_programs(2).to(tl.int64) * padded_rows
         plane = tl.num_programs(0) * segment_stride
         row_offsets = b.to(tl.int64) * padded_rows + local
-        lse, target_sum = merge_segments(
-            row_stats, first // SEGMENT, last // SEGMENT, plane, segment_stride, row_offsets, BM
-        )
+        if log_sum is None:
+            lse, target_sum = merge_segments(
+                row_stats,
+                first // SEGMENT,
+                last // SEGMENT,
+                plane,
+                segment_stride,
+                row_offsets,
+                BM,
+                not SUM_GIVEN,
+            )
+        else:
+            lse = tl.load(log_sum + row_index, mask=valid, other=0.0) * LOG2_E
         # Rows without target get q = p = 0.
-        counted = target_sum > 0
-        inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
-        lse = tl.where(counted, lse, -NOT_A_SCORE)
+        inverse_sum = inverse_target_sum
+        if not SUM_GIVEN:
+            counted = target_sum > 0
+            inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)[:, None]
+            lse = tl.where(counted, lse, -NOT_A_SCORE)
 
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
         queries = load_stacked_queries(q_idx, slots, exists, DI, BLOCK_D)
         scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
         # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
-        scaled = (scaled * (tl.load(beta) * (LOG2_E / factor)))[:, :, None]
+        scaled = scaled * (tl.load(beta) * (LOG2_E / factor))
+        # It is that of the whole scores: those by tanh lack sum_j weight_j.
+        by_tanh: tl.constexpr = KIND != SIGMOID and KIND != RELU
+        if by_tanh and log_sum is not None:
+            lse -= factor * tl.sum(scaled, 0)
+        scaled = scaled[:, :, None]
         biases = load_stacked_biases(score_bias, HI, HEADS, SCORE_BIAS)
         dq = tl.zeros([BLOCK_D, HEADS * BM], tl.float32)
         grad_a = tl.zeros([HEADS, BM, 4], tl.float32)
@@ -129,7 +163,7 @@ def stacked_grad_kernel(
                 a = a.to(tl.float16)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
-            p = load_target(target_rows, rows, cols, L, support) * inverse_sum[:, None]
+            p = load_target(target_rows, rows, cols, L, support) * inverse_sum
             log2_q = tl.where(support, scores - lse[:, None], NOT_A_SCORE)
             q = exp2_of(log2_q, KIND)
             kl += sum_in_lanes(stable_kl_terms(log2_q, q, p, log2_of_positive(tl.maximum(p, TINY), KIND)))

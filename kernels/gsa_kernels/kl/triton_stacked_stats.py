@@ -29,7 +29,7 @@ def stacked_stats_kernel(
     target,  # [B, rows, L] fp32 or fp16
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
-    row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
+    row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target if not given
     first_keys,  # out: [B, tiles] int32, the first key that any row of the tile sees
     R,
     L,
@@ -56,6 +56,7 @@ def stacked_stats_kernel(
     WEIGHT_BIAS: tl.constexpr,
     HAS_WORDS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    SUM_GIVEN: tl.constexpr,  # the sum of the target is known: it is not read
 ):
     """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments that no row sees write nothing.
 
@@ -107,7 +108,8 @@ def stacked_stats_kernel(
             scores = tl.sum(scaled * a, 0)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
-            target_sum += sum_in_lanes(load_target(target_rows, rows, cols, L, support))
+            if not SUM_GIVEN:
+                target_sum += sum_in_lanes(load_target(target_rows, rows, cols, L, support))
             scores = tl.where(support, scores, NOT_A_SCORE)
             # Lanes without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
             # it by 0, and so does the merge of the lanes and that of the segments.
@@ -124,4 +126,5 @@ def stacked_stats_kernel(
         out = row_stats + (segment.to(tl.int64) * tl.num_programs(2) + b) * padded_rows + local
         tl.store(out, row_maximum)
         tl.store(out + plane, tl.sum(exp_sum, 1))
-        tl.store(out + 2 * plane, tl.sum(target_sum, 1))
+        if not SUM_GIVEN:
+            tl.store(out + 2 * plane, tl.sum(target_sum, 1))
