@@ -92,7 +92,7 @@ def test_a_wrong_log_sum_shows_in_the_gradient_and_hardly_in_the_value(device: s
 
 @device_of
 def test_value_near_its_minimum(device: str) -> None:
-    """Target = softmax of the scores, but for 1%: 7e-5 nats a row, to 1e-3 of that, from sums known to 1e-6."""
+    """Target = softmax of the scores, but for 1%: 7e-5 nats a row, relatively exact, from sums known to 1e-6."""
     problem = make_problem(100, device=device, batch=1)
     known = log_sums(problem)
     generator = torch.Generator().manual_seed(5)
@@ -110,7 +110,7 @@ def test_value_near_its_minimum(device: str) -> None:
     assert 2e-5 < exact / 100 < 2e-4
     for changes in ({}, {"log_sum": known}):
         total, _, _ = compute(problem, blocks=STACKED, target_sum=TARGET_SUM, **changes)
-        torch.testing.assert_close(total.double(), exact, rtol=1e-3, atol=0)
+        torch.testing.assert_close(total.double(), exact, rtol=3e-5, atol=0)
 
 
 @device_of

@@ -165,11 +165,12 @@ def stacked_grad_kernel(
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
             p = load_target(target_rows, rows, cols, L, support) * inverse_sum
             log2_q = tl.where(support, scores - lse[:, None], NOT_A_SCORE)
-            q = exp2_of(log2_q, KIND)
-            kl += sum_in_lanes(stable_kl_terms(log2_q, q, p, log2_of_positive(tl.maximum(p, TINY), KIND)))
+            g = exp2_of(log2_q, KIND) - p
+            log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)
+            kl += sum_in_lanes(stable_kl_terms(log2_q, log2_p, p, g))
 
             if WITH_GRADIENTS:
-                g = (q - p)[None, :, :]
+                g = g[None, :, :]
                 a = a.to(tl.float32)
                 g_a = g * a
                 grad_a += sum_in_lanes(g_a)
