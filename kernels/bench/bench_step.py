@@ -41,7 +41,7 @@ PARTS = (
     ("selection", r"^_?(scores_kernel|select|best_groups)"),
     (
         "indexer KL",
-        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_rows_kernel|reduce_keys_kernel)",
+        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|reduce_rows_kernel|reduce_keys_kernel)",
     ),
     ("attention", r"^_?(forward_kernel|queries_kernel|keys_kernel|rows_kernel|sum_parts|transpose_kernel)"),
     ("attention", r"flash|fmha|sdpa|cudnn_generated"),

@@ -1,7 +1,7 @@
 """Block shapes, scratch memory and launches of the indexer-KL kernels for one chunk of rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from gsa_kernels import sampling
 from gsa_kernels.kl import triton_scores as kinds
 from gsa_kernels.kl.triton_grad import grad_kernel
-from gsa_kernels.kl.triton_reduce import reduce_keys_kernel, reduce_rows_kernel
+from gsa_kernels.kl.triton_reduce import reduce_kernel
 from gsa_kernels.kl.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.kl.triton_stacked_stats import stacked_stats_kernel
 from gsa_kernels.kl.triton_stats import stats_kernel
@@ -33,6 +33,10 @@ class Blocks:
     grad_stages: int = 2
     stacked: bool = False
     """The form of the kernels with the heads side by side."""
+    one_reduction: bool = True
+    """Sum over keys and over rows in one launch; the same bits."""
+    narrow_parts: bool = False
+    """Partial sums of dk over the rows of a tile in bf16 instead of fp32: half of their traffic."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Outputs:
     """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     row_results: torch.Tensor
-    """[B, R, 1 + 3 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j, d/d b_j. See `reduce_rows_kernel`."""
+    """[B, R, 1 + 3 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j, d/d b_j. See `reduce_kernel`."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -78,6 +82,24 @@ FP32_WARPS = 8
 scores came out empty and the KL infinite, while the same mask on the target was right."""
 
 
+STACKED = Blocks(64, 64, 4, 32, 4, segment=512, stacked=True)
+
+GRADIENT_FORMS = {
+    "segments of 256": replace(STACKED, segment=256),
+    "segments of 512": STACKED,
+    "segments of 1024": replace(STACKED, segment=1024),
+    "segments of 2048": replace(STACKED, segment=2048),
+    "three stages": replace(STACKED, grad_stages=3),
+    "four stages": replace(STACKED, grad_stages=4),
+    "dk in bf16 parts": replace(STACKED, narrow_parts=True),
+    "two reductions": replace(STACKED, one_reduction=False),
+    "all of it": replace(STACKED, segment=1024, grad_stages=3, narrow_parts=True),
+}
+"""For 4 heads of 64 in bf16, to be measured. With two stages the loads of a step are issued at the end of the step
+before and waited for at once; with three they have a step's time. A longer segment writes fewer parts of dq (64 KiB per
+row tile and segment) and starts fewer programs."""
+
+
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
     heads, dim = inputs.q_idx.shape[2:]
@@ -85,7 +107,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
     width = heads * max(16, triton.next_power_of_2(dim))
     if inputs.q_idx.dtype == torch.bfloat16 and width <= 256:
         segment = 1024 if length > 8192 else 512 if inputs.q_idx.shape[0] > 1 else 256
-        return Blocks(64, 64, 4, 32, 4, segment, stacked=True)
+        return replace(STACKED, segment=segment)
     if inputs.q_idx.dtype == torch.float32:
         # Without matrix units, and with one stage: otherwise the products spill by the kilobyte.
         rows = 32 if width <= 256 else 16
@@ -142,7 +164,8 @@ def chunk_launches(
     dq_parts = dk_parts = row_sums  # never read or written without gradients
     if with_gradients:
         dq_parts = scratch(segments, batch, tiles, heads, block_d, blocks.rows, dtype=fp32, device=device)
-        dk_parts = scratch(batch, tiles, block_d, length, dtype=fp32, device=device)
+        parts_type = torch.bfloat16 if blocks.narrow_parts else fp32
+        dk_parts = scratch(batch, tiles, block_d, length, dtype=parts_type, device=device)
 
     # An absent tensor is passed as q_idx, which the kernel then does not touch.
     absent = inputs.q_idx
@@ -219,63 +242,58 @@ def chunk_launches(
         **given,
         **constants,
     )
-    block_rows = 16
-    launches["reduce rows"] = partial(
-        reduce_rows_kernel[(padded // block_rows, batch, heads if with_gradients else 1)],
-        inputs.weight_logits,
-        weight_bias,
-        inputs.beta,
-        first_keys,
-        row_sums,
-        dq_parts,
-        outputs.row_results,
-        outputs.dq if outputs.dq is not None else absent,
-        outputs.dw if outputs.dw is not None else absent,
-        num_rows,
-        query_start,
-        row_start,
-        rows,
-        segments,
-        scale,
-        STRIDE=stride,
-        HI=heads,
-        DI=dim,
-        BLOCK_D=block_d,
-        BM=blocks.rows,
-        BR=block_rows,
-        SEGMENT=blocks.segment,
-        RUN=run,
-        SPACING=chunk.spacing,
-        KIND=inputs.kind,
-        WEIGHT_BIAS=has_weight_bias,
-        WITH_GRADIENTS=with_gradients,
-        num_warps=4,
-    )
-    if outputs.dk is not None:
-        block_keys, block_dims = 32, 16
-        grid = (triton.cdiv(num_keys, block_keys), block_d // block_dims, batch)
-        launches["reduce keys"] = partial(
-            reduce_keys_kernel[grid],
+    block_rows, block_keys, block_dims = 16, 32, 16
+    key_programs = triton.cdiv(num_keys, block_keys) * (block_d // block_dims)
+    row_programs = padded // block_rows * (heads if with_gradients else 1)
+
+    def reduce(key_programs: int, row_programs: int) -> Callable[[], object]:
+        return partial(
+            reduce_kernel[(key_programs + row_programs, batch)],
+            inputs.weight_logits,
+            weight_bias,
+            inputs.beta,
             first_keys,
+            row_sums,
+            dq_parts,
             dk_parts,
-            outputs.dk,
+            outputs.row_results,
+            outputs.dq if outputs.dq is not None else absent,
+            outputs.dk if outputs.dk is not None else absent,
+            outputs.dw if outputs.dw is not None else absent,
+            num_rows,
             length,
             query_start,
             row_start,
             rows,
             tiles,
+            segments,
+            key_programs,
             scale,
             STRIDE=stride,
+            HI=heads,
             DI=dim,
             BLOCK_D=block_d,
             BM=blocks.rows,
+            BR=block_rows,
             BK=block_keys,
             BD=block_dims,
+            SEGMENT=blocks.segment,
             RUN=run,
             SPACING=chunk.spacing,
+            KIND=inputs.kind,
+            WEIGHT_BIAS=has_weight_bias,
             HAS_STARTS=inputs.document_starts is not None,
+            WITH_GRADIENTS=with_gradients,
             num_warps=4,
         )
+
+    if not with_gradients:
+        launches["reduce rows"] = reduce(0, row_programs)
+    elif blocks.one_reduction:
+        launches["reduce"] = reduce(key_programs, row_programs)
+    else:
+        launches["reduce rows"] = reduce(0, row_programs)
+        launches["reduce keys"] = reduce(key_programs, 0)
     return launches
 
 

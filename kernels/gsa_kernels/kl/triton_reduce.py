@@ -11,7 +11,9 @@ from gsa_kernels.triton_rows import last_row_of, number_of, row_of
 
 
 @triton.jit
-def reduce_rows_kernel(
+def _reduce_rows(
+    group,
+    head,
     weight_logits,  # [B, R, HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
@@ -25,6 +27,7 @@ def reduce_rows_kernel(
     query_start,
     row_start,
     num_rows,
+    num_tiles,
     num_segments,
     scale,
     STRIDE: tl.constexpr,
@@ -40,21 +43,20 @@ def reduce_rows_kernel(
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """Grid (tiles * BM / BR, B, HI, or 1 without gradients): BR rows of one row tile, one head.
+    """BR rows of one row tile, from group * BR on, and one head.
 
     The loops are unrolled so that several loads are under way: they wait for memory, not for sums.
     """
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
         query_start = 0
     b = tl.program_id(1)
-    head = tl.program_id(2)
-    padded_rows = tl.num_programs(0) * BR
-    local = tl.program_id(0) * BR + tl.arange(0, BR)
-    tile = tl.program_id(0) * BR // BM
+    padded_rows = num_tiles * BM
+    local = group * BR + tl.arange(0, BR)
+    tile = group * BR // BM
     valid = local < num_rows
-    row_index = b.to(tl.int64) * R + row_of(tl.program_id(0) * BR, row_start, RUN, SPACING) + tl.arange(0, BR)
+    row_index = b.to(tl.int64) * R + row_of(group * BR, row_start, RUN, SPACING) + tl.arange(0, BR)
     last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
-    first = tl.load(first_keys + b * (padded_rows // BM) + tile)
+    first = tl.load(first_keys + b * num_tiles + tile)
     first_segment = first // SEGMENT
     last_segment = last // SEGMENT
 
@@ -74,8 +76,8 @@ def reduce_rows_kernel(
         grad_a = tl.zeros([BR], tl.float32)
         grad_z = tl.zeros([BR], tl.float32)
         dq_head = tl.zeros([BLOCK_D, BR], tl.float32)
-        dq_tile = dq_parts + (b.to(tl.int64) * (padded_rows // BM) + tile) * (HI * BLOCK_D * BM)
-        dq_tile += head * BLOCK_D * BM + tl.program_id(0) * BR % BM
+        dq_tile = dq_parts + (b.to(tl.int64) * num_tiles + tile) * (HI * BLOCK_D * BM)
+        dq_tile += head * BLOCK_D * BM + group * BR % BM
         for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
             offsets = segment * segment_stride + row_offsets
             grad_a += tl.load(row_sums + (1 + head) * plane + offsets)
@@ -100,7 +102,9 @@ def reduce_rows_kernel(
 
 
 @triton.jit
-def reduce_keys_kernel(
+def _reduce_keys(
+    group,
+    part,
     first_keys,  # [B, tiles] int32
     dk_parts,  # [B, tiles, BLOCK_D, L] fp32
     dk,  # in and out: [B, L, DI] fp32, of the chunks before
@@ -120,13 +124,13 @@ def reduce_keys_kernel(
     SPACING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """Grid (ceil(keys / BK), BLOCK_D / BD, B): BK keys over the row tiles that see any of them."""
+    """BK keys from group * BK on, BD dimensions from part * BD on: over the row tiles that see any of them."""
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
         query_start = 0
-    b = tl.program_id(2).to(tl.int64)
-    key = tl.program_id(0) * BK
+    b = tl.program_id(1).to(tl.int64)
+    key = group * BK
     cols = key + tl.arange(0, BK)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    d = part * BD + tl.arange(0, BD)
     inside = (d < DI)[:, None] & (cols < L)[None, :]
     out = dk + (b * L + cols)[None, :] * DI + d[:, None]
     total = tl.load(out, mask=inside, other=0.0)
@@ -137,6 +141,64 @@ def reduce_keys_kernel(
         written = cols <= query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
         if HAS_STARTS:
             written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
-        part = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]
-        total += scale * LN_2 * tl.load(part, mask=written[None, :], other=0.0)
+        pointers = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]
+        total += scale * LN_2 * tl.load(pointers, mask=written[None, :], other=0.0).to(tl.float32)
     tl.store(out, total, mask=inside)
+
+
+@triton.jit
+def reduce_kernel(
+    weight_logits,
+    weight_bias,
+    beta,
+    first_keys,
+    row_sums,
+    dq_parts,
+    dk_parts,
+    row_results,
+    dq,
+    dk,
+    dw,
+    R,
+    L,
+    query_start,
+    row_start,
+    num_rows,
+    num_tiles,
+    num_segments,
+    key_programs,  # of a sequence, the first ones: they have more to read
+    scale,
+    STRIDE: tl.constexpr,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    RUN: tl.constexpr,
+    SPACING: tl.constexpr,
+    KIND: tl.constexpr,
+    WEIGHT_BIAS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    WITH_GRADIENTS: tl.constexpr,
+):
+    """Both sums. Grid (key_programs + tiles * BM / BR * HI, B), the second term without HI if WITH_GRADIENTS is not
+    set, and then without the first."""
+    program = tl.program_id(0)
+    heads: tl.constexpr = HI if WITH_GRADIENTS else 1
+    if program < key_programs:
+        if WITH_GRADIENTS:
+            parts: tl.constexpr = BLOCK_D // BD
+            _reduce_keys(
+                program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
+                num_tiles, scale, STRIDE, DI, BLOCK_D, BM, BK, BD, RUN, SPACING, HAS_STARTS,
+            )  # fmt: skip
+    else:
+        program -= key_programs
+        _reduce_rows(
+            program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
+            row_results, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
+            STRIDE, HI, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, WITH_GRADIENTS,
+        )  # fmt: skip

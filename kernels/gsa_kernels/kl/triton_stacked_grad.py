@@ -46,7 +46,7 @@ def stacked_grad_kernel(
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
-    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
+    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32 or bf16
     R,
     L,
     W,
@@ -187,7 +187,11 @@ def stacked_grad_kernel(
                     dz = dz.to(keys.dtype)
                     dq = tl.dot(keys_t, tl.trans(dz), dq, input_precision=PRECISION)
                     dk_t = tl.dot(queries_t, dz, input_precision=PRECISION)
-                tl.store(dk_tile + d[:, None] * L + cols[None, :], dk_t, mask=(cols < L)[None, :])
+                tl.store(
+                    dk_tile + d[:, None] * L + cols[None, :],
+                    dk_t.to(dk_parts.dtype.element_ty),
+                    mask=(cols < L)[None, :],
+                )
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
         tl.store(sums, tl.sum(kl, 1))
