@@ -41,7 +41,7 @@ class Operation:
     """k_base, k_min and k_max"""
 
     @torch.no_grad()
-    def select(self) -> Selection:
+    def select(self, with_kl: bool = False) -> Selection:
         k_base, k_min, k_max = self.budget
         return select_keys(
             self.indexer.q_idx,
@@ -53,6 +53,7 @@ class Operation:
             k_min=k_min,
             k_max=k_max,
             mode="inverse",
+            inverse_temperature=1.0 if with_kl else None,
         )
 
     def attend(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,8 +61,8 @@ class Operation:
         v = fused_sigmoid_gate(x.v, x.value_gate)
         return masked_attention(x.q, x.k, v, words, output_gate_logits=x.output_gate)
 
-    def kl_backward(self, words: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k = self.inputs.q.detach(), self.inputs.k.detach()
+    def kl_backward(self, selection: Selection, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, words = self.inputs.q.detach(), self.inputs.k.detach(), selection.words
         loss = indexer_kl_loss(
             self.indexer.q_idx,
             self.indexer.k_idx,
@@ -69,6 +70,8 @@ class Operation:
             lambda rows: head_sum_probs_rows(q, k, lse, words, rows, dtype=torch.float16, fill=False),
             **self.indexer.biases,
             words=words,
+            target_sum=float(q.shape[2]),
+            log_sum=selection.log_sum,
         )
         assert isinstance(loss, torch.Tensor)
         return torch.autograd.grad(loss, self.indexer.leaves)
@@ -78,9 +81,9 @@ class Operation:
 
     def both(self, with_kl: bool) -> tuple[torch.Tensor, ...]:
         """Output and gradients of q, k, v and the gates; with the loss also those of the indexer."""
-        words = self.select().words
-        out, lse = self.attend(words)
-        indexer_grads = self.kl_backward(words, lse) if with_kl else ()
+        selection = self.select(with_kl)
+        out, lse = self.attend(selection.words)
+        indexer_grads = self.kl_backward(selection, lse) if with_kl else ()
         return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad), *indexer_grads
 
 
@@ -107,7 +110,7 @@ def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> No
     gsa = operation(shape, batch, length, cases.K_BASE, cases.K_MIN, cases.K_MAX)
     harness.require_finite(f"GSA {shape.name}, {batch} x {length}", gsa.both(with_kl=True))
     dense = cases.cudnn(gsa.inputs)
-    selection = gsa.select()
+    selection = gsa.select(with_kl=True)
     lse = gsa.attend(selection.words)[1]  # the output goes, and with it its graph: see `capture`
     candidates: dict[str, harness.Run] = {
         "dense_forward": dense.forward,
@@ -115,7 +118,7 @@ def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> No
         "select": gsa.select,
         "forward": gsa.forward,
         "both_without_kl": partial(gsa.both, with_kl=False),
-        "kl": partial(gsa.kl_backward, selection.words, lse),
+        "kl": partial(gsa.kl_backward, selection, lse),
         "both": partial(gsa.both, with_kl=True),
     }
     modes = {

@@ -125,7 +125,7 @@ def measure(
             inputs["q_idx"],
             inputs["k_idx"],
             inputs["weight_logits"],
-            lambda start, rows: target[:, start : start + rows],
+            lambda rows: target[:, rows.start : rows.start + rows.count],
             **{name: inputs[name] for name in NAMES[3:]},
             words=words,
             blocks=blocks,
@@ -202,8 +202,7 @@ def environment() -> dict[str, str]:
 def line(result: dict[str, Any]) -> str:
     verdict = {True: "ok", False: "WRONG"}.get(result.get("ok"), "unchecked")  # type: ignore[arg-type]
     parts = " ".join(
-        f"{name.replace(' ', '-')} {result[name]:.4f}"
-        for name in ("stats", "gradients", "reduce rows", "reduce keys")
+        f"{name.replace(' ', '-')} {result[name]:.4f}" for name in ("stats", "gradients", "reduce")
     )
     floor = sum(result["floor_ms"].values())
     return (

@@ -426,7 +426,7 @@ def select_chunk(
             inputs.query_start,
         )
         if block <= REGISTER_KEYS:
-            select_rows(*arguments, log_sums)
+            select_rows(*arguments, log_sums=log_sums)
         else:
             select_long_rows(*arguments)
 
