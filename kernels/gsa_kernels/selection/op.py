@@ -1,9 +1,10 @@
 """Scores, budget and selection in one call, without an L x L matrix: rows go through in chunks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 import triton
@@ -411,7 +412,10 @@ def select_chunk(
 ) -> None:
     """Select for the rows whose scores are in `scores`, each size of row by the kernel made for it."""
     for part, block in _row_blocks(inputs, rows):
-        arguments: Any = (
+        select: Callable[..., None] = select_long_rows
+        if block <= REGISTER_KEYS:
+            select = partial(select_rows, log_sums=log_sums)
+        select(
             scores,
             rows.start,
             part,
@@ -425,10 +429,6 @@ def select_chunk(
             words_start,
             inputs.query_start,
         )
-        if block <= REGISTER_KEYS:
-            select_rows(*arguments, log_sums=log_sums)
-        else:
-            select_long_rows(*arguments)
 
 
 def _row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
