@@ -251,18 +251,17 @@ def measure_gradients(report: harness.Report, case: Case) -> None:
 
 def measure_whole(report: harness.Report, case: Case) -> None:
     before, now = blocks_before(case), choose_blocks(case.inputs(KNOWN))
-    forms = {
+    forms: dict[str, tuple[Sums, Blocks, dict[str, Any]]] = {
         "before": (BEFORE, before, {}),
-        "sums given, one reduction": (KNOWN, now, {}),
-        "and three stages": (KNOWN, replace(now, grad_stages=3), {}),
-        "and segments of 1024": (KNOWN, replace(now, grad_stages=3, segment=1024), {}),
-        "and dk in bf16 parts": (KNOWN, GRADIENT_FORMS["all of it"], {}),
+        "now: sums given, one reduction": (KNOWN, now, {}),
     }
-    forms |= {
-        f"all of it, {name}": (KNOWN, GRADIENT_FORMS["all of it"], probs)
-        for name, probs in PROBS_FORMS.items()
-        if probs
-    }
+    for name in (
+        "three stages",
+        *(name for name in GRADIENT_FORMS if name.startswith("8 warps")),
+        "all of it",
+    ):
+        forms[name] = (KNOWN, GRADIENT_FORMS[name], {})
+    forms |= {name: (KNOWN, now, probs) for name, probs in PROBS_FORMS.items() if probs}
     runs = {name: partial(case.whole, *form) for name, form in forms.items()}
     wanted = runs["before"]()
     error = {name: max(map(harness.relative_error, run(), wanted)) for name, run in runs.items()}

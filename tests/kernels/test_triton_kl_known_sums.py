@@ -193,6 +193,20 @@ def test_forms_of_the_reductions(device: str) -> None:
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
+@device_of
+@pytest.mark.parametrize("heads", [3, 2])
+def test_order_of_the_rows_for_8_warps(device: str, heads: int) -> None:
+    """Changes sums by their order at most."""
+    problem = make_problem(50, device=device, heads=heads, sparse=True, batch=1)
+    plain = compute(problem, blocks=STACKED)
+    paired = compute(problem, blocks=replace(STACKED, paired=True))
+    torch.testing.assert_close(paired[1], plain[1], rtol=1e-6, atol=1e-7)
+    for name, want in plain[2].items():
+        torch.testing.assert_close(paired[2][name], want, rtol=1e-5, atol=1e-6, msg=name)
+    check(problem, blocks=replace(STACKED, paired=True))
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", GRADIENT_FORMS)

@@ -33,6 +33,10 @@ class Blocks:
     grad_stages: int = 2
     stacked: bool = False
     """The form of the kernels with the heads side by side."""
+    paired: bool = False
+    """The order of the heads' rows for gradients in 8 warps (`triton_stacked.py`); for an even number of heads."""
+    grad_registers: int | None = None
+    """Limit per thread: 128 for two programs of 8 warps on a multiprocessor."""
     one_reduction: bool = True
     """Sum over keys and over rows in one launch; the same bits."""
     narrow_parts: bool = False
@@ -93,11 +97,21 @@ GRADIENT_FORMS = {
     "four stages": replace(STACKED, grad_stages=4),
     "dk in bf16 parts": replace(STACKED, narrow_parts=True),
     "two reductions": replace(STACKED, one_reduction=False),
+    "8 warps, two programs": replace(STACKED, grad_warps=8, paired=True, grad_registers=128),
+    "8 warps, two programs, three stages": replace(
+        STACKED, grad_warps=8, paired=True, grad_registers=128, grad_stages=3
+    ),
+    "8 warps, one program, three stages": replace(STACKED, grad_warps=8, paired=True, grad_stages=3),
+    "8 warps, 64 keys, three stages": replace(
+        STACKED, grad_keys=64, grad_warps=8, paired=True, grad_stages=3
+    ),
     "all of it": replace(STACKED, segment=1024, grad_stages=3, narrow_parts=True),
 }
 """For 4 heads of 64 in bf16, to be measured. With two stages the loads of a step are issued at the end of the step
 before and waited for at once; with three they have a step's time. A longer segment writes fewer parts of dq (64 KiB per
-row tile and segment) and starts fewer programs."""
+row tile and segment) and starts fewer programs. On sm_90, instructions of a step per pair of query and key, spilled
+loads and stores among them, and warps on a multiprocessor: 4 warps 2.6 (25 + 14 of 1332), 8; 8 warps in two programs
+3.0 (30 + 14 of 763), 16; in one 2.7 (none), 8; with 64 keys 2.4 (none), 8."""
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
@@ -133,6 +147,9 @@ def run_chunk(
         raise ValueError(
             f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
         )
+    heads = inputs.q_idx.shape[2]
+    if blocks.paired and heads == 1:
+        raise ValueError(f"blocks.paired is set with {heads} head; pass False")
     for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
         launch()
 
@@ -202,6 +219,7 @@ def chunk_launches(
     if blocks.stacked:
         constants |= {"HEADS": triton.next_power_of_2(heads), "SUM_GIVEN": sum_given}
         given = {
+            "PAIRED": blocks.paired,
             "log_sum": inputs.log_sum if lse_given else None,
             "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
         }
@@ -239,6 +257,7 @@ def chunk_launches(
         WIDE=inputs.q_idx.dtype == torch.float16,
         num_warps=blocks.grad_warps,
         num_stages=blocks.grad_stages,
+        maxnreg=blocks.grad_registers,
         **given,
         **constants,
     )

@@ -3,6 +3,9 @@
 A tile of all heads is [HEADS, BM, BN], from one product of [HEADS * BM, DI] with the keys. In the layout of a product
 every thread then has all heads of its rows, so that a score needs no exchange between threads; and a step has three
 products to wait for, where head by head it had sixteen.
+
+Two orders of the HEADS * BM rows. Four warps own 16 of 64 rows of a product each: head by head. Eight own 16 of 128:
+PAIRED, 8 rows of a head and the same of the next one in turns, of which a thread has both.
 """
 
 # mypy: disable-error-code="assignment"
@@ -24,15 +27,49 @@ def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def load_stacked_queries(q_idx, slots, exists, DI: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[HEADS * BM, BLOCK_D], head by head: one product then gives the tiles of all heads."""
-    size: tl.constexpr = slots.shape[0] * slots.shape[1]
+def stack(x, PAIRED: tl.constexpr):
+    """[HEADS, BM, columns] -> [HEADS * BM, columns]"""
+    heads: tl.constexpr = x.shape[0]
+    rows: tl.constexpr = x.shape[1]
+    columns: tl.constexpr = x.shape[2]
+    if PAIRED:
+        x = tl.permute(tl.reshape(x, [heads // 2, 2, rows // 8, 8, columns]), [0, 2, 1, 3, 4])
+    return tl.reshape(x, [heads * rows, columns])
+
+
+@triton.jit
+def unstack(x, HEADS: tl.constexpr, PAIRED: tl.constexpr):
+    """The inverse of `stack`."""
+    rows: tl.constexpr = x.shape[0] // HEADS
+    columns: tl.constexpr = x.shape[1]
+    if PAIRED:
+        x = tl.permute(tl.reshape(x, [HEADS // 2, rows // 8, 2, 8, columns]), [0, 2, 1, 3, 4])
+    return tl.reshape(x, [HEADS, rows, columns])
+
+
+@triton.jit
+def stacked_place(HEADS: tl.constexpr, BM: tl.constexpr, PAIRED: tl.constexpr):
+    """Of each row of a stack, head * BM + row: [HEADS * BM]."""
+    number = tl.arange(0, HEADS * BM)
+    if PAIRED:
+        head = number // (2 * BM) * 2 + number // 8 % 2
+        number = head * BM + number % (2 * BM) // 16 * 8 + number % 8
+    return number
+
+
+@triton.jit
+def load_stacked_queries(
+    q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """[HEADS * BM, BLOCK_D], stacked: one product then gives the tiles of all heads."""
+    slots, exists = stack_slots(row_index, valid, HI, HEADS)
+    slots = tl.reshape(stack(slots[:, :, None], PAIRED), [HEADS * row_index.shape[0]])
+    mask = stack(exists[:, :, None], PAIRED)
     d = tl.arange(0, BLOCK_D)
-    pointers = q_idx + tl.reshape(slots, [size])[:, None] * DI + d[None, :]
-    mask = tl.reshape(exists, [size])[:, None]
     if DI != BLOCK_D:
         mask = mask & (d < DI)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(q_idx + slots[:, None] * DI + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -59,12 +96,12 @@ def load_stacked_biases(score_bias, HI: tl.constexpr, HEADS: tl.constexpr, BIASE
 
 
 @triton.jit
-def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def stacked_activations(
+    queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr
+):
     """a_j of all heads, [HEADS, BM, BN]."""
     product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    heads: tl.constexpr = biases.shape[0]
-    product = tl.reshape(product, [heads, queries.shape[0] // heads, keys.shape[0]])
-    return activate(product, scale, biases, KIND)
+    return activate(unstack(product, biases.shape[0], PAIRED), scale, biases, KIND)
 
 
 @triton.jit

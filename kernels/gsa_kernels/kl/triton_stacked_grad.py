@@ -24,8 +24,10 @@ from gsa_kernels.kl.triton_stacked import (
     load_support_words,
     log2_of_positive,
     stable_kl_terms,
+    stack,
     stack_slots,
     stacked_activations,
+    stacked_place,
     sum_in_lanes,
 )
 from gsa_kernels.triton_rows import last_row_of, row_of
@@ -75,6 +77,7 @@ def stacked_grad_kernel(
     HAS_WORDS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,
+    PAIRED: tl.constexpr,  # the order of the stacked rows
     WITH_GRADIENTS: tl.constexpr,
     WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
 ):
@@ -130,7 +133,7 @@ def stacked_grad_kernel(
             lse = tl.where(counted, lse, -NOT_A_SCORE)
 
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
-        queries = load_stacked_queries(q_idx, slots, exists, DI, BLOCK_D)
+        queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D, PAIRED)
         scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
         # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
@@ -156,7 +159,7 @@ def stacked_grad_kernel(
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
-            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
+            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION, PAIRED)
             scores = factor * tl.sum(scaled * a, 0)
             if KIND == TANH:
                 # As exact as the hardware's tanh: the tile of all heads in half the registers.
@@ -177,7 +180,7 @@ def stacked_grad_kernel(
                 dz = scaled * (g - g_a * a if KIND == TANH else g * slope(a, KIND))
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
-                dz = tl.reshape(dz, [HEADS * BM, BN])
+                dz = stack(dz, PAIRED)
                 keys_t = tl.trans(keys)
                 queries_t = tl.trans(queries)
                 if WIDE:
@@ -203,6 +206,6 @@ def stacked_grad_kernel(
             dq_tile = dq_parts + ((segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile) * (
                 HI * BLOCK_D * BM
             )
-            column = tl.arange(0, HEADS * BM)
+            column = stacked_place(HEADS, BM, PAIRED)
             place = (column // BM * (BLOCK_D * BM) + column % BM)[None, :] + d[:, None] * BM
             tl.store(dq_tile + place, dq, mask=(column < HI * BM)[None, :])
