@@ -60,3 +60,14 @@ def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:
             "block is cut"
         )
     return num_keys - query_start
+
+
+def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """beta as a tensor of one element on the device, with its gradient."""
+    if not isinstance(inverse_temperature, torch.Tensor):
+        return torch.full((), inverse_temperature, dtype=torch.float32, device=device)
+    if inverse_temperature.numel() != 1:
+        raise ValueError(
+            f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
+        )
+    return inverse_temperature

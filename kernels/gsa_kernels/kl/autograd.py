@@ -43,16 +43,6 @@ def needs_gradients(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not isinstance(inverse_temperature, torch.Tensor):
-        return torch.full((), inverse_temperature, dtype=torch.float32, device=device)
-    if inverse_temperature.numel() != 1:
-        raise ValueError(
-            f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
-        )
-    return inverse_temperature
-
-
 def check_sampling(row_fraction: float, seed: int | None) -> None:
     if runs_per_sampled(row_fraction) > 1 and seed is None:
         raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")

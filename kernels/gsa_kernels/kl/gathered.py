@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from gsa_kernels.attention.triton_gathered_probs import check_lists
-from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.kl.autograd import LossWithGradients, beta_tensor, check_sampling, needs_gradients
+from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
+from gsa_kernels.kl.autograd import LossWithGradients, check_sampling, needs_gradients
 from gsa_kernels.kl.op import check_inputs
 from gsa_kernels.kl.triton_gathered_launch import (
     GatheredBlocks,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from gsa_kernels import sampling
-from gsa_kernels.checks import check_at_least, check_shape, count_queries
-from gsa_kernels.kl.autograd import LossWithGradients, beta_tensor, check_sampling, needs_gradients
+from gsa_kernels.checks import beta_tensor, check_at_least, check_shape, count_queries
+from gsa_kernels.kl.autograd import LossWithGradients, check_sampling, needs_gradients
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 from gsa_kernels.sampling import RowSample, sample_rows
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import triton
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
 from gsa_kernels.selection.candidates import (
@@ -131,23 +131,13 @@ def select_keys(
         outputs = new_outputs(selector.inputs)
         log_sums = None
         if inverse_temperature is not None:
-            log_sums = LogSums(one_element(inverse_temperature, q_idx.device), torch.empty_like(outputs[2]))
+            beta = beta_tensor(inverse_temperature, q_idx.device).detach().reshape(1).float()
+            log_sums = LogSums(beta, torch.empty_like(outputs[2]))
         for rows in selector.chunks:
             failed = selector.select(rows, outputs, log_sums=log_sums)
             if failed is not None:
                 selector.select_failed(rows, failed, outputs)
     return Selection(*outputs, None if log_sums is None else log_sums.out)
-
-
-def one_element(number: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """fp32 [1], without gradient."""
-    if not isinstance(number, torch.Tensor):
-        return torch.full((1,), number, dtype=torch.float32, device=device)
-    if number.numel() != 1 or number.device != device:
-        raise ValueError(
-            f"inverse_temperature has shape {tuple(number.shape)} on {number.device}; pass one element on {device}"
-        )
-    return number.detach().reshape(1).float()
 
 
 def make_selector(
