@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_kernels.kl import op as kl_op
+from gsa_kernels.kl.triton_launch import Blocks, Inputs
 from gsa_kernels.lists.key_lists import mask_from_key_lists
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
@@ -126,6 +128,25 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(variant: str, phase
         for name in ("adjacent_overlap", "union_ratio_32"):  # look at neighbours, but not across runs
             runs[2][name] = whole[2][name]
         assert_same_step(runs, whole)
+
+
+@pytest.mark.slow
+def test_the_loss_takes_the_sums_that_selection_and_attention_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels for bf16, which read them; the temperature is learned, and a window adds keys."""
+    blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
+    seen: list[Inputs] = []
+    monkeypatch.setattr(kl_op, "choose_blocks", lambda inputs: (seen.append(inputs), blocks)[1])
+    gsa = {"indexer_temperature": "learned", "local_window": 3}
+    whole = one_step(gsa, SPARSE, fused=False)
+    runs = one_step(gsa, SPARSE, fused=True, cuts=(0, 7, 24))
+    for name in ("adjacent_overlap", "union_ratio_32"):
+        runs[2][name] = whole[2][name]
+    assert_same_step(runs, whole)
+    assert seen
+    for inputs in seen:
+        assert inputs.log_sum is not None
+        assert inputs.log_sum.shape == inputs.q_idx.shape[:2]
+        assert inputs.target_sum == 4
 
 
 def select(length: int, **gsa: Any) -> LayerSelection:
