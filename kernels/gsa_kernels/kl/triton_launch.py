@@ -105,6 +105,9 @@ GRADIENT_FORMS = {
     "8 warps, 64 keys, three stages": replace(
         STACKED, grad_keys=64, grad_warps=8, paired=True, grad_stages=3
     ),
+    "8 warps, 64 keys, all of it": replace(
+        STACKED, grad_keys=64, grad_warps=8, paired=True, grad_stages=3, segment=1024, narrow_parts=True
+    ),
     "all of it": replace(STACKED, segment=1024, grad_stages=3, narrow_parts=True),
 }
 """For 4 heads of 64 in bf16, to be measured. With two stages the loads of a step are issued at the end of the step
