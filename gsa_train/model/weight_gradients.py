@@ -6,6 +6,8 @@ no gradient in bf16 is written, rounded and read again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel import layers
 
@@ -19,6 +21,23 @@ class CublasAccumulation:
     ) -> None:
         """main_grad [out, in] += grad_output [tokens, out]^T inputs [tokens, in], summed in fp32."""
         torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+
+
+def weight_gradient(
+    weight: torch.Tensor, inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
+) -> torch.Tensor:
+    """grad_output [tokens, out]^T inputs [tokens, in], for autograd.
+
+    Args:
+        accumulates: add it to `weight.main_grad` instead. What is returned then holds nothing: megatron-core's hook,
+            which waits for a gradient, runs where there is one.
+    """
+    if not accumulates:
+        return grad_output.t().matmul(inputs)
+    parameter: Any = weight
+    CublasAccumulation.wgrad_gemm_accum_fp32(inputs, grad_output, parameter.main_grad)
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def install() -> None:
