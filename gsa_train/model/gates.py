@@ -111,13 +111,13 @@ def has_gates(config: GSATransformerConfig) -> bool:
 def split_gate_logits(
     logits: torch.Tensor, config: GSATransformerConfig
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """[L, B, local rows] -> logits of G2 [L, B, local n_kv, d_k] and of G1 [L, B, local n_h, d_k]."""
+    """[L, B, local rows] -> logits of G2 [L, B, local n_kv, d_k] and of G1 [L, B, local n_kv, n_h / n_kv, d_k]."""
     value_rows, output_rows = _rows_per_group(config)
     per_group = logits.unflatten(-1, (-1, value_rows + output_rows))
     value, output = per_group.split([value_rows, output_rows], -1)
     return (
         value if value_rows else None,
-        output.unflatten(-1, (-1, config.kv_channels)).flatten(2, 3) if output_rows else None,
+        output.unflatten(-1, (-1, config.kv_channels)) if output_rows else None,
     )
 
 

@@ -211,7 +211,8 @@ class GSASelfAttention(MegatronModule):
         gates: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_h, d_k] or None."""
+        """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
+        None."""
         qkv, _ = self.linear_qkv(hidden_states)
         value_gate = output_gate = None
         if gates is not None and (self.runtime.measuring or self.heads_op is None):
@@ -222,7 +223,6 @@ class GSASelfAttention(MegatronModule):
             return self.heads_op(
                 qkv,
                 gates,
-                None,
                 *self.runtime.rotary_tables(rotary_pos_emb),
                 kv_heads=self.local_kv_heads,
                 value_gate=self.gsa.value_gate,

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_kernels.gates import rows as gate_rows
 from gsa_kernels.lists.key_lists import mask_from_key_lists
+from gsa_kernels.prologue import op as prologue_op
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
 from gsa_train.model import selecting
@@ -71,6 +73,7 @@ def one_step(
     if fused:
         for attention in model.attentions:
             attention.core = TritonCore(attention)
+            attention.heads_op = prologue_op.fused_split_rotate_gate
     if len(cuts) > 2:  # as under context parallelism, with all runs on this rank
         runs = [QueryRun(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:
@@ -186,8 +189,18 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_recomputing_the_core_changes_nothing() -> None:
+def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does where G1's gradient arrives: without recomputation it is in its place and not copied."""
+    placed: list[bool] = []
+
+    def projection_of(gradient: torch.Tensor, rows: int) -> torch.Tensor | None:
+        projection = gate_rows.projection_of(gradient, rows)
+        placed.append(projection is not None)
+        return projection
+
+    monkeypatch.setattr(prologue_op, "projection_of", projection_of)
     once, twice = (one_step({}, SPARSE, fused=True, recompute=mode) for mode in ("none", "selective"))
+    assert placed[: len(placed) // 2] == [True] * (len(placed) // 2) != []
     assert torch.equal(once[0], twice[0])
     assert all(torch.equal(once[1][name], twice[1][name]) for name in once[1])
     assert once[2] == twice[2]
