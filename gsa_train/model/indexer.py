@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import indexer_scores
 from gsa_train.model.mcore_config import GSATransformerConfig
+from gsa_train.model.weight_gradients import linear_of_few_rows
 
 
 class IndexerProjections(NamedTuple):
@@ -71,7 +71,7 @@ class Indexer(MegatronModule):
         sizes = [len(weight) for weight in weights]
         # One product instead of three, padded: matrix units want multiples of 8.
         padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
-        together = F.linear(hidden, torch.cat([*weights, padding]))
+        together = linear_of_few_rows(hidden, torch.cat([*weights, padding]))
         queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:

@@ -30,6 +30,7 @@ import harness
 from gsa_train.batches import MicroBatch
 from gsa_train.bench.step_bench import OurTrainee, random_batches, release_memory
 from gsa_train.config import Config, load_config
+from gsa_train.model import weight_gradients
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.parallel import init_parallel, shutdown_parallel
 
@@ -202,9 +203,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
+    parser.add_argument(
+        "--indexer-parts", type=int, help="of the indexer's weight gradient; 1: one product for all tokens"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     harness.require_cuda()
+    if arguments.indexer_parts is not None:
+        weight_gradients.PARTS = arguments.indexer_parts
     report = harness.Report("bench_step", arguments)
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
