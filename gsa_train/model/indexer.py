@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -45,6 +46,7 @@ class Indexer(MegatronModule):
         self.weight_bias = self._parameter(heads) if gated else None  # c_j
         learned = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
+        self.split_op = _fused_split_op() if config.fused_ops and not self.gsa.indexer_rope else None
         self.rotary = None
         if self.gsa.indexer_rope:
             self.rotary = RotaryEmbedding(
@@ -72,6 +74,8 @@ class Indexer(MegatronModule):
         # One product instead of three, padded: matrix units want multiples of 8.
         padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
         together = linear_of_few_rows(hidden, torch.cat([*weights, padding]))
+        if self.split_op is not None:
+            return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
         queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
@@ -99,3 +103,9 @@ class Indexer(MegatronModule):
         if self.log_inverse_temperature is None:
             return float(self.gsa.indexer_temperature)
         return self.log_inverse_temperature.float().exp()[0]
+
+
+def _fused_split_op() -> Callable[..., Any]:
+    from gsa_kernels.indexer.split_op import split_projection  # imports Triton
+
+    return split_projection

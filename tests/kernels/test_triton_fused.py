@@ -24,6 +24,7 @@ from gsa_kernels.cross_entropy.triton_rows import row_statistics, write_gradient
 from gsa_kernels.gates import rows as rows_module  # noqa: E402
 from gsa_kernels.gates.op import BLOCK, fused_sigmoid_gate  # noqa: E402
 from gsa_kernels.gates.reference import sigmoid_gate  # noqa: E402
+from gsa_kernels.indexer.split_op import split_projection  # noqa: E402
 from gsa_kernels.lists.key_lists import key_lists_from_mask  # noqa: E402
 from gsa_kernels.prologue import op as prologue_op  # noqa: E402
 from gsa_kernels.prologue.op import fused_split_rotate_gate  # noqa: E402
@@ -257,6 +258,42 @@ def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
         by_sum = grads[0].to(dtype).sum() * g1.flatten(2)
         rtol = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(twice[2], found[2] + by_sum, rtol=rtol, atol=2e-5)
+
+
+# --- the indexer's projection -------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize(
+    ("shape", "heads", "dim"), [((37, 2, 328), 4, 64), ((5, 3, 32), 3, 6), ((16, 1, 11), 1, 5)]
+)
+def test_split_projection(device, shape, heads, dim):
+    def plain(together):
+        sizes = [heads * dim, dim, heads, shape[2] - heads * dim - dim - heads]
+        queries, keys, weights, _ = (part.transpose(0, 1) for part in together.split(sizes, -1))
+        return queries.unflatten(-1, (heads, dim)), keys, weights
+
+    for dtype in DTYPES[device]:
+        together = torch.randn(shape, device=device).to(dtype)
+        sizes = [(heads, dim), (dim,), (heads,)]
+        grads = [torch.randn(shape[0], shape[1], *size, device=device).transpose(0, 1) for size in sizes]
+
+        def fused(together):
+            parts = split_projection(together, heads, dim)
+            assert all(part.is_contiguous() for part in parts)
+            return parts
+
+        for found, wanted in zip(run(fused, [together], grads), run(plain, [together], grads), strict=True):
+            assert torch.equal(found, wanted)
+    wrong = [
+        ((together[0], heads, dim), "together has shape"),
+        ((together[:, :, 2:].contiguous(), heads, dim + 1), "columns; pass"),
+        ((together.transpose(0, 2).contiguous().transpose(0, 2), heads, dim), "together has strides"),
+        ((together, 0, dim), "heads is 0"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            split_projection(*arguments)
 
 
 # --- cross-entropy ----------------------------------------------------------------------------------------
