@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -52,7 +51,9 @@ class _LogitsAndInput(torch.autograd.Function):
             dist.all_gather_into_tensor(shared, hidden.contiguous(), group=group)
         ctx.save_for_backward(shared, weight)
         ctx.group, ctx.sequence_parallel, ctx.accumulates = group, sequence_parallel, accumulates
-        return F.linear(shared, weight, bias), shared
+        # Not F.linear, for which DeepSpeed puts one that rounds before it adds the bias.
+        logits = torch.addmm(bias, shared.flatten(0, 1), weight.t())
+        return logits.unflatten(0, shared.shape[:2]), shared
 
     @staticmethod
     def backward(
