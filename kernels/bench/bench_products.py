@@ -78,7 +78,7 @@ def row(
             m=rows,
             n=columns,
             k=depth,
-            waves=-(-rows // 128) * -(-columns // 256) / MULTIPROCESSORS,
+            waves=tiles_of(rows, columns) / MULTIPROCESSORS,
             us=1e3 * time.ms,
             tflops=tflop / (1e-3 * time.ms),
         )
@@ -98,9 +98,8 @@ def weight_gradients(inputs: torch.Tensor) -> dict[str, tuple[int, dict[str, Pro
         return buffers[name]
 
     def added(name: str, parts: int) -> torch.Tensor:
-        left = grads[name].unflatten(0, (parts, -1)).transpose(1, 2)
-        sums = torch.bmm(left, inputs.unflatten(0, (parts, -1)), out_dtype=torch.float32)
-        return buffers[name].zero_().add_(sums.sum(0))
+        accumulate_in_parts(inputs, grads[name], buffers[name].zero_(), parts)
+        return buffers[name]
 
     found: dict[str, tuple[int, dict[str, Product]]] = {}
     for name in ("qkv", "gates"):
@@ -128,6 +127,19 @@ def weight_gradients(inputs: torch.Tensor) -> dict[str, tuple[int, dict[str, Pro
 
     found["all three"] = sum(sizes), {"one by one": one_by_one, "merged": merged}
     return found
+
+
+def accumulate_in_parts(
+    inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor, parts: int
+) -> None:
+    """main_grad [out, in] += grad_output [tokens, out]^T inputs [tokens, in], a sum over parts of the tokens."""
+    left = grad_output.unflatten(0, (parts, -1)).transpose(1, 2)
+    sums = torch.bmm(left, inputs.unflatten(0, (parts, -1)), out_dtype=torch.float32)
+    main_grad.add_(sums.sum(0))
+
+
+def tiles_of(rows: int, columns: int) -> int:
+    return -(-rows // 128) * -(-columns // 256)
 
 
 def input_gradients(tokens: int) -> dict[str, Product]:
