@@ -18,28 +18,23 @@ def grouped(logits: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:
 
 
 def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
-    """Memory for the gradient of `logits` [B, L, Hkv, G, D], in their order and with the same gaps between heads."""
+    """Memory for the gradient of `logits` [B, L, Hkv, G, D], with room for G2 where these are rows of a projection."""
     batch, length, kv_heads, group, size = logits.shape
-    spare = logits.stride(2) // size - group  # rows of G2 per key-value head
-    in_rows = logits.stride(3) == size and logits.stride(2) % size == 0
-    if not in_rows or spare < 1:
+    width = kv_heads * (1 + group) * size
+    if logits.stride() != (width, batch * width, (1 + group) * size, size, 1):
         return torch.empty_like(logits)
-    length_first = logits.stride(1) >= logits.stride(0)
-    outer = (length, batch) if length_first else (batch, length)
-    projection = logits.new_empty(*outer, kv_heads, spare + group, size)
-    gradient = (projection.transpose(0, 1) if length_first else projection)[..., spare:, :]
+    projection = logits.new_empty(length, batch, kv_heads, 1 + group, size)
+    gradient = projection[..., 1:, :].transpose(0, 1)
     holder: Any = gradient
     holder.projection = projection
     return gradient
 
 
-def projection_of(gradient: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """The memory [L, B, Hkv, rows, D] of a gradient from `empty_gradient`, which has room before the rows of G1.
+def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The memory [L, B, Hkv, 1 + G, D] of a gradient from `empty_gradient`, with room before the rows of G1.
 
-    None for every other gradient, also for a sum of several: autograd makes that in memory of its own.
+    It is given once, and None for every other gradient, also for a sum of several: autograd makes that in memory of
+    its own.
     """
-    projection: torch.Tensor | None = getattr(gradient, "projection", None)
-    if projection is None:
-        return None
-    batch, length, kv_heads, _, size = gradient.shape
-    return projection if projection.shape == (length, batch, kv_heads, rows, size) else None
+    projection: torch.Tensor | None = vars(gradient).pop("projection", None)
+    return projection

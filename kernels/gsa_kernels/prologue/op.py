@@ -6,7 +6,7 @@ import torch
 import triton
 
 from gsa_kernels.checks import check_shape
-from gsa_kernels.gates.rows import projection_of
+from gsa_kernels.gates.rows import take_projection
 from gsa_kernels.prologue.triton_heads import heads_backward_kernel, heads_kernel
 
 _HEAD_SIZES = (32, 64, 128)
@@ -123,7 +123,7 @@ class _SplitRotateGate(torch.autograd.Function):
         assert grad_q is not None
         grad_qkv = grad_q.new_empty(length, batch, kv_heads * (group + 2) * size)
         rows = ctx.value_gate + group * ctx.output_gate
-        grad_logits = None if grad_gates is None else projection_of(grad_gates, rows)
+        grad_logits = None if grad_gates is None else take_projection(grad_gates)
         copies_gates = grad_gates is not None and grad_logits is None
         if rows and grad_logits is None:
             grad_logits = grad_q.new_empty(length, batch, kv_heads, rows, size)

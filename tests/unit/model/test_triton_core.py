@@ -193,12 +193,12 @@ def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     """Neither does where G1's gradient arrives: without recomputation it is in its place and not copied."""
     placed: list[bool] = []
 
-    def projection_of(gradient: torch.Tensor, rows: int) -> torch.Tensor | None:
-        projection = gate_rows.projection_of(gradient, rows)
+    def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
+        projection = gate_rows.take_projection(gradient)
         placed.append(projection is not None)
         return projection
 
-    monkeypatch.setattr(prologue_op, "projection_of", projection_of)
+    monkeypatch.setattr(prologue_op, "take_projection", take_projection)
     once, twice = (one_step({}, SPARSE, fused=True, recompute=mode) for mode in ("none", "selective"))
     assert placed[: len(placed) // 2] == [True] * (len(placed) // 2) != []
     assert torch.equal(once[0], twice[0])
