@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gsa_kernels.gates import rows as gate_rows
+from gsa_kernels.indexer.split_op import split_projection
 from gsa_kernels.lists.key_lists import mask_from_key_lists
 from gsa_kernels.prologue import op as prologue_op
 from gsa_kernels.selection.op import mask_from_words
@@ -74,6 +75,8 @@ def one_step(
         for attention in model.attentions:
             attention.core = TritonCore(attention)
             attention.heads_op = prologue_op.fused_split_rotate_gate
+            if attention.indexer is not None and not config.gsa.indexer_rope:
+                attention.indexer.split_op = split_projection
     if len(cuts) > 2:  # as under context parallelism, with all runs on this rank
         runs = [QueryRun(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:
