@@ -207,8 +207,10 @@ def _layer(config: Config, phase: PhaseConfig, sizes: _Sizes) -> _Layer:
     values = 4 * sizes.hidden / sizes.sequence_shards
     values += sizes.query + 2 * sizes.key_value + sizes.query + 3 * sizes.ffn
     singles = 2 / sizes.sequence_shards  # 1 / rms of both norms
-    if fused:  # the projection's output for G2, and G1's part of it once more in the order of the heads
-        values += gsa.value_gate * gate_logits + gsa.output_gate * sizes.query
+    if sizes.sequence_shards > 1 and gate_logits:  # what all projections read, gathered
+        values += sizes.hidden
+    if fused:  # the projection's output for both gates
+        values += gate_logits
     else:  # SiLU and the other factor; gates: logits, and of G2 in fp32 input and sigmoid; else V inside of QKV
         values += 2 * sizes.ffn + gate_logits
         values += 0 if gsa.value_gate else sizes.query + sizes.key_value
@@ -236,7 +238,7 @@ def _layer(config: Config, phase: PhaseConfig, sizes: _Sizes) -> _Layer:
     indexer = sizes.value * queries * gsa.indexer_heads * (gsa.indexer_dim + 1)
     keys = config.train.seq_len_tokens if config.train.recompute == "selective" else sizes.keys_of_runs
     indexer += sizes.value * config.train.micro_batch_size * keys * gsa.indexer_dim
-    if sizes.sequence_shards > 1:  # its input, gathered
+    if sizes.sequence_shards > 1 and not gate_logits:  # its input, gathered
         indexer += sizes.value * sizes.tokens * sizes.hidden
     if kernels:
         return _Layer(dense, core_bytes, indexer, _kernel_selection(config, sizes))
@@ -306,7 +308,9 @@ def _working(config: Config, phase: PhaseConfig, sizes: _Sizes) -> float:
     # Attention: the gradient of its output before and after G1, of G1, Q, K, V, and of the projections.
     gated = 2 * gsa.output_gate * sizes.query
     gradients = sizes.query + gated + sizes.query + 2 * sizes.key_value
-    projected = sizes.query + 2 * sizes.key_value + gated / 2 + gsa.value_gate * sizes.key_value
+    projected = sizes.query + 2 * sizes.key_value + gsa.value_gate * sizes.key_value
+    if not (_uses_kernels(config) and train.fused_ops != "none"):  # else G1's is where the projection's is
+        projected += gated / 2
     attention = token_bytes * (hidden + gradients + projected)
     if _uses_kernels(config) and phase.attention == "sparse":
         attention += _attention_scratch(config, sizes)

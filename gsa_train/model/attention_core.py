@@ -56,7 +56,7 @@ class AttentionCore(Protocol):
         A function of its arguments and the parameters alone, so that it can be recomputed.
 
         Args:
-            output_gate: logits of G1 [B, L_q, n_h, d_k], or None.
+            output_gate: logits of G1 [B, L_q, n_kv, n_h / n_kv, d_k], or None.
             queries, keys, weight_logits: the indexer's projections; None where it does not run.
             document_ids: int32 [B, L_k], or None for one document per sequence.
             selected: what `select` returned, perhaps for an earlier layer.

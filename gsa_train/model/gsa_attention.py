@@ -28,7 +28,7 @@ from gsa_train.kernel_checks import KERNEL_HEAD_SIZES
 from gsa_train.model.attention_core import build_core, indexer_graph, train_indexer
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import QueryRun, gather_tokens, query_runs
-from gsa_train.model.gates import build_gate_projection, split_gate_logits
+from gsa_train.model.gates import build_gate_projection, has_gates, split_gate_logits
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore_config import GSATransformerConfig
 from gsa_train.model.norm import RMSNorm
@@ -89,9 +89,12 @@ class GSASelfAttention(MegatronModule):
             init_method=config.init_method,
             bias=False,
             gather_output=False,
+            disable_grad_reduce=has_gates(config),
             tp_group=pg_collection.tp,
         )
         self.linear_gate = build_gate_projection(config, pg_collection)
+        if self.linear_gate is not None:  # it communicates for both
+            self.linear_qkv.sequence_parallel = False
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * d_k,
             d,
@@ -125,12 +128,17 @@ class GSASelfAttention(MegatronModule):
             rotary_pos_emb: angles of the rotary embedding on Q and K.
             unused: what megatron-core passes to every attention (inference, packing formats we do not use).
         """
-        q, k, v, output_gate = self._project(hidden_states, rotary_pos_emb)
+        gates = None
+        gathered = not self.config.sequence_parallel
+        if self.linear_gate is not None:
+            gates, hidden_states = self.linear_gate(hidden_states)
+            gathered = True
+        q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
         projections = selected = None
         if self.runtime.uses_indexer:
             if self.indexer is not None:
                 with span("indexer"):
-                    projections = self._index(hidden_states)
+                    projections = self._index(hidden_states, gathered)
                 with span("selection"):
                     self.runtime.shared_selection = self._select(projections, attention_mask)
             selected = self.runtime.shared_selection
@@ -200,22 +208,21 @@ class GSASelfAttention(MegatronModule):
     def _project(
         self,
         hidden_states: torch.Tensor,
+        gates: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_h, d_k] or None."""
+        """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
+        None."""
         qkv, _ = self.linear_qkv(hidden_states)
-        gates = gate_bias = value_gate = output_gate = None
-        if self.linear_gate is not None:
-            gates, gate_bias = self.linear_gate(hidden_states)
+        value_gate = output_gate = None
         if gates is not None and (self.runtime.measuring or self.heads_op is None):
-            value_gate, output_gate = split_gate_logits(gates + gate_bias, self.config)
+            value_gate, output_gate = split_gate_logits(gates, self.config)
             self._measure_gates(value_gate, output_gate)
         if self.heads_op is not None:
             assert isinstance(rotary_pos_emb, torch.Tensor)
             return self.heads_op(
                 qkv,
                 gates,
-                gate_bias,
                 *self.runtime.rotary_tables(rotary_pos_emb),
                 kv_heads=self.local_kv_heads,
                 value_gate=self.gsa.value_gate,
@@ -240,12 +247,12 @@ class GSASelfAttention(MegatronModule):
             output_gate = output_gate.transpose(0, 1)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
 
-    def _index(self, hidden_states: torch.Tensor) -> IndexerProjections:
+    def _index(self, hidden_states: torch.Tensor, gathered: bool) -> IndexerProjections:
         """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
         model."""
         assert self.indexer is not None
         hidden = hidden_states.detach()
-        if self.config.sequence_parallel:
+        if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with indexer_graph(self.runtime):
             queries, keys, weight_logits = self.indexer(hidden)

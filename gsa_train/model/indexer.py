@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import indexer_scores
 from gsa_train.model.mcore_config import GSATransformerConfig
+from gsa_train.model.weight_gradients import linear_of_few_rows
 
 
 class IndexerProjections(NamedTuple):
@@ -45,6 +46,7 @@ class Indexer(MegatronModule):
         self.weight_bias = self._parameter(heads) if gated else None  # c_j
         learned = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
+        self.split_op = _fused_split_op() if config.fused_ops and not self.gsa.indexer_rope else None
         self.rotary = None
         if self.gsa.indexer_rope:
             self.rotary = RotaryEmbedding(
@@ -71,7 +73,9 @@ class Indexer(MegatronModule):
         sizes = [len(weight) for weight in weights]
         # One product instead of three, padded: matrix units want multiples of 8.
         padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
-        together = F.linear(hidden, torch.cat([*weights, padding]))
+        together = linear_of_few_rows(hidden, torch.cat([*weights, padding]))
+        if self.split_op is not None:
+            return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
         queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
@@ -99,3 +103,9 @@ class Indexer(MegatronModule):
         if self.log_inverse_temperature is None:
             return float(self.gsa.indexer_temperature)
         return self.log_inverse_temperature.float().exp()[0]
+
+
+def _fused_split_op() -> Callable[..., Any]:
+    from gsa_kernels.indexer.split_op import split_projection  # imports Triton
+
+    return split_projection

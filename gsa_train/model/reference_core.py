@@ -144,7 +144,7 @@ class ReferenceCore:
                 kl, logged = self._sum_or_estimate(rows)
             if measured:
                 stats.add("indexer_kl", layer, logged)
-        out = out if output_gate is None else sigmoid_gate(out, output_gate)  # eq. 10
+        out = out if output_gate is None else sigmoid_gate(out, output_gate.flatten(2, 3))  # eq. 10
         return out, kl if runtime.train_indexer else None
 
     def _indexer_loss(

@@ -106,7 +106,7 @@ class TritonCore:
         else:
             out = self.dense(q, k, v)
             if output_gate is not None:
-                out = fused_sigmoid_gate(out, output_gate)
+                out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
             if measured:
                 # By our kernel: what is logged must not change what the pass calculates.
                 with torch.no_grad():

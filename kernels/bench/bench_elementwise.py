@@ -137,7 +137,7 @@ def written_out_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def split(
     op: Op, tables: tuple[torch.Tensor, torch.Tensor], qkv: torch.Tensor, gate_logits: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    found = op(qkv, gate_logits, None, *tables, kv_heads=KV_HEADS, value_gate=True, output_gate=True)
+    found = op(qkv, gate_logits, *tables, kv_heads=KV_HEADS, value_gate=True, output_gate=True)
     assert isinstance(found, tuple)
     return found
 

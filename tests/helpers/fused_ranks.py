@@ -15,6 +15,8 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from gsa_kernels import sampling
+from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.prologue.op import fused_split_rotate_gate
 from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.model.triton_core import TritonCore
@@ -57,6 +59,9 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
 def fuse(model: Model) -> None:
     for attention in model.attentions:
         attention.core = TritonCore(attention)
+        attention.heads_op = fused_split_rotate_gate
+        assert attention.indexer is not None
+        attention.indexer.split_op = split_projection
 
 
 def main(out: Path) -> None:

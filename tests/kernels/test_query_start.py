@@ -226,9 +226,9 @@ def test_prologue_takes_the_rows_of_its_tables(device):
     torch.manual_seed(6)
     qkv, (cos, sin) = draw(device, 20, 2, 4 * 32), draw(device, 2, 20, 16)
     options: dict[str, Any] = {"kv_heads": 1, "value_gate": False, "output_gate": False}
-    whole = fused_split_rotate_gate(qkv, None, None, cos, sin, **options)[:3]
+    whole = fused_split_rotate_gate(qkv, None, cos, sin, **options)[:3]
     held = torch.tensor([3, 4, 5, 15, 16], device=device)  # two runs, as under zig-zag context parallelism
-    part = fused_split_rotate_gate(qkv[held], None, None, cos[held], sin[held], **options)[:3]
+    part = fused_split_rotate_gate(qkv[held], None, cos[held], sin[held], **options)[:3]
     for got, want in zip(part, whole, strict=True):
         assert torch.equal(got, want[:, held])
 

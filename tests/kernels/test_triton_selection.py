@@ -370,6 +370,15 @@ def test_chunks_cover_the_rows_within_their_bytes(batch: int, length: int) -> No
         assert 4 * batch * len(chunk) * width <= limit or len(chunk) <= 64
 
 
+def test_what_just_fits_is_one_chunk() -> None:
+    for length, stride, query_start in ((4096, 1, 0), (4000, 1, 96), (1024, 4, 0)):
+        columns = 4096
+        limit = 4 * 8 * columns * length
+        options = {"query_stride": stride, "query_start": query_start}
+        assert list(op.row_chunks(8, length, 64, limit, **options)) == [range(length)]
+        assert len(list(op.row_chunks(8, length, 64, limit - 1, **options))) > 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("length", "documents"), [(4096, False), (4000, True), (40000, False)])

@@ -8,6 +8,7 @@ from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.gates.rows import grouped
 from gsa_kernels.lists.key_lists import TILE_QUERIES, KeyLists
 
 SCRATCH_BYTES = 1 << 30
@@ -39,7 +40,7 @@ def gathered_attention(
         v: [B, Lk, Hkv, D]
         lists: S_t of q's queries, which stand from lists.query_start on
         softmax_scale: positive; 1 / sqrt(D) if None
-        output_gate_logits: [B, L, H, D], G1 before its sigmoid
+        output_gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
         deterministic: the backward pass repeats bit for bit. False adds with atomics: it needs no scratch, and
             at 128K on an H200 it is no faster.
         scratch_bytes: what the deterministic backward pass may take for partial sums, beside fp32 sums of the
@@ -52,7 +53,8 @@ def gathered_attention(
     scale = check_attention(q, k, v, None, None, softmax_scale, output_gate_logits, lists.query_start)
     check_lists(lists, q)
     check_at_least("scratch_bytes", scratch_bytes, 1)
-    return _GatheredAttention.apply(q, k, v, output_gate_logits, lists, scale, deterministic, scratch_bytes)
+    gate_logits = grouped(output_gate_logits, k.shape[2])
+    return _GatheredAttention.apply(q, k, v, gate_logits, lists, scale, deterministic, scratch_bytes)
 
 
 _LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")

@@ -6,6 +6,7 @@ from gsa_kernels.attention.triton_backward import attention_backward
 from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.devices import interpreted
+from gsa_kernels.gates.rows import grouped
 
 _HEAD_SIZES = (32, 64, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,7 +37,7 @@ def masked_attention(
         document_starts: int32 [B, L], never decreasing: key s is visible to query i, at position t, if
             document_starts[b, i] <= s <= t. None: one document. Beside words it only saves work.
         softmax_scale: positive; 1 / sqrt(D) if None
-        output_gate_logits: [B, L, H, D], G1 before its sigmoid
+        output_gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
         query_start: position of the first query; query i stands at t = query_start + i, key s at s
 
     Returns:
@@ -46,7 +47,8 @@ def masked_attention(
     scale = check_attention(q, k, v, words, document_starts, softmax_scale, output_gate_logits, query_start)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
-    return _MaskedAttention.apply(q, k, v, output_gate_logits, words, document_starts, scale)
+    gate_logits = grouped(output_gate_logits, k.shape[2])
+    return _MaskedAttention.apply(q, k, v, gate_logits, words, document_starts, scale)
 
 
 class _MaskedAttention(torch.autograd.Function):
@@ -95,7 +97,11 @@ def check_attention(
         raise ValueError(f"q has dtype {q.dtype}; pass bfloat16, float16 or float32")
     floats = {"q": q, "k": k, "v": v}
     if gate_logits is not None:
-        check_shape("output_gate_logits", gate_logits, "[B, L, H, D]", tuple(q.shape))
+        if gate_logits.ndim == 5:
+            shape = (batch, length, kv_heads, heads // kv_heads, dim)
+            check_shape("output_gate_logits", gate_logits, "[B, L, Hkv, H / Hkv, D]", shape)
+        else:
+            check_shape("output_gate_logits", gate_logits, "[B, L, H, D]", tuple(q.shape))
         floats["output_gate_logits"] = gate_logits
     integers = {}
     if words is not None:

@@ -15,6 +15,7 @@ from gsa_kernels.attention.triton_tiles import (
     LOG2E,
     Tiles,
 )
+from gsa_kernels.gates.rows import empty_gradient
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -58,13 +59,13 @@ def backward_rows(
     """What is needed once per query and head.
 
     Returns:
-        gradient of the ungated output [B, L, H, D], gradient of gate_logits or None,
+        gradient of the ungated output [B, L, H, D], gradient of gate_logits [B, L, Hkv, H / Hkv, D] or None,
         delta and lse * log2(e), fp32 [B, H, L]
     """
     batch, length, heads, head_size = out.shape
     gated = gate_logits is not None
     grad_attended = torch.empty_like(out) if gated else grad
-    grad_gate = torch.empty_like(gate_logits) if gate_logits is not None else None
+    grad_gate = empty_gradient(gate_logits) if gate_logits is not None else None
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = 32
     _rows_kernel[(batch * heads, triton.cdiv(length, rows))](
@@ -78,11 +79,12 @@ def backward_rows(
         lse2,
         *grad.stride()[:3],
         *out.stride()[:3],
-        *(gate_logits.stride()[:3] if gate_logits is not None else (0, 0, 0)),
+        *(gate_logits.stride()[:4] if gate_logits is not None else (0, 0, 0, 0)),
         *grad_attended.stride()[:3],
-        *(grad_gate.stride()[:3] if grad_gate is not None else (0, 0, 0)),
+        *(grad_gate.stride()[:4] if grad_gate is not None else (0, 0, 0, 0)),
         length,
         heads,
+        GROUP=gate_logits.shape[3] if gate_logits is not None else 1,
         D=head_size,
         ROWS=rows,
         HAS_GATE=gated,
@@ -96,11 +98,11 @@ def _rows_kernel(
     grad, out, gate, lse, grad_attended, grad_gate, delta, lse2,
     stride_ub, stride_ul, stride_uh,
     stride_ob, stride_ol, stride_oh,
-    stride_gb, stride_gl, stride_gh,
+    stride_gb, stride_gl, stride_gg, stride_gh,
     stride_ab, stride_al, stride_ah,
-    stride_sb, stride_sl, stride_sh,
+    stride_sb, stride_sl, stride_sg, stride_sh,
     length, heads,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
@@ -118,9 +120,9 @@ def _rows_kernel(
     tl.store(delta + position, tl.sum(product, 1), mask=valid)
     tl.store(lse2 + position, tl.load(lse + position, mask=valid, other=0.0) * _LOG2E, mask=valid)
     if HAS_GATE:
-        gate += batch * stride_gb + head * stride_gh
+        gate += batch * stride_gb + head // GROUP * stride_gg + head % GROUP * stride_gh
         grad_attended += batch * stride_ab + head * stride_ah
-        grad_gate += batch * stride_sb + head * stride_sh
+        grad_gate += batch * stride_sb + head // GROUP * stride_sg + head % GROUP * stride_sh
         logits = tl.load(gate + rows[:, None] * stride_gl + dims, mask=mask, other=0.0).to(tl.float32)
         attended = u * tl.sigmoid(logits)
         target = grad_attended + rows[:, None] * stride_al + dims

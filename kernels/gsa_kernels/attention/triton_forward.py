@@ -38,7 +38,7 @@ def attention_forward(
     scale: float,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as in `masked_attention`, checked by it.
+    """Arguments as in `masked_attention`, checked by it; gate_logits [B, L, Hkv, H / Hkv, D].
 
     Returns:
         out: [B, L, H, D], gated if `gate_logits` is given, in the memory order of q
@@ -63,7 +63,7 @@ def attention_forward(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *(gate_logits.stride()[:3] if gate_logits is not None else (0, 0, 0)),
+        *(gate_logits.stride()[:4] if gate_logits is not None else (0, 0, 0, 0)),
         *(words.stride()[:2] if words is not None else (0, 0)),
         *out.stride()[:3],
         length,
@@ -108,6 +108,7 @@ def _forward_kernel(
     stride_vh,
     stride_gb,
     stride_gl,
+    stride_gg,
     stride_gh,
     stride_wb,
     stride_wl,
@@ -184,7 +185,8 @@ def _forward_kernel(
     acc = acc / total[:, None]
     dims = tl.arange(0, D)[None, :]
     if HAS_GATE:
-        gate += batch64 * stride_gb + head.to(tl.int64) * stride_gh + start.to(tl.int64) * stride_gl
+        gate += batch64 * stride_gb + start.to(tl.int64) * stride_gl
+        gate += kv_head.to(tl.int64) * stride_gg + head % GROUP * stride_gh
         gate_pointers = gate + ((rows - start)[:, None] * stride_gl + dims)
         logits = tl.load(gate_pointers, mask=valid[:, None], other=0.0)
         acc = acc * tl.sigmoid(logits.to(tl.float32))

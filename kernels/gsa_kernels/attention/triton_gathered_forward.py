@@ -33,7 +33,7 @@ def gathered_forward(
     scale: float,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as in `gathered_attention`, checked by it.
+    """Arguments as in `gathered_attention`, checked by it; gate_logits [B, L, Hkv, H / Hkv, D].
 
     Returns:
         out: [B, L, H, D], gated if `gate_logits` is given, in the memory order of q
@@ -64,7 +64,7 @@ def gathered_forward(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *(gate_logits.stride()[:3] if gate_logits is not None else (0, 0, 0)),
+        *(gate_logits.stride()[:4] if gate_logits is not None else (0, 0, 0, 0)),
         *out.stride()[:3],
         length,
         heads,
@@ -93,7 +93,7 @@ def _forward_kernel(
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
-    stride_gb, stride_gl, stride_gh,
+    stride_gb, stride_gl, stride_gg, stride_gh,
     stride_ob, stride_ol, stride_oh,
     length, heads, kv_heads, tiles_per_sequence, scale_log2,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
@@ -162,7 +162,8 @@ def _forward_kernel(
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     if HAS_GATE:
-        pointers = gate + batch64 * stride_gb + (token64 * stride_gl + head64 * stride_gh + dims)
+        gate += batch64 * stride_gb + kv_head.to(tl.int64) * stride_gg
+        pointers = gate + (token64 * stride_gl + member.to(tl.int64)[:, None] * stride_gh + dims)
         logits = tl.load(pointers, mask=valid[:, None], other=0.0)
         acc = acc * tl.sigmoid(logits.to(tl.float32))
     pointers = out + batch64 * stride_ob + (token64 * stride_ol + head64 * stride_oh + dims)

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from gsa_kernels.checks import check_shape
+from gsa_kernels.gates.rows import take_projection
 from gsa_kernels.prologue.triton_heads import heads_backward_kernel, heads_kernel
 
 _HEAD_SIZES = (32, 64, 128)
@@ -16,7 +17,6 @@ ROWS, WARPS = 16, 4
 def fused_split_rotate_gate(
     qkv: torch.Tensor,
     gate_logits: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -26,12 +26,12 @@ def fused_split_rotate_gate(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Q and K rotated, V * sigmoid(G2), and the logits of G1. The definition is `split_rotate_gate`.
 
-    Results are views [B, L, ...] of memory in the order [L, B, ...]. No gradients of cos and sin.
+    Results are views [B, L, ...] of memory in the order [L, B, ...], G1's logits one of gate_logits. No gradients of
+    cos and sin.
 
     Args:
         qkv: [L, B, Hkv (G + 2) D], contiguous, D 32, 64 or 128; bf16, fp16 or fp32
         gate_logits: [L, B, Hkv rows], contiguous, dtype of qkv; None without gates
-        gate_bias: [Hkv rows], contiguous, dtype of qkv, or None
         cos, sin: fp32 [L, D / 2], of the tokens' positions, contiguous
     """
     check_shape("qkv", qkv, "[L, B, Hkv (G + 2) D]", (None, None, None))
@@ -58,9 +58,6 @@ def fused_split_rotate_gate(
     if gate_logits is not None:
         check_shape("gate_logits", gate_logits, "[L, B, Hkv rows]", (length, batch, rows))
         tensors["gate_logits"] = gate_logits
-    if gate_bias is not None:
-        check_shape("gate_bias", gate_bias, "[Hkv rows]", (rows,))
-        tensors["gate_bias"] = gate_bias
     for name, tensor in tensors.items():
         dtype = torch.float32 if name in tables else qkv.dtype
         if tensor.dtype != dtype or tensor.device != qkv.device:
@@ -70,7 +67,7 @@ def fused_split_rotate_gate(
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
     q, k, v, gates = _SplitRotateGate.apply(
-        qkv, gate_logits, gate_bias, cos, sin, kv_heads, group, value_gate, output_gate
+        qkv, gate_logits, cos, sin, kv_heads, group, value_gate, output_gate
     )
     return q, k, v, gates
 
@@ -81,7 +78,6 @@ class _SplitRotateGate(torch.autograd.Function):
         ctx: Any,
         qkv: torch.Tensor,
         gate_logits: torch.Tensor | None,
-        gate_bias: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         kv_heads: int,
@@ -93,52 +89,48 @@ class _SplitRotateGate(torch.autograd.Function):
         size, heads = 2 * cos.shape[1], kv_heads * group
         q = qkv.new_empty(length, batch, heads, size)
         k, v = qkv.new_empty(2, length, batch, kv_heads, size)
-        gates = torch.empty_like(q) if output_gate else None
         ctx.shape = (length, batch, kv_heads, group, size)
         ctx.value_gate, ctx.output_gate = value_gate, output_gate
         heads_kernel[_grid(ctx.shape)](
             qkv,
             gate_logits,
-            gate_bias,
             cos,
             sin,
             q,
             k,
             v,
-            gates,
             length * batch,
             batch,
             **_constants(ctx),
             num_warps=WARPS,
         )
         # The gated V, which attention keeps as well, gives the gate's gradient: v = gated / sigmoid.
-        ctx.save_for_backward(cos, sin, *((gate_logits, gate_bias, v) if value_gate else ()))
-        ctx.has_bias = gate_bias is not None
-        return (
-            q.transpose(0, 1),
-            k.transpose(0, 1),
-            v.transpose(0, 1),
-            None if gates is None else gates.transpose(0, 1),
-        )
+        ctx.save_for_backward(cos, sin, *((gate_logits, v) if value_gate else ()))
+        gates = None
+        if gate_logits is not None and output_gate:
+            rows = gate_logits.view(length, batch, kv_heads, value_gate + group, size)
+            gates = rows[..., value_gate:, :].transpose(0, 1)
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), gates
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin, *gated = ctx.saved_tensors
-        gate_logits, gate_bias, v = gated or (None, None, None)
+        gate_logits, v = gated or (None, None)
         length, batch, kv_heads, group, size = ctx.shape
         grad_q, grad_k, grad_v, grad_gates = (
             grad if grad is None or grad.stride(-1) == 1 else grad.contiguous() for grad in grads
         )
         assert grad_q is not None
         grad_qkv = grad_q.new_empty(length, batch, kv_heads * (group + 2) * size)
-        grad_logits = None
-        rows = kv_heads * size * (ctx.value_gate + group * ctx.output_gate)
-        if rows:
-            grad_logits = grad_q.new_empty(length, batch, rows)
+        rows = ctx.value_gate + group * ctx.output_gate
+        grad_logits = None if grad_gates is None else take_projection(grad_gates)
+        copies_gates = grad_gates is not None and grad_logits is None
+        if rows and grad_logits is None:
+            grad_logits = grad_q.new_empty(length, batch, kv_heads, rows, size)
         strides = [
             stride
             for grad in (grad_q, grad_k, grad_v, grad_gates)
-            for stride in (grad.stride()[:3] if grad is not None else (0, 0, 0))
+            for stride in (grad.stride()[:-1] if grad is not None else (0, 0, 0, 0))
         ]
         heads_backward_kernel[_grid(ctx.shape)](
             grad_q,
@@ -146,7 +138,6 @@ class _SplitRotateGate(torch.autograd.Function):
             grad_v,
             grad_gates,
             gate_logits,
-            gate_bias,
             v,
             cos,
             sin,
@@ -156,10 +147,10 @@ class _SplitRotateGate(torch.autograd.Function):
             length * batch,
             batch,
             **_constants(ctx),
+            COPY_GATES=copies_gates,
             num_warps=WARPS,
         )
-        grad_bias = grad_logits.sum((0, 1)) if grad_logits is not None and ctx.has_bias else None
-        return (grad_qkv, grad_logits, grad_bias, *(None,) * 6)
+        return (grad_qkv, None if grad_logits is None else grad_logits.flatten(2), *(None,) * 6)
 
 
 def _grid(shape: tuple[int, int, int, int, int]) -> tuple[int, int]:
@@ -174,6 +165,6 @@ def _constants(ctx: Any) -> dict[str, Any]:
         "GROUP": group,
         "D": size,
         "ROWS": ROWS,
+        "GATE_ROWS": ctx.value_gate + group * ctx.output_gate,
         "VALUE_GATE": ctx.value_gate,
-        "OUTPUT_GATE": ctx.output_gate,
     }

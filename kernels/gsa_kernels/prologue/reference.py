@@ -9,7 +9,6 @@ from gsa_kernels.gates.reference import sigmoid_gate
 def split_rotate_gate(
     qkv: torch.Tensor,
     gate_logits: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -25,25 +24,21 @@ def split_rotate_gate(
         qkv: [L, B, Hkv (G + 2) D]: per key-value head its G queries, the key, the value
         gate_logits: [L, B, Hkv rows]: per key-value head D rows of G2 if `value_gate`, then G D rows of G1
             if `output_gate`; None without gates
-        gate_bias: [Hkv rows], added to the logits
         cos, sin: [L, D / 2], of the angles
 
     Returns:
-        q [B, L, Hkv G, D], k and v [B, L, Hkv, D], G1's logits [B, L, Hkv G, D] or None
+        q [B, L, Hkv G, D], k and v [B, L, Hkv, D], G1's logits [B, L, Hkv, G, D] or None
     """
     dtype, size = compute_dtype(qkv=qkv), 2 * cos.shape[1]
     heads = qkv.unflatten(-1, (kv_heads, -1, size)).transpose(0, 1)  # [B, L, Hkv, G + 2, D]
     q, k, v = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
     gates = None
     if gate_logits is not None:
-        if gate_bias is not None:
-            gate_logits = (gate_logits.to(dtype) + gate_bias.to(dtype)).to(gate_logits.dtype)
         rows = gate_logits.unflatten(-1, (kv_heads, -1, size)).transpose(0, 1)
         if value_gate:
             v = sigmoid_gate(v, rows[..., 0, :])
         if output_gate:
             gates = rows[..., 1:, :] if value_gate else rows
-            gates = gates.flatten(2, 3)
     cos, sin = (table.to(dtype)[None, :, None] for table in (cos, sin))
 
     def rotate(x: torch.Tensor) -> torch.Tensor:

@@ -22,22 +22,12 @@ def _store_halves(pointer, offsets, first, second, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(logits, bias, offsets, bias_offsets, mask, HALF: tl.constexpr):
-    first, second = _load_halves(logits, offsets, mask, HALF)
-    if bias is not None:
-        first += tl.load(bias + bias_offsets).to(tl.float32)
-        second += tl.load(bias + bias_offsets + HALF).to(tl.float32)
-    return first, second
-
-
-@triton.jit
 def heads_kernel(
-    qkv, gate_logits, gate_bias, cos, sin, q, k, v, gates, tokens, batch,
+    qkv, gate_logits, cos, sin, q, k, v, tokens, batch,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    VALUE_GATE: tl.constexpr, OUTPUT_GATE: tl.constexpr,
+    GATE_ROWS: tl.constexpr, VALUE_GATE: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
-    GATE_ROWS: tl.constexpr = VALUE_GATE + GROUP * OUTPUT_GATE
     kv_head = tl.program_id(1)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     dims = tl.arange(0, HALF)[None, :]
@@ -56,33 +46,27 @@ def heads_kernel(
     _store_halves(k, key, first * c - second * s, second * c + first * s, mask, HALF)
 
     first, second = _load_halves(qkv, source + (GROUP + 1) * D, mask, HALF)
-    logit = (rows * KV_HEADS + kv_head) * (GATE_ROWS * D) + dims
-    bias = kv_head * (GATE_ROWS * D) + dims
     if VALUE_GATE:
-        gate_first, gate_second = _load_logits(gate_logits, gate_bias, logit, bias, mask, HALF)
+        logit = (rows * KV_HEADS + kv_head) * (GATE_ROWS * D) + dims
+        gate_first, gate_second = _load_halves(gate_logits, logit, mask, HALF)
         first *= tl.sigmoid(gate_first)
         second *= tl.sigmoid(gate_second)
     _store_halves(v, key, first, second, mask, HALF)
-    if OUTPUT_GATE:
-        for member in tl.static_range(GROUP):
-            offset = (VALUE_GATE + member) * D
-            first, second = _load_logits(gate_logits, gate_bias, logit + offset, bias + offset, mask, HALF)
-            _store_halves(gates, query + member * D, first, second, mask, HALF)
 
 
 @triton.jit
 def heads_backward_kernel(
-    grad_q, grad_k, grad_v, grad_gates, gate_logits, gate_bias, v, cos, sin, grad_qkv, grad_logits,
+    grad_q, grad_k, grad_v, grad_gates, gate_logits, v, cos, sin, grad_qkv, grad_logits,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
-    stride_gb, stride_gl, stride_gh,
+    stride_gb, stride_gl, stride_gg, stride_gh,
     tokens, batch,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    VALUE_GATE: tl.constexpr, OUTPUT_GATE: tl.constexpr,
+    GATE_ROWS: tl.constexpr, VALUE_GATE: tl.constexpr, COPY_GATES: tl.constexpr,
 ):  # fmt: skip
+    """COPY_GATES: G1's gradient is not in grad_logits yet."""
     HALF: tl.constexpr = D // 2
-    GATE_ROWS: tl.constexpr = VALUE_GATE + GROUP * OUTPUT_GATE
     kv_head = tl.program_id(1)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     dims = tl.arange(0, HALF)[None, :]
@@ -109,9 +93,8 @@ def heads_backward_kernel(
     source = sequence * stride_vb + position * stride_vl + kv_head * stride_vh + dims
     first, second = _load_halves(grad_v, source, mask, HALF)
     logit = (rows * KV_HEADS + kv_head) * (GATE_ROWS * D) + dims
-    bias = kv_head * (GATE_ROWS * D) + dims
     if VALUE_GATE:
-        gate_first, gate_second = _load_logits(gate_logits, gate_bias, logit, bias, mask, HALF)
+        gate_first, gate_second = _load_halves(gate_logits, logit, mask, HALF)
         gated = (rows * KV_HEADS + kv_head) * D + dims
         gated_first, gated_second = _load_halves(v, gated, mask, HALF)
         # v sigmoid(x) (1 - sigmoid(x)) = gated * sigmoid(-x)
@@ -126,9 +109,8 @@ def heads_backward_kernel(
         first *= tl.sigmoid(gate_first)
         second *= tl.sigmoid(gate_second)
     _store_halves(grad_qkv, target + (GROUP + 1) * D, first, second, mask, HALF)
-    if OUTPUT_GATE:
-        source = sequence * stride_gb + position * stride_gl + dims
+    if COPY_GATES:
+        source = sequence * stride_gb + position * stride_gl + kv_head * stride_gg + dims
         for member in tl.static_range(GROUP):
-            head = source + (kv_head * GROUP + member) * stride_gh
-            first, second = _load_halves(grad_gates, head, mask, HALF)
+            first, second = _load_halves(grad_gates, source + member * stride_gh, mask, HALF)
             _store_halves(grad_logits, logit + (VALUE_GATE + member) * D, first, second, mask, HALF)

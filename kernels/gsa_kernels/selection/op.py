@@ -355,12 +355,19 @@ def row_chunks(
 ) -> Iterator[range]:
     """Row ranges whose scores, up to the last row's diagonal, fit in `chunk_bytes`; whole tiles of rows."""
     start = 0
-    entries = chunk_bytes // (4 * batch * query_stride)
+    entries = chunk_bytes // (4 * batch)
     while start < num_rows:
-        # rows * (start + rows) * query_stride <= entries * query_stride, with the width rounded up
-        width = start + triton.cdiv(query_start + _COLUMN_MULTIPLE, query_stride)
-        rows = int((math.sqrt(width * width + 4 * entries) - width) / 2)
-        stop = min(start + max(rows // tile, 1) * tile, num_rows)
+        # rows * (query_start + (start + rows) * query_stride) <= entries; then with the width rounded up
+        width = query_start + start * query_stride
+        rows = (math.isqrt(width * width + 4 * query_stride * entries) - width) // (2 * query_stride)
+        stop = num_rows
+        if rows < num_rows - start:
+            stop = min(start + max(rows // tile, 1) * tile, num_rows)
+        while stop - start > tile:  # once or twice
+            columns = _rounded_columns(query_start + (stop - 1) * query_stride)
+            if (stop - start) * columns <= entries:
+                break
+            stop = start + ((stop - start - 1) // tile) * tile
         yield range(start, stop)
         start = stop
 
@@ -434,4 +441,8 @@ def _row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]
 
 
 def _score_columns(inputs: ScoreInputs, rows: range) -> int:
-    return triton.cdiv(inputs.position(rows.stop - 1) + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+    return _rounded_columns(inputs.position(rows.stop - 1))
+
+
+def _rounded_columns(last_position: int) -> int:
+    return triton.cdiv(last_position + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_kernels.gates import rows as gate_rows
+from gsa_kernels.indexer.split_op import split_projection
 from gsa_kernels.kl import op as kl_op
 from gsa_kernels.kl.triton_launch import Blocks, Inputs
 from gsa_kernels.lists.key_lists import mask_from_key_lists
+from gsa_kernels.prologue import op as prologue_op
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
 from gsa_train.model import selecting
@@ -73,6 +76,9 @@ def one_step(
     if fused:
         for attention in model.attentions:
             attention.core = TritonCore(attention)
+            attention.heads_op = prologue_op.fused_split_rotate_gate
+            if attention.indexer is not None and not config.gsa.indexer_rope:
+                attention.indexer.split_op = split_projection
     if len(cuts) > 2:  # as under context parallelism, with all runs on this rank
         runs = [QueryRun(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:
@@ -207,8 +213,18 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_recomputing_the_core_changes_nothing() -> None:
+def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does where G1's gradient arrives: without recomputation it is in its place and not copied."""
+    placed: list[bool] = []
+
+    def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
+        projection = gate_rows.take_projection(gradient)
+        placed.append(projection is not None)
+        return projection
+
+    monkeypatch.setattr(prologue_op, "take_projection", take_projection)
     once, twice = (one_step({}, SPARSE, fused=True, recompute=mode) for mode in ("none", "selective"))
+    assert placed[: len(placed) // 2] == [True] * (len(placed) // 2) != []
     assert torch.equal(once[0], twice[0])
     assert all(torch.equal(once[1][name], twice[1][name]) for name in once[1])
     assert once[2] == twice[2]

@@ -1,0 +1,115 @@
+"""The indexer's one projection apart: queries, key and weights, batch first. One copy kernel each way."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.checks import check_at_least, check_shape
+
+ROWS, WARPS = 16, 4
+"""Tokens and warps of a program."""
+
+
+def split_projection(
+    together: torch.Tensor, heads: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[L, B, columns] -> queries [B, L, heads, dim], keys [B, L, dim], weight logits [B, L, heads], contiguous.
+
+    Args:
+        together: columns of the queries, the key, the weights, then any number of others, which get gradients of 0;
+            contiguous
+    """
+    check_shape("together", together, "[L, B, columns]", (None, None, None))
+    check_at_least("heads", heads, 1)
+    check_at_least("dim", dim, 1)
+    if together.shape[2] < heads * dim + dim + heads:
+        raise ValueError(
+            f"together has {together.shape[2]} columns; pass heads * dim + dim + heads, with heads {heads}, dim {dim}"
+        )
+    if not together.is_contiguous():
+        raise ValueError(f"together has strides {together.stride()}; make it contiguous")
+    queries, keys, weights = _SplitProjection.apply(together, heads, dim)
+    return queries, keys, weights
+
+
+class _SplitProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, together: torch.Tensor, heads: int, dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        length, batch, columns = together.shape
+        ctx.columns = columns
+        queries = together.new_empty(batch, length, heads, dim)
+        keys = together.new_empty(batch, length, dim)
+        weights = together.new_empty(batch, length, heads)
+        _copy(together, queries, keys, weights, backward=False)
+        return queries, keys, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        queries, keys, weights = (grad.contiguous() for grad in grads)
+        batch, length = keys.shape[:2]
+        together = keys.new_empty(length, batch, ctx.columns)
+        _copy(together, queries, keys, weights, backward=True)
+        return together, None, None
+
+
+def _copy(
+    together: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, backward: bool
+) -> None:
+    length, batch, columns = together.shape
+    heads, dim = queries.shape[2:]
+    _copy_kernel[(triton.cdiv(length, ROWS), batch)](
+        together,
+        queries,
+        keys,
+        weights,
+        length,
+        batch,
+        HEADS=heads,
+        DIM=dim,
+        COLUMNS=columns,
+        BLOCK_QUERIES=triton.next_power_of_2(heads * dim),
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_HEADS=triton.next_power_of_2(heads),
+        BLOCK_REST=triton.next_power_of_2(columns - heads * dim - dim - heads),
+        BACKWARD=backward,
+        ROWS=ROWS,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit
+def _copy_kernel(
+    together, queries, keys, weights, length, batch,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: some tokens of one sequence."""
+    sequence = tl.program_id(1).to(tl.int64)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    exists = rows < length
+    mixed = together + (rows * batch + sequence) * COLUMNS
+    token = sequence * length + rows
+    WIDTH: tl.constexpr = HEADS * DIM
+    _copy_part(mixed, queries + token * WIDTH, exists, WIDTH, BLOCK_QUERIES, BACKWARD)
+    _copy_part(mixed + WIDTH, keys + token * DIM, exists, DIM, BLOCK_DIM, BACKWARD)
+    _copy_part(mixed + WIDTH + DIM, weights + token * HEADS, exists, HEADS, BLOCK_HEADS, BACKWARD)
+    USED: tl.constexpr = WIDTH + DIM + HEADS
+    if BACKWARD and USED < COLUMNS:
+        rest = tl.arange(0, BLOCK_REST)[None, :]
+        nothing = tl.zeros([ROWS, BLOCK_REST], together.dtype.element_ty)
+        tl.store(mixed + USED + rest, nothing, mask=exists & (rest < COLUMNS - USED))
+
+
+@triton.jit
+def _copy_part(mixed, part, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = exists & (columns < WIDTH)
+    if BACKWARD:
+        tl.store(mixed + columns, tl.load(part + columns, mask=mask), mask=mask)
+    else:
+        tl.store(part + columns, tl.load(mixed + columns, mask=mask), mask=mask)

@@ -1,0 +1,133 @@
+"""The products on a layer's input and their gradients, against plain torch. Over ranks: tests/distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gsa_train.model import weight_gradients
+from gsa_train.model.gates import GateProjection
+from gsa_train.model.gsa_attention import GSASelfAttention
+from gsa_train.model.weight_gradients import CublasAccumulation, gradient_in_parts, linear_of_few_rows
+from helpers.single_rank import SPARSE, tiny_config, tiny_model
+
+LENGTH, BATCH = 6, 2
+
+
+def layer() -> GSASelfAttention:
+    return tiny_model(tiny_config([SPARSE])).attentions[0].double()
+
+
+def inputs_and_gradients(attention: GSASelfAttention) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The normed input, and gradients of QKV, of the gates' logits, and of a third result."""
+    torch.manual_seed(1)
+    width = attention.config.hidden_size
+    rows = len(attention.linear_qkv.weight), len(gates_of(attention).weight), width
+    return (
+        torch.randn(LENGTH, BATCH, width, dtype=torch.float64, requires_grad=True),
+        [torch.randn(LENGTH, BATCH, count, dtype=torch.float64) for count in rows],
+    )
+
+
+def gates_of(attention: GSASelfAttention) -> GateProjection:
+    assert attention.linear_gate is not None
+    return attention.linear_gate
+
+
+def products(attention: GSASelfAttention, hidden: torch.Tensor) -> list[torch.Tensor]:
+    logits, shared = gates_of(attention)(hidden)
+    return [attention.linear_qkv(shared)[0], logits, shared.sin()]
+
+
+def parameters(attention: GSASelfAttention) -> list[Any]:
+    gate = gates_of(attention)
+    return [attention.linear_qkv.weight, gate.weight, gate.bias]
+
+
+def written_out(attention: GSASelfAttention, hidden: torch.Tensor) -> list[torch.Tensor]:
+    qkv, gate, bias = parameters(attention)
+    return [hidden @ qkv.T, hidden @ gate.T + bias, hidden.sin()]
+
+
+def test_one_input_of_several_products() -> None:
+    attention = layer()
+    torch.nn.init.normal_(gates_of(attention).bias)
+    hidden, grads = inputs_and_gradients(attention)
+    given = [grad.clone() for grad in grads]
+    leaves = [hidden, *parameters(attention)]
+    results, expected = products(attention, hidden), written_out(attention, hidden)
+    found = torch.autograd.grad(results, leaves, grads)
+    wanted = torch.autograd.grad(expected, leaves, grads)
+    for one, other in zip([*results, *found], [*expected, *wanted], strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(grads, given, strict=True))
+
+
+def test_the_gates_alone() -> None:
+    """Nobody reads the input they hand on; frozen weights get no gradient."""
+    attention = layer()
+    hidden, grads = inputs_and_gradients(attention)
+    for parameter in gates_of(attention).parameters():
+        parameter.requires_grad_(False)
+    logits, _ = gates_of(attention)(hidden)
+    logits.backward(grads[1])
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, grads[1] @ gates_of(attention).weight)
+
+
+def test_gradients_that_the_product_adds_to_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad += grad_output.t() @ inputs
+
+    monkeypatch.setattr(CublasAccumulation, "wgrad_gemm_accum_fp32", staticmethod(accumulate))
+    attention = layer()
+    hidden, grads = inputs_and_gradients(attention)
+    gate = gates_of(attention)
+    gate.gradient_accumulation_fusion = True
+    weight: Any = gate.weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+    for _ in range(2):  # micro-batches
+        torch.autograd.backward(products(attention, hidden), grads)
+    torch.testing.assert_close(
+        weight.main_grad, 1 + 2 * torch.einsum("lbo,lbi->oi", grads[1], hidden.detach())
+    )
+    assert weight.grad_added_to_main_grad
+    assert weight.grad is not None  # for megatron-core's hook
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_in_parts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs, grad = (torch.randn(48, count).to(dtype) for count in (5, 3))
+    exact = grad.double().t() @ inputs.double()
+    for parts in (1, 2, 8):
+        found = gradient_in_parts(inputs, grad, parts)
+        assert found.dtype == dtype
+        torch.testing.assert_close(
+            found.double(), exact, rtol=2e-5 if dtype != torch.bfloat16 else 1e-2, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(32, 4), (31, 1), (34, 1), (28, 1)])
+def test_few_rows_take_parts_where_there_are_tokens(
+    tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+
+    def in_parts(inputs: torch.Tensor, grad_output: torch.Tensor, parts: int) -> torch.Tensor:
+        taken.append(parts)
+        return gradient_in_parts(inputs, grad_output, parts)
+
+    monkeypatch.setattr(weight_gradients, "PARTS", 4)
+    monkeypatch.setattr(weight_gradients, "TOKENS_PER_PART", 8)
+    monkeypatch.setattr(weight_gradients, "gradient_in_parts", in_parts)
+    inputs = torch.randn(tokens, 1, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(tokens, 1, 3, dtype=torch.float64)
+    found = torch.autograd.grad(linear_of_few_rows(inputs, weight), (inputs, weight), grad)
+    wanted = torch.autograd.grad(F.linear(inputs, weight), (inputs, weight), grad)
+    torch.testing.assert_close(found, wanted)
+    assert taken == [expected]
