@@ -261,7 +261,8 @@ class Disturbed:
     def _noticed(self, planned: Planned, output: str, damage: str) -> str:
         """The line that says so; a fault that nothing noticed says that."""
         patterns = {
-            "rank killed": r"Signal 9 \(SIGKILL\) received by PID \d+|exitcode: -9|\(exitcode: -9\)",
+            # torchrun shows one of those that ended, perhaps one that lost its peer and had the time to say so.
+            "rank killed": r"exitcode: (-9|1)\b",
             "torchrun killed": r"torchrun is gone",
             "SIGTERM": r"stopped by SIGTERM after step \d+",
             "checkpoint damaged": r"checkpoint \S+ is damaged: [^\n]*",
