@@ -125,7 +125,7 @@ def measure(
             inputs["q_idx"],
             inputs["k_idx"],
             inputs["weight_logits"],
-            lambda start, rows: target[:, start : start + rows],
+            lambda rows: target[:, rows.start : rows.start + rows.count],
             **{name: inputs[name] for name in NAMES[3:]},
             words=words,
             blocks=blocks,
