@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -243,12 +243,15 @@ class Disturbed:
         before, failed, began = self.last_step(), events("checkpoint_failed"), time.monotonic()
         ballast = self._folder / "ballast"
         with ballast.open("wb") as file:
-            free = shutil.disk_usage(self._folder).free
-            while free > LEFT_BYTES:
-                file.write(bytes(min(free - LEFT_BYTES, 1 << 20)))
-                file.flush()
-                free = shutil.disk_usage(self._folder).free
-        self.wait_until(lambda: events("checkpoint_failed") > failed, "a save that fails")
+
+            def a_save_fails() -> bool:
+                """Filled up again and again: what a save under way then deletes is room for the next one."""
+                room = shutil.disk_usage(self._folder).free - LEFT_BYTES
+                with suppress(OSError):  # no room any more, or a save was faster
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)
+                return events("checkpoint_failed") > failed
+
+            self.wait_until(a_save_fails, "a save that fails")
         error = [r["checkpoint_error"] for r in self.run.records() if r.get("event") == "checkpoint_failed"][
             -1
         ]
@@ -283,7 +286,8 @@ def disk(folder: Path, size_bytes: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Lazily: after an error a process that was killed may still be on its way out of there.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def damaged_corpus(folder: Path) -> None:
