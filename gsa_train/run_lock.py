@@ -23,9 +23,10 @@ FILE = "lock"
 """In the run folder; says who holds it, or held it last. It stays."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems say that have none."""
-PATIENCE_SECONDS = (10.0, 120.0)
-"""For a holder on this host, whose ranks see within five seconds that their torchrun is gone; on another, of which a
-file server may have to find out that it is dead (NFSv4: after 90 seconds)."""
+PATIENCE_SECONDS = 10.0
+"""For a holder on this host, whose ranks see within five seconds that their torchrun is gone."""
+REMOTE_PATIENCE_SECONDS = 120.0
+"""For one on another host: a file server may have to find out that it is dead (NFSv4: after 90 seconds)."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class RunLock:
                 fault = [str(error)]
             except OSError as error:
                 fault = [
-                    f"the run folder {self._folder} cannot be written: {error}; set run.dir and run.name"
+                    f"the run folder {self._folder} cannot be written: {error}; mend that, or set run.dir and run.name"
                 ]
         dist.broadcast_object_list(fault, src=0)
         if fault[0] is not None:
@@ -90,7 +91,8 @@ def _lock(path: Path) -> IO[str]:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         holder = path.read_text(encoding="utf-8").strip()
-        patience = PATIENCE_SECONDS[not holder.endswith(f" on {socket.gethostname()}")]
+        is_here = holder.endswith(f" on {socket.gethostname()}")
+        patience = PATIENCE_SECONDS if is_here else REMOTE_PATIENCE_SECONDS
         if time.monotonic() - began > patience:
             file.close()
             raise RunFolderError(

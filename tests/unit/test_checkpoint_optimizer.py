@@ -37,17 +37,25 @@ def state_by_name(model: Model, phase_optimizer: PhaseOptimizer) -> dict[str, di
     return found
 
 
+def write_trained(
+    config: Config, steps: int, folder: Path
+) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
+    """A checkpoint after some steps, and its state by name."""
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for seed in range(steps):
+        take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
+    checkpoint = write_checkpoint(folder, steps, model, optimizer, config)
+    state = state_by_name(model, optimizer)
+    close_optimizer(model, optimizer)
+    return checkpoint, state
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["from distributed", "from plain"])
 def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
     config = config_of(distributed, precision)
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    for seed in range(3):
-        take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
-    folder = write_checkpoint(tmp_path, 3, model, optimizer, config)
-    before = state_by_name(model, optimizer)
-    close_optimizer(model, optimizer)
+    folder, before = write_trained(config, 3, tmp_path)
 
     other = config_of(not distributed, precision)
     resumed_model = tiny_model(other)
@@ -74,13 +82,7 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
 def test_learning_rates_and_betas_are_the_new_config_s(distributed: bool, tmp_path: Path) -> None:
     """Also where groups of parameters differ from the checkpoint's: gates with a learning rate of their own."""
     config = config_of(distributed, "fp32")
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, SPARSE, config)
-    for seed in range(2):
-        take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
-    folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
-    before = state_by_name(model, optimizer)
-    close_optimizer(model, optimizer)
+    folder, before = write_trained(config, 2, tmp_path)
 
     adam = {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6}
     for multipliers in ({}, {"indexer_lr_mult": 4.0, "gate_lr_mult": 2.0}):

@@ -50,7 +50,8 @@ def open_at(step: int, config: Config) -> None:
 def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(run_lock, "REMOTE_PATIENCE_SECONDS", 0.0)
     command = [sys.executable, "-c", HOLD, str(tmp_path / FILE)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdin is not None
