@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +14,6 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import indexer_scores
 from gsa_train.model.mcore_config import GSATransformerConfig
-from gsa_train.model.weight_gradients import linear_of_few_rows
 
 
 class IndexerProjections(NamedTuple):
@@ -73,7 +73,7 @@ class Indexer(MegatronModule):
         sizes = [len(weight) for weight in weights]
         # One product instead of three, padded: matrix units want multiples of 8.
         padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
-        together = linear_of_few_rows(hidden, torch.cat([*weights, padding]))
+        together = F.linear(hidden, torch.cat([*weights, padding]))
         if self.split_op is not None:
             return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
         queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)

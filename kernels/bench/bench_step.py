@@ -16,7 +16,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,14 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in (".", "kernels", "data"))
 
 import harness
-from bench_products import MULTIPROCESSORS, accumulate_in_parts, tiles_of
 
 from gsa_train.batches import MicroBatch
 from gsa_train.bench.step_bench import OurTrainee, random_batches, release_memory
 from gsa_train.config import Config, load_config
-from gsa_train.model import weight_gradients
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
-from gsa_train.model.weight_gradients import CublasAccumulation
 from gsa_train.parallel import init_parallel, shutdown_parallel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,7 +41,7 @@ PARTS = (
     ("selection", r"^_?(scores_kernel|select|best_groups)"),
     (
         "indexer KL",
-        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|reduce_rows_kernel|reduce_keys_kernel)",
+        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel)",
     ),
     ("attention", r"^_?(forward_kernel|queries_kernel|keys_kernel|rows_kernel|sum_parts|transpose_kernel)"),
     ("attention", r"flash|fmha|sdpa|cudnn_generated"),
@@ -156,19 +152,6 @@ def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
     row.top = [(name, launches[name], took) for name, took in names.most_common(40)]
 
 
-def small_ones_in_parts(parts: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Instead of `wgrad_gemm_accum_fp32`."""
-    whole = CublasAccumulation.wgrad_gemm_accum_fp32
-
-    def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-        if tiles_of(*main_grad.shape) < 2 * MULTIPROCESSORS:
-            accumulate_in_parts(inputs, grad_output, main_grad, parts)
-        else:
-            whole(inputs, grad_output, main_grad)
-
-    return accumulate
-
-
 def part_of(kernel: str) -> str:
     for part, pattern in PARTS:
         if re.search(pattern, kernel, re.IGNORECASE):
@@ -219,21 +202,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
-    parser.add_argument(
-        "--indexer-parts", type=int, help="of the indexer's weight gradient; 1: one product for all tokens"
-    )
-    parser.add_argument(
-        "--base-parts",
-        type=int,
-        help="of weight gradients with less than two tiles of 128 x 256 for each multiprocessor; default: one product",
-    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     harness.require_cuda()
-    if arguments.indexer_parts is not None:
-        weight_gradients.PARTS = arguments.indexer_parts
-    if arguments.base_parts is not None:
-        CublasAccumulation.wgrad_gemm_accum_fp32 = staticmethod(small_ones_in_parts(arguments.base_parts))
     report = harness.Report("bench_step", arguments)
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}

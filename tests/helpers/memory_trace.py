@@ -98,12 +98,6 @@ def _all_alike(results: list[Any], mine: Any, group: Any = None) -> None:
     results[:] = [mine] * len(results)
 
 
-def _in_parts(inputs: torch.Tensor, grad_output: torch.Tensor, parts: int) -> torch.Tensor:
-    """GPUs multiply halves into fp32."""
-    sums = inputs.new_empty(parts, grad_output.shape[1], inputs.shape[1], dtype=torch.float32)
-    return sums.sum(0).to(inputs.dtype)
-
-
 def _with_contents(on_the_host: Callable[..., Any]) -> Callable[..., Any]:
     """What calculates on the host needs numbers."""
 
@@ -161,7 +155,6 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
             # In place, as cuBLAS does it.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
-            (weight_gradients, "gradient_in_parts", _in_parts),
             (dist, "all_gather_object", _all_alike),
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),

@@ -18,8 +18,7 @@ from gsa_kernels import sampling  # noqa: E402
 from gsa_kernels.attention import triton_backward_keys, triton_forward  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
-from gsa_kernels.attention.triton_probs import PROBS_FORMS, head_sum_probs_rows  # noqa: E402
-from gsa_kernels.attention.triton_tiles import Tiles  # noqa: E402
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows  # noqa: E402
 from gsa_kernels.attention.triton_words import transpose_words  # noqa: E402
 from gsa_kernels.sampling import RowSample  # noqa: E402
 
@@ -310,24 +309,6 @@ def test_transposed_words(device, length):
     assert torch.equal(transpose_words(pack(mask)), pack(mask.transpose(1, 2)).transpose(1, 2))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="no CUDA device")
-@pytest.mark.parametrize("form", PROBS_FORMS)
-@pytest.mark.parametrize("with_documents", [False, True], ids=["whole", "documents"])
-def test_forms_of_probs(form, with_documents):
-    """Each form that the benchmark times, at the shape of the 1.7B model; whole tiles and cut ones."""
-    torch.manual_seed(13)
-    for length in (512, 700):
-        starts = document_starts(2, length, "cuda") if with_documents else None
-        packed = pack(make_mask("random", 2, length, starts, "cuda"))
-        q, k, v, _ = make_inputs(2, length, 16, 4, 128, torch.bfloat16, "cuda")
-        _, lse = masked_attention(q, k, v, packed, document_starts=starts)
-        for chunk in (RowSample(0, length), RowSample(128, 200), RowSample(0, 256, 2)):
-            one = head_sum_probs_rows(q, k, lse, packed, chunk, document_starts=starts)
-            other = head_sum_probs_rows(q, k, lse, packed, chunk, document_starts=starts, **PROBS_FORMS[form])
-            torch.testing.assert_close(other, one, atol=1e-6, rtol=1e-5)
-
-
 @devices
 @pytest.mark.parametrize("with_documents", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
@@ -360,11 +341,6 @@ def test_head_sum_probs(device, words, with_documents, monkeypatch):
                 fill=False,
             )
             assert torch.equal(halves[~hidden], probs[~hidden].half())
-            if dtype == DTYPES[device][0] and chunk.start + chunk.every in (2, 38):
-                form = {"tiles": Tiles(32, 32, 4, 1), "row_tiles": 2, "key_tiles": 1 + chunk.every % 2}
-                form["unroll_groups"] = chunk.every == 2
-                two = head_sum_probs_rows(q, k, lse, packed, chunk, document_starts=starts, **form)
-                torch.testing.assert_close(two, probs, atol=0, rtol=0 if device == "cpu" else 1e-5)
 
 
 @devices

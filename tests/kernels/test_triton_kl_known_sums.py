@@ -20,7 +20,6 @@ from gsa_kernels import indexer_scores
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.kl import triton_launch
-from gsa_kernels.kl.triton_launch import GRADIENT_FORMS
 from gsa_kernels.selection.op import mask_from_words, select_keys
 
 TARGET_SUM = 3.0
@@ -29,7 +28,7 @@ TARGET_SUM = 3.0
 def scale_target(problem: Problem) -> None:
     """Rows of the target sum to TARGET_SUM over the support."""
     inside = problem.target * problem.support
-    problem.target = TARGET_SUM * problem.target / inside.sum(-1, keepdim=True).clamp(min=1e-9)
+    problem.target = TARGET_SUM * problem.target / inside.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def log_sums(problem: Problem) -> torch.Tensor:
@@ -175,51 +174,18 @@ def test_sums_of_selection_and_attention(
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
-@device_of
-def test_forms_of_the_reductions(device: str) -> None:
-    """Two launches give the bits of one. Partial sums of dk in bf16 touch dk alone, by half a bit of bf16 each."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    problem = make_problem(100, device=device, dtype=dtype, documents=True, sparse=True, batch=1)
-    _, rows, grads = compute(problem, blocks=STACKED)
-    _, two_rows, two = compute(problem, blocks=replace(STACKED, one_reduction=False))
-    _, _, narrow = compute(problem, blocks=replace(STACKED, narrow_parts=True))
-    assert torch.equal(rows, two_rows)
-    for name, want in grads.items():
-        assert torch.equal(two[name], want), name
-        if name != "k_idx":
-            assert torch.equal(narrow[name], want), name
-    difference = (narrow["k_idx"] - grads["k_idx"]).float().norm() / grads["k_idx"].float().norm()
-    assert 1e-5 < difference < 2**-8
-
-
-@pytest.mark.usefixtures("_poisoned_memory")
-@device_of
-@pytest.mark.parametrize("heads", [3, 2])
-def test_order_of_the_rows_for_8_warps(device: str, heads: int) -> None:
-    """Changes sums by their order at most."""
-    problem = make_problem(50, device=device, heads=heads, sparse=True, batch=1)
-    plain = compute(problem, blocks=STACKED)
-    paired = compute(problem, blocks=replace(STACKED, paired=True))
-    torch.testing.assert_close(paired[1], plain[1], rtol=1e-6, atol=1e-7)
-    for name, want in plain[2].items():
-        torch.testing.assert_close(paired[2][name], want, rtol=1e-5, atol=1e-6, msg=name)
-    check(problem, blocks=replace(STACKED, paired=True))
-
-
-@pytest.mark.usefixtures("_poisoned_memory")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", GRADIENT_FORMS)
-def test_forms_of_the_gradients(name: str) -> None:
-    """Each form that the benchmark times, at its shape, with and without known sums."""
-    for documents in (False, True):
-        problem = make_problem(
-            1100, device="cuda", dtype=torch.bfloat16, dim=64, sparse=True, documents=documents, batch=1
-        )
-        scale_target(problem)
-        form = GRADIENT_FORMS[name]
-        check(problem, blocks=form)
-        check(problem, blocks=form, target_sum=TARGET_SUM, log_sum=log_sums(problem), row_chunk_bytes=2**21)
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_known_sums_at_the_shape_of_training(documents: bool, batch: int) -> None:
+    """bf16, 4 heads of 64, several segments and chunks of rows."""
+    problem = make_problem(
+        1100, device="cuda", dtype=torch.bfloat16, dim=64, sparse=True, documents=documents, batch=batch
+    )
+    scale_target(problem)
+    check(problem)
+    check(problem, target_sum=TARGET_SUM, log_sum=log_sums(problem), row_chunk_bytes=2**21)
 
 
 def test_errors() -> None:

@@ -93,7 +93,7 @@ def grad_kernel(
     first_keys,  # [B, tiles] int32, of the first pass
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
-    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32 or bf16
+    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
     R,
     L,
     W,
@@ -219,11 +219,7 @@ def grad_kernel(
                 dq = new_dq
                 grad_a = new_grad_a
                 grad_z = new_grad_z
-                tl.store(
-                    dk_tile + d[:, None] * L + cols[None, :],
-                    dk_t.to(dk_parts.dtype.element_ty),
-                    mask=(cols < L)[None, :],
-                )
+                tl.store(dk_tile + d[:, None] * L + cols[None, :], dk_t, mask=(cols < L)[None, :])
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
         tl.store(sums, kl)

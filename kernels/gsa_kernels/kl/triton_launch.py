@@ -33,14 +33,6 @@ class Blocks:
     grad_stages: int = 2
     stacked: bool = False
     """The form of the kernels with the heads side by side."""
-    paired: bool = False
-    """The order of the heads' rows for gradients in 8 warps (`triton_stacked.py`); for an even number of heads."""
-    grad_registers: int | None = None
-    """Limit per thread: 128 for two programs of 8 warps on a multiprocessor."""
-    one_reduction: bool = True
-    """Sum over keys and over rows in one launch; the same bits."""
-    narrow_parts: bool = False
-    """Partial sums of dk over the rows of a tile in bf16 instead of fp32: half of their traffic."""
 
 
 @dataclass(frozen=True)
@@ -86,35 +78,9 @@ FP32_WARPS = 8
 scores came out empty and the KL infinite, while the same mask on the target was right."""
 
 
-STACKED = Blocks(64, 64, 4, 32, 4, segment=512, stacked=True)
-
-GRADIENT_FORMS = {
-    "segments of 256": replace(STACKED, segment=256),
-    "segments of 512": STACKED,
-    "segments of 1024": replace(STACKED, segment=1024),
-    "segments of 2048": replace(STACKED, segment=2048),
-    "three stages": replace(STACKED, grad_stages=3),
-    "four stages": replace(STACKED, grad_stages=4),
-    "dk in bf16 parts": replace(STACKED, narrow_parts=True),
-    "two reductions": replace(STACKED, one_reduction=False),
-    "8 warps, two programs": replace(STACKED, grad_warps=8, paired=True, grad_registers=128),
-    "8 warps, two programs, three stages": replace(
-        STACKED, grad_warps=8, paired=True, grad_registers=128, grad_stages=3
-    ),
-    "8 warps, one program, three stages": replace(STACKED, grad_warps=8, paired=True, grad_stages=3),
-    "8 warps, 64 keys, three stages": replace(
-        STACKED, grad_keys=64, grad_warps=8, paired=True, grad_stages=3
-    ),
-    "8 warps, 64 keys, all of it": replace(
-        STACKED, grad_keys=64, grad_warps=8, paired=True, grad_stages=3, segment=1024, narrow_parts=True
-    ),
-    "all of it": replace(STACKED, segment=1024, grad_stages=3, narrow_parts=True),
-}
-"""For 4 heads of 64 in bf16, to be measured. With two stages the loads of a step are issued at the end of the step
-before and waited for at once; with three they have a step's time. A longer segment writes fewer parts of dq (64 KiB per
-row tile and segment) and starts fewer programs. On sm_90, instructions of a step per pair of query and key, spilled
-loads and stores among them, and warps on a multiprocessor: 4 warps 2.6 (25 + 14 of 1332), 8; 8 warps in two programs
-3.0 (30 + 14 of 763), 16; in one 2.7 (none), 8; with 64 keys 2.4 (none), 8."""
+STACKED = Blocks(64, 64, 4, 32, 4, segment=512, grad_stages=3, stacked=True)
+"""For 4 heads of 64 in bf16. 8 warps, alone or two programs of them, take 1.1 to 1.6 times as long; a segment of 1024
+saves as much of the reductions as it costs here (H200, 4096 tokens)."""
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
@@ -150,9 +116,6 @@ def run_chunk(
         raise ValueError(
             f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
         )
-    heads = inputs.q_idx.shape[2]
-    if blocks.paired and heads == 1:
-        raise ValueError(f"blocks.paired is set with {heads} head; pass False")
     for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
         launch()
 
@@ -184,8 +147,7 @@ def chunk_launches(
     dq_parts = dk_parts = row_sums  # never read or written without gradients
     if with_gradients:
         dq_parts = scratch(segments, batch, tiles, heads, block_d, blocks.rows, dtype=fp32, device=device)
-        parts_type = torch.bfloat16 if blocks.narrow_parts else fp32
-        dk_parts = scratch(batch, tiles, block_d, length, dtype=parts_type, device=device)
+        dk_parts = scratch(batch, tiles, block_d, length, dtype=fp32, device=device)
 
     # An absent tensor is passed as q_idx, which the kernel then does not touch.
     absent = inputs.q_idx
@@ -222,7 +184,6 @@ def chunk_launches(
     if blocks.stacked:
         constants |= {"HEADS": triton.next_power_of_2(heads), "SUM_GIVEN": sum_given}
         given = {
-            "PAIRED": blocks.paired,
             "log_sum": inputs.log_sum if lse_given else None,
             "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
         }
@@ -260,62 +221,52 @@ def chunk_launches(
         WIDE=inputs.q_idx.dtype == torch.float16,
         num_warps=blocks.grad_warps,
         num_stages=blocks.grad_stages,
-        maxnreg=blocks.grad_registers,
         **given,
         **constants,
     )
     block_rows, block_keys, block_dims = 16, 32, 16
-    key_programs = triton.cdiv(num_keys, block_keys) * (block_d // block_dims)
+    key_programs = triton.cdiv(num_keys, block_keys) * (block_d // block_dims) if with_gradients else 0
     row_programs = padded // block_rows * (heads if with_gradients else 1)
 
-    def reduce(key_programs: int, row_programs: int) -> Callable[[], object]:
-        return partial(
-            reduce_kernel[(key_programs + row_programs, batch)],
-            inputs.weight_logits,
-            weight_bias,
-            inputs.beta,
-            first_keys,
-            row_sums,
-            dq_parts,
-            dk_parts,
-            outputs.row_results,
-            outputs.dq if outputs.dq is not None else absent,
-            outputs.dk if outputs.dk is not None else absent,
-            outputs.dw if outputs.dw is not None else absent,
-            num_rows,
-            length,
-            query_start,
-            row_start,
-            rows,
-            tiles,
-            segments,
-            key_programs,
-            scale,
-            STRIDE=stride,
-            HI=heads,
-            DI=dim,
-            BLOCK_D=block_d,
-            BM=blocks.rows,
-            BR=block_rows,
-            BK=block_keys,
-            BD=block_dims,
-            SEGMENT=blocks.segment,
-            RUN=run,
-            SPACING=chunk.spacing,
-            KIND=inputs.kind,
-            WEIGHT_BIAS=has_weight_bias,
-            HAS_STARTS=inputs.document_starts is not None,
-            WITH_GRADIENTS=with_gradients,
-            num_warps=4,
-        )
-
-    if not with_gradients:
-        launches["reduce rows"] = reduce(0, row_programs)
-    elif blocks.one_reduction:
-        launches["reduce"] = reduce(key_programs, row_programs)
-    else:
-        launches["reduce rows"] = reduce(0, row_programs)
-        launches["reduce keys"] = reduce(key_programs, 0)
+    launches["reduce"] = partial(
+        reduce_kernel[(key_programs + row_programs, batch)],
+        inputs.weight_logits,
+        weight_bias,
+        inputs.beta,
+        first_keys,
+        row_sums,
+        dq_parts,
+        dk_parts,
+        outputs.row_results,
+        outputs.dq if outputs.dq is not None else absent,
+        outputs.dk if outputs.dk is not None else absent,
+        outputs.dw if outputs.dw is not None else absent,
+        num_rows,
+        length,
+        query_start,
+        row_start,
+        rows,
+        tiles,
+        segments,
+        key_programs,
+        scale,
+        STRIDE=stride,
+        HI=heads,
+        DI=dim,
+        BLOCK_D=block_d,
+        BM=blocks.rows,
+        BR=block_rows,
+        BK=block_keys,
+        BD=block_dims,
+        SEGMENT=blocks.segment,
+        RUN=run,
+        SPACING=chunk.spacing,
+        KIND=inputs.kind,
+        WEIGHT_BIAS=has_weight_bias,
+        HAS_STARTS=inputs.document_starts is not None,
+        WITH_GRADIENTS=with_gradients,
+        num_warps=4,
+    )
     return launches
 
 

@@ -142,7 +142,7 @@ def _reduce_keys(
         if HAS_STARTS:
             written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
         pointers = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]
-        total += scale * LN_2 * tl.load(pointers, mask=written[None, :], other=0.0).to(tl.float32)
+        total += scale * LN_2 * tl.load(pointers, mask=written[None, :], other=0.0)
     tl.store(out, total, mask=inside)
 
 

@@ -3,9 +3,6 @@
 A tile of all heads is [HEADS, BM, BN], from one product of [HEADS * BM, DI] with the keys. In the layout of a product
 every thread then has all heads of its rows, so that a score needs no exchange between threads; and a step has three
 products to wait for, where head by head it had sixteen.
-
-Two orders of the HEADS * BM rows. Four warps own 16 of 64 rows of a product each: head by head. Eight own 16 of 128:
-PAIRED, 8 rows of a head and the same of the next one in turns, of which a thread has both.
 """
 
 # mypy: disable-error-code="assignment"
@@ -27,45 +24,30 @@ def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def stack(x, PAIRED: tl.constexpr):
+def stack(x):
     """[HEADS, BM, columns] -> [HEADS * BM, columns]"""
     heads: tl.constexpr = x.shape[0]
     rows: tl.constexpr = x.shape[1]
     columns: tl.constexpr = x.shape[2]
-    if PAIRED:
-        x = tl.permute(tl.reshape(x, [heads // 2, 2, rows // 8, 8, columns]), [0, 2, 1, 3, 4])
     return tl.reshape(x, [heads * rows, columns])
 
 
 @triton.jit
-def unstack(x, HEADS: tl.constexpr, PAIRED: tl.constexpr):
+def unstack(x, HEADS: tl.constexpr):
     """The inverse of `stack`."""
     rows: tl.constexpr = x.shape[0] // HEADS
     columns: tl.constexpr = x.shape[1]
-    if PAIRED:
-        x = tl.permute(tl.reshape(x, [HEADS // 2, rows // 8, 2, 8, columns]), [0, 2, 1, 3, 4])
     return tl.reshape(x, [HEADS, rows, columns])
 
 
 @triton.jit
-def stacked_place(HEADS: tl.constexpr, BM: tl.constexpr, PAIRED: tl.constexpr):
-    """Of each row of a stack, head * BM + row: [HEADS * BM]."""
-    number = tl.arange(0, HEADS * BM)
-    if PAIRED:
-        head = number // (2 * BM) * 2 + number // 8 % 2
-        number = head * BM + number % (2 * BM) // 16 * 8 + number % 8
-    return number
-
-
-@triton.jit
 def load_stacked_queries(
-    q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAIRED: tl.constexpr,
+    q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """[HEADS * BM, BLOCK_D], stacked: one product then gives the tiles of all heads."""
     slots, exists = stack_slots(row_index, valid, HI, HEADS)
-    slots = tl.reshape(stack(slots[:, :, None], PAIRED), [HEADS * row_index.shape[0]])
-    mask = stack(exists[:, :, None], PAIRED)
+    slots = tl.reshape(stack(slots[:, :, None]), [HEADS * row_index.shape[0]])
+    mask = stack(exists[:, :, None])
     d = tl.arange(0, BLOCK_D)
     if DI != BLOCK_D:
         mask = mask & (d < DI)[None, :]
@@ -96,12 +78,10 @@ def load_stacked_biases(score_bias, HI: tl.constexpr, HEADS: tl.constexpr, BIASE
 
 
 @triton.jit
-def stacked_activations(
-    queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr
-):
+def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """a_j of all heads, [HEADS, BM, BN]."""
     product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    return activate(unstack(product, biases.shape[0], PAIRED), scale, biases, KIND)
+    return activate(unstack(product, biases.shape[0]), scale, biases, KIND)
 
 
 @triton.jit

@@ -27,7 +27,6 @@ from gsa_kernels.kl.triton_stacked import (
     stack,
     stack_slots,
     stacked_activations,
-    stacked_place,
     sum_in_lanes,
 )
 from gsa_kernels.triton_rows import last_row_of, row_of
@@ -48,7 +47,7 @@ def stacked_grad_kernel(
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
-    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32 or bf16
+    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
     R,
     L,
     W,
@@ -77,7 +76,6 @@ def stacked_grad_kernel(
     HAS_WORDS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,
-    PAIRED: tl.constexpr,  # the order of the stacked rows
     WITH_GRADIENTS: tl.constexpr,
     WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
 ):
@@ -133,7 +131,7 @@ def stacked_grad_kernel(
             lse = tl.where(counted, lse, -NOT_A_SCORE)
 
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
-        queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D, PAIRED)
+        queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D)
         scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
         # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
@@ -159,7 +157,7 @@ def stacked_grad_kernel(
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
-            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION, PAIRED)
+            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
             scores = factor * tl.sum(scaled * a, 0)
             if KIND == TANH:
                 # As exact as the hardware's tanh: the tile of all heads in half the registers.
@@ -180,7 +178,7 @@ def stacked_grad_kernel(
                 dz = scaled * (g - g_a * a if KIND == TANH else g * slope(a, KIND))
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
-                dz = stack(dz, PAIRED)
+                dz = stack(dz)
                 keys_t = tl.trans(keys)
                 queries_t = tl.trans(queries)
                 if WIDE:
@@ -190,11 +188,7 @@ def stacked_grad_kernel(
                     dz = dz.to(keys.dtype)
                     dq = tl.dot(keys_t, tl.trans(dz), dq, input_precision=PRECISION)
                     dk_t = tl.dot(queries_t, dz, input_precision=PRECISION)
-                tl.store(
-                    dk_tile + d[:, None] * L + cols[None, :],
-                    dk_t.to(dk_parts.dtype.element_ty),
-                    mask=(cols < L)[None, :],
-                )
+                tl.store(dk_tile + d[:, None] * L + cols[None, :], dk_t, mask=(cols < L)[None, :])
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
         tl.store(sums, tl.sum(kl, 1))
@@ -206,6 +200,6 @@ def stacked_grad_kernel(
             dq_tile = dq_parts + ((segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile) * (
                 HI * BLOCK_D * BM
             )
-            column = stacked_place(HEADS, BM, PAIRED)
+            column = tl.arange(0, HEADS * BM)
             place = (column // BM * (BLOCK_D * BM) + column % BM)[None, :] + d[:, None] * BM
             tl.store(dq_tile + place, dq, mask=(column < HI * BM)[None, :])

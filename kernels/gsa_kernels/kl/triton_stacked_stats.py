@@ -87,7 +87,7 @@ def stacked_stats_kernel(
     end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
     if begin < end:
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
-        queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D, False)
+        queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D)
         scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
         scaled = (scaled * (tl.load(beta) * LOG2_E))[:, :, None]
         biases = load_stacked_biases(score_bias, HI, HEADS, SCORE_BIAS)
@@ -104,7 +104,7 @@ def stacked_stats_kernel(
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
-            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION, False)
+            a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
             scores = tl.sum(scaled * a, 0)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)

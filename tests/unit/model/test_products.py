@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from gsa_train.model import weight_gradients
 from gsa_train.model.gates import GateProjection
 from gsa_train.model.gsa_attention import GSASelfAttention
-from gsa_train.model.weight_gradients import CublasAccumulation, gradient_in_parts, linear_of_few_rows
+from gsa_train.model.weight_gradients import CublasAccumulation
 from helpers.single_rank import SPARSE, tiny_config, tiny_model
 
 LENGTH, BATCH = 6, 2
@@ -96,38 +94,3 @@ def test_gradients_that_the_product_adds_to_their_buffers(monkeypatch: pytest.Mo
     )
     assert weight.grad_added_to_main_grad
     assert weight.grad is not None  # for megatron-core's hook
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_gradient_in_parts(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    inputs, grad = (torch.randn(48, count).to(dtype) for count in (5, 3))
-    exact = grad.double().t() @ inputs.double()
-    for parts in (1, 2, 8):
-        found = gradient_in_parts(inputs, grad, parts)
-        assert found.dtype == dtype
-        torch.testing.assert_close(
-            found.double(), exact, rtol=2e-5 if dtype != torch.bfloat16 else 1e-2, atol=1e-5
-        )
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(32, 4), (31, 1), (34, 1), (28, 1)])
-def test_few_rows_take_parts_where_there_are_tokens(
-    tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-
-    def in_parts(inputs: torch.Tensor, grad_output: torch.Tensor, parts: int) -> torch.Tensor:
-        taken.append(parts)
-        return gradient_in_parts(inputs, grad_output, parts)
-
-    monkeypatch.setattr(weight_gradients, "PARTS", 4)
-    monkeypatch.setattr(weight_gradients, "TOKENS_PER_PART", 8)
-    monkeypatch.setattr(weight_gradients, "gradient_in_parts", in_parts)
-    inputs = torch.randn(tokens, 1, 5, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(tokens, 1, 3, dtype=torch.float64)
-    found = torch.autograd.grad(linear_of_few_rows(inputs, weight), (inputs, weight), grad)
-    wanted = torch.autograd.grad(F.linear(inputs, weight), (inputs, weight), grad)
-    torch.testing.assert_close(found, wanted)
-    assert taken == [expected]
