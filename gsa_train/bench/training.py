@@ -32,6 +32,8 @@ from gsa_train.bench.step_bench import (
 from gsa_train.bench.step_trace import in_columns, trace_steps
 from gsa_train.checkpoint_files import MEGATRON_METADATA
 from gsa_train.config import Config, GSAConfig, PhaseConfig, load_config
+from gsa_train.config_checks import check_data, check_packages
+from gsa_train.config_load import ConfigError
 from gsa_train.memory import estimate_memory
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.parallel import Parallel, init_parallel, leave_layout
@@ -152,7 +154,13 @@ class Sizes:
         if self.num_layers is not None:
             fixed.append(f"model.num_layers={self.num_layers}")
         overrides = [*fixed, *layout_overrides(layout), *self.overrides]
-        return load_config(path, overrides, world_size=world_size, need_data=self.text)
+        config = load_config(path, overrides, world_size=world_size, need_data=False)
+        problems = check_packages(config)
+        if self.text:  # to train on alone: nothing is validated
+            problems += check_data(replace(config.data, validation_dir="", validation_sets={}))
+        if problems:
+            raise ConfigError(path, problems)
+        return config
 
 
 def variants(

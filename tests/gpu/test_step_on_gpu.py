@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
@@ -122,6 +123,22 @@ def test_the_host_waits_for_nothing(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(norms).isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["masked", "gathered"])
+def test_only_the_first_step_compiles(
+    trainer: Callable[..., Trainer], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of keys are of another length in each step."""
+    one = trainer(config_of("gsa_1.7b", f"gsa.attention_kernel={kernel}"))
+    one.step(0)
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["fn"].name)
+    )
+    for step in range(1, 7):
+        one.step(step)
+    assert compiled == []
 
 
 def test_a_norm_that_is_not_finite_changes_no_weight(trainer: Callable[..., Trainer]) -> None:

@@ -144,6 +144,7 @@ def train_case(
     steps: int = STEPS,
     prepare: Callable[[Model], None] | None = None,
     backwards: bool = False,
+    lr: float = 1e-3,
 ) -> list[dict[str, Any]]:
     """Every step's numbers, `steps` of each phase, and those of a validation.
 
@@ -159,7 +160,7 @@ def train_case(
     for number, phase in enumerate(config.phases):
         optimizer = build_optimizer(model, phase, config)
         for step in range(number * steps, (number + 1) * steps):
-            records.append(take_step(step, model, optimizer, config, parallel, backwards))
+            records.append(take_step(step, model, optimizer, config, parallel, backwards, lr))
         close_optimizer(model, optimizer)
         del optimizer
         gc.collect()
@@ -178,12 +179,13 @@ def take_step(
     config: Config,
     parallel: Parallel,
     backwards: bool = False,
+    lr: float = 1e-3,
 ) -> dict[str, Any]:
     model.runtime.measuring = True
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     if backwards:
         batches.reverse()
-    result = train_step(model, optimizer, batches, 1e-3, config, parallel, step, detector)
+    result = train_step(model, optimizer, batches, lr, config, parallel, step, detector)
     reduced = reduce_step(model.runtime.stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
     return {
         "loss": reduced.loss,

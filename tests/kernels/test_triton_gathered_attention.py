@@ -15,6 +15,7 @@ if not CUDA:
     # Read when triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import triton  # noqa: E402
 from gathered_problems import (  # noqa: E402
     block_mask,
     document_mask,
@@ -102,6 +103,27 @@ def test_full_parts_and_shared_lists(device, queries):
     for dtype in DTYPES[device]:
         options = BOTH if dtype == torch.float16 else ({},)
         check(make_inputs(1, 150, 2, 1, 32, dtype, device), lists, options=options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_other_lists_compile_nothing(monkeypatch):
+    """Neither their length nor the ranges of tiles that have room in the scratch memory are compiled in."""
+    torch.manual_seed(7)
+    inputs = make_inputs(1, 700, 2, 1, 64, torch.bfloat16, "cuda")
+
+    def run(density, tiles):
+        lists = key_lists_from_mask(random_mask(1, 700, density, "cuda"), 32)
+        kernels(*inputs, lists, torch.randn_like(inputs[0]), scratch_bytes=tiles * lists.max_count * 256)
+
+    run(0.3, 2)
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["fn"].name)
+    )
+    for number in range(8):
+        run(0.2 + 0.05 * number, 1 + number)
+    assert compiled == []
 
 
 @devices

@@ -26,6 +26,7 @@ from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
 
 DEMO = REPOSITORY / "configs" / "demo.yaml"
+TEXT = {"train_dir": "train", "tokenizer": "tokenizer.model"}
 
 
 def test_a_layout_in_short() -> None:
@@ -45,6 +46,14 @@ def test_a_layout_in_short() -> None:
         layout_overrides("tpp=2")
     with pytest.raises(ConfigError, match="world size = 2"):
         sizes.apply(DEMO, "tp=4", world_size=2)
+
+
+def test_text_to_validate_on_is_not_asked_for() -> None:
+    overrides = [f"data.{name}={REPOSITORY}/data/sample/{path}" for name, path in TEXT.items()]
+    sizes = Sizes(1, num_layers=1, overrides=[*overrides, "model.vocab_size=4096"], text=True)
+    sizes.apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
+    with pytest.raises(ConfigError, match=r"data\.train_dir"):
+        replace(sizes, overrides=[]).apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
 
 
 def test_megatrons_model_is_counted_as_what_it_is() -> None:

@@ -144,7 +144,8 @@ def _launch(
     )
 
 
-@triton.jit
+# What is in the data must not be compiled in: training would stop for seconds where a list's length is new.
+@triton.jit(do_not_specialize=["first_tile", "num_tiles", "first_part", "row_starts", "order"])
 def _backward_kernel(
     q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials, sums,
     stride_qb, stride_ql, stride_qh,

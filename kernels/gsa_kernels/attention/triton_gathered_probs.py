@@ -139,7 +139,7 @@ def load_entries(keys, words, key_start, word_start, entries, full, count):
     return key, tl.where(inside & (entries < full), -1, word)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_count"])
 def _gathered_probs_kernel(
     q, k, lse, keys, words, key_starts, word_starts, full, counts, tiles, out,
     stride_qb, stride_ql, stride_qh,

@@ -38,7 +38,7 @@ def merge_segments(stats, segments, ROWS: tl.constexpr):
     return maximum + tl.log2(tl.where(exp_sum > 0, exp_sum, 1.0)), target_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_count"])
 def gathered_grad_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]

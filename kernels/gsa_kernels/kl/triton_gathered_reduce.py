@@ -6,7 +6,7 @@ import triton.language as tl
 from gsa_kernels.kl.triton_scores import head_weight, head_weight_slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def gathered_reduce_kernel(
     weight_logits,  # [B, R, HI]
     weight_bias,  # [HI]

@@ -14,7 +14,7 @@ from gsa_kernels.kl.triton_gathered_scores import (
 from gsa_kernels.kl.triton_scores import LOG2_E, NOT_A_SCORE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_count"])
 def gathered_stats_kernel(
     q_idx,  # [B, R, HI, DI]
     k_idx,  # [B, L, DI]

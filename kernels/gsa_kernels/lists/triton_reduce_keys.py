@@ -174,7 +174,7 @@ def _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, leng
     return entries, valid, (tile // tiles_per_sequence).to(tl.int64) * length + key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile", "columns"])
 def _mark_kernel(
     keys, key_starts, counts, first_tile, tiles_per_sequence, length, marks, columns, ENTRIES: tl.constexpr
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def _population(word):
     return ((x + (x >> 16)) & 63).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def _count_kernel(marks, before, counts, num_keys, columns, KEYS: tl.constexpr, COLUMNS: tl.constexpr):
     key = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
     column = tl.arange(0, COLUMNS)
@@ -206,7 +206,7 @@ def _count_kernel(marks, before, counts, num_keys, columns, KEYS: tl.constexpr, 
     tl.store(counts + key, tl.sum(population, 1), mask=key < num_keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile", "columns", "row_starts"])
 def _place_kernel(
     keys, key_starts, counts, first_tile, tiles_per_sequence, length, marks, before, starts, rows, columns,
     row_starts, ENTRIES: tl.constexpr,
