@@ -50,7 +50,7 @@ def test_a_layout_in_short() -> None:
 
 def test_text_to_validate_on_is_not_asked_for() -> None:
     overrides = [f"data.{name}={REPOSITORY}/data/sample/{path}" for name, path in TEXT.items()]
-    sizes = Sizes(1, num_layers=1, overrides=[*overrides, "model.vocab_size=4096"], text=True)
+    sizes = Sizes(1, None, 1, overrides=[*overrides, "model.vocab_size=4096"], text=True)
     sizes.apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
     with pytest.raises(ConfigError, match=r"data\.train_dir"):
         replace(sizes, overrides=[]).apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
