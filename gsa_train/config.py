@@ -119,7 +119,10 @@ class ParallelConfig:
     sequence: bool = True
     """Sequence parallelism over the tensor-parallel ranks (no effect with tensor=1)."""
     context: int = 1
-    """Context-parallel ranks: each holds two chunks of every sequence and sees the keys of all of it."""
+    """Context-parallel ranks: each holds `context_chunks` chunks of every sequence and sees the keys of all of it."""
+    context_chunks: int = 2
+    """Even. With 2 all ranks have the same causal work. More bring their work over selected keys and their memory
+    nearer to each other, for more launches."""
     pipeline: int = 1
     """Pipeline stages (1F1B). What is left of the world after tensor x context x pipeline is data parallel."""
     virtual_pipeline: int = 1

@@ -156,32 +156,35 @@ def _check_instances(config: Config, world_size: int) -> list[str]:
 
 
 def _check_context(config: Config) -> list[str]:
-    """Each context-parallel rank holds two whole chunks, which sequence parallelism splits evenly."""
+    """Each context-parallel rank holds whole chunks, which sequence parallelism splits evenly."""
     length, block = config.train.seq_len_tokens, config.gsa.selection_block
-    context, tensor = config.parallel.context, config.parallel.tensor
+    context, tensor, chunks = config.parallel.context, config.parallel.tensor, config.parallel.context_chunks
+    if chunks < 2 or chunks % 2 != 0:
+        remedy = f"set it to an even number, such as {max(2, chunks + chunks % 2)}"
+        return [problem_line("parallel.context_chunks", chunks, "is not an even number of chunks", remedy)]
     if context < 2 or length < 1 or tensor < 1 or block < 1:
         return []
-    shares = math.lcm(2, tensor if config.parallel.sequence else 1)
+    shares = math.lcm(chunks, tensor if config.parallel.sequence else 1)
     unit = context * shares
     if length % unit != 0:
         return [
             problem_line(
                 "train.seq_len_tokens",
                 length,
-                f"not a multiple of {unit}: each of parallel.context = {context} ranks holds two chunks of a sequence"
-                + (f", split over parallel.tensor = {tensor} ranks" if shares > 2 else ""),
+                f"not a multiple of {unit}: each of parallel.context = {context} ranks holds {chunks} chunks"
+                + (f", split over parallel.tensor = {tensor} ranks" if shares > chunks else ""),
                 f"set it to {nearest(length, unit)}, or change parallel.context",
             )
         ]
-    chunk = length // (2 * context)
+    chunk = length // (chunks * context)
     if config.gsa.attention == "sparse" and chunk % block != 0:
         return [
             problem_line(
                 "gsa.selection_block",
                 block,
-                f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / (2 x parallel.context)), and a "
-                "block may not cross chunks",
-                f"set train.seq_len_tokens to {nearest(length, 2 * context * block)}, or change parallel.context",
+                f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
+                "parallel.context_chunks), and a block may not cross chunks",
+                f"set train.seq_len_tokens to {nearest(length, chunks * context * block)}, or change parallel.context",
             )
         ]
     return []

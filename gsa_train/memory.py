@@ -7,7 +7,7 @@ moment, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gap
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16. Lists of keys are counted at their longest:
 neighbouring queries select nothing in common, as an untrained indexer does on random tokens. A trained one's are a
-tenth to a half as long. With context parallelism the rank in the middle of the sequence has the longest.
+tenth to a half as long. Of context-parallel ranks it is the one with most.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gsa_train.kernel_checks import MASKED_MAX_TOKENS, unsupported_by_kernels
 from gsa_train.layout_checks import data_parallel_size
 from gsa_train.model.flops import count_parameters, indexer_layers
 from gsa_train.pipeline_layout import stage_layers
+from gsa_train.sequence_cut import QueryRun, SequenceCut, query_runs
 
 SCORE_CHUNK_BYTES = 512 * 2**20
 """gsa_kernels.selection.op: ROW_CHUNK_BYTES, of fp32 scores."""
@@ -143,10 +144,12 @@ class _Sizes:
         self.ffn = model.ffn_hidden_size / parallel.tensor
         self.heads = model.num_heads / parallel.tensor
         context = parallel.context
-        # Zig-zag: two runs of queries, of which rank r's see (r + 1) and (2 n - r) of 2 n chunks of keys.
-        self.keys_of_runs = train.seq_len_tokens * ((2 * context + 1) / (2 * context) if context > 1 else 1)
+        runs = parallel.context_chunks if context > 1 else 1
+        # Half of a rank's runs of queries are a group's r-th chunk, half its r-th from behind.
+        self.keys_of_runs = train.seq_len_tokens * (
+            (runs * context + 1) / (2 * context) if context > 1 else 1
+        )
         """Keys that the runs of this rank's queries see, added up."""
-        runs = 2 if context > 1 else 1
         self.pairs = self.tokens / runs * self.keys_of_runs
         """Of a query and a key up to its run's end."""
 
@@ -265,12 +268,23 @@ def _gathers(config: Config) -> bool:
 
 def _list_entries(config: Config) -> float:
     """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
-    Of the context-parallel ranks it is the last one, whose two chunks meet in the middle."""
-    length, context = config.train.seq_len_tokens, config.parallel.context
-    first, last = length * (context - 1) / (2 * context), length * (context + 1) / (2 * context)
+    Of the context-parallel ranks that of the one with most."""
+    length, parallel = config.train.seq_len_tokens, config.parallel
     most = TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
-    turn = min(max(most, first), last)  # up to here the keys that are there are the limit
-    per_query = (turn**2 - first**2) / 2 + (last - turn) * most
+
+    def entries(run: QueryRun) -> float:
+        turn = min(max(most, run.start), run.end)  # up to here the keys that are there are the limit
+        return (turn**2 - run.start**2) / 2 + (run.end - turn) * most
+
+    per_query = max(
+        sum(
+            entries(run)
+            for run in query_runs(
+                length // parallel.context, SequenceCut(rank, parallel.context, parallel.context_chunks)
+            )
+        )
+        for rank in range(parallel.context)
+    )
     return config.train.micro_batch_size * per_query / TILE_QUERIES
 
 
@@ -356,7 +370,7 @@ def _gathered_heads(config: Config, sizes: _Sizes) -> float:
     tensor = config.parallel.tensor
     if tensor == 1:
         return 0.0
-    runs = 2 if config.parallel.context > 1 else 1
+    runs = config.parallel.context_chunks if config.parallel.context > 1 else 1
     queries = sizes.tokens / runs * tensor * (sizes.value * sizes.query + 4 * sizes.heads)
     return queries + sizes.value * sizes.all_tokens * tensor * sizes.key_value
 

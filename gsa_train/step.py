@@ -21,6 +21,7 @@ from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
+from gsa_train.sequence_cut import SequenceCut
 from gsa_train.spikes import SpikeDetector, Verdict
 
 
@@ -155,9 +156,10 @@ def _run_schedule(
     # averages gradients over these and the replicas; undoing all this gives the mean over the scored tokens of the
     # global batch, however they are spread.
     loss_scale = len(micro_batches) * parallel.data_size / loss_tokens
+    cut = SequenceCut(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     iterators = [iter(micro_batches) for _ in modules]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss_scale=loss_scale, parallel=parallel),
+        forward_step_func=partial(_forward_step, loss_scale=loss_scale, cut=cut),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(modules) if len(modules) > 1 else modules[0],
         num_microbatches=len(micro_batches),
@@ -171,13 +173,12 @@ def _forward_step(
     micro_batches: Iterator[MicroBatch],
     module: torch.nn.Module,
     loss_scale: torch.Tensor,
-    parallel: Parallel,
+    cut: SequenceCut,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(micro_batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     tokens, positions, labels, loss_mask = (
-        local_part(each, parallel.context_rank, parallel.context_size)
-        for each in (batch.tokens, positions, batch.labels, batch.loss_mask)
+        local_part(each, cut) for each in (batch.tokens, positions, batch.labels, batch.loss_mask)
     )
     # The slot of the attention mask carries the document ids of the whole sequence, from which our attention builds
     # its masks.

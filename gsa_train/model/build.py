@@ -17,6 +17,7 @@ from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.init import initialize_weights
 from gsa_train.model.mcore_config import GSATransformerConfig, to_mcore_config
 from gsa_train.model.named_parts import NamedGPTModel
+from gsa_train.model.rotary import rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
@@ -122,6 +123,7 @@ def _build_chunk(
         pg_collection=parallel.groups,
         vp_stage=vp_stage,
     )
+    chunk.rotary_pos_emb = rotary_embedding(mcore_config, config.model.head_dim, parallel.groups)
     chunk.to(parallel.device)
     initialize_weights(chunk, config, parallel)
     return chunk

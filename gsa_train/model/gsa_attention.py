@@ -27,12 +27,14 @@ from gsa_kernels import sigmoid_gate
 from gsa_train.kernel_checks import KERNEL_HEAD_SIZES
 from gsa_train.model.attention_core import build_core, indexer_graph, train_indexer
 from gsa_train.model.budget import VarianceTracker
-from gsa_train.model.context_parallel import QueryRun, gather_tokens, query_runs
+from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.gates import build_gate_projection, has_gates, split_gate_logits
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore_config import GSATransformerConfig
 from gsa_train.model.norm import RMSNorm
+from gsa_train.model.rotary import sequence_cut
 from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.sequence_cut import QueryRun, query_runs
 from gsa_train.spans import span
 
 
@@ -70,6 +72,7 @@ class GSASelfAttention(MegatronModule):
         assert attn_mask_type == AttnMaskType.causal
         self.gsa = config.gsa
         self.groups = pg_collection
+        self.cut = sequence_cut(config, pg_collection)
         self.runtime = context.runtime
         self.recompute_core = context.recompute_core
         self.layer = layer_number - 1
@@ -178,7 +181,7 @@ class GSASelfAttention(MegatronModule):
     ) -> torch.Tensor:
         """The core over all keys of the sequence for each run of this rank's queries: [B, L, n_h, d_k], with the
         indexer loss joined to its gradient. What is gathered here is gathered again when it is recomputed, not kept."""
-        k, v = gather_tokens(k, self.groups.cp), gather_tokens(v, self.groups.cp)
+        k, v = (gather_tokens(each, self.cut, self.groups.cp) for each in (k, v))
         outputs, losses = [], []
         for index, run in enumerate(self._runs(q.shape[1])):
             with indexer_graph(self.runtime):
@@ -203,7 +206,7 @@ class GSASelfAttention(MegatronModule):
             return train_indexer(self.runtime, out, torch.stack(losses).sum())
 
     def _runs(self, length: int) -> list[QueryRun]:
-        return query_runs(length, self.groups.cp.rank(), self.groups.cp.size())
+        return query_runs(length, self.cut)
 
     def _project(
         self,
@@ -256,7 +259,7 @@ class GSASelfAttention(MegatronModule):
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with indexer_graph(self.runtime):
             queries, keys, weight_logits = self.indexer(hidden)
-            return IndexerProjections(queries, gather_tokens(keys, self.groups.cp), weight_logits)
+            return IndexerProjections(queries, gather_tokens(keys, self.cut, self.groups.cp), weight_logits)
 
     def _measure_gates(self, value_gate: torch.Tensor | None, output_gate: torch.Tensor | None) -> None:
         if not (self.runtime.measuring and self.runtime.counts_this_pass()):

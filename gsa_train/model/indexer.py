@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import indexer_scores
 from gsa_train.model.mcore_config import GSATransformerConfig
+from gsa_train.model.rotary import rotary_embedding
 
 
 class IndexerProjections(NamedTuple):
@@ -47,15 +47,7 @@ class Indexer(MegatronModule):
         learned = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
         self.split_op = _fused_split_op() if config.fused_ops and not self.gsa.indexer_rope else None
-        self.rotary = None
-        if self.gsa.indexer_rope:
-            self.rotary = RotaryEmbedding(
-                kv_channels=dim,
-                rotary_percent=1.0,
-                rotary_base=config.rotary_base,
-                use_cpu_initialization=config.use_cpu_initialization,
-                cp_group=groups.cp,
-            )
+        self.rotary = rotary_embedding(config, dim, groups) if self.gsa.indexer_rope else None
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         config = self.config
@@ -79,7 +71,7 @@ class Indexer(MegatronModule):
         queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
-            angles = self.rotary(hidden.shape[0] * self.groups.cp.size())  # cut to this rank's positions
+            angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp

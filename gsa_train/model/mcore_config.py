@@ -21,7 +21,9 @@ class GSATransformerConfig(TransformerConfig):
     fused_ops: bool = False
     """Elementwise chains and the cross-entropy by fused kernels."""
     rotary_base: float = 10000.0
-    """Read by GPTModel for Q and K, and by the indexer when `gsa.indexer_rope` is on."""
+    """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
+    context_chunks: int = 2
+    """Of the sequence on each context-parallel rank."""
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -99,6 +101,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         context_parallel_size=parallel.context_size,
+        context_chunks=config.parallel.context_chunks,
         sequence_parallel=config.parallel.sequence and parallel.tensor_size > 1,
         recompute_granularity="full" if recompute_layers else None,
         recompute_method="uniform" if recompute_layers else None,

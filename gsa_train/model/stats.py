@@ -24,9 +24,9 @@ MEANS = (
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
-`adjacent_overlap` and `union_ratio_32` are averages within runs of queries that one rank holds. Over n context-parallel
-ranks these are 2 n chunks of a sequence of L: the 2 n - 1 of its L - 1 pairs of neighbours that lie across their
-borders are left out, and groups of 32 begin anew in each chunk (the same groups where 64 n divides L)."""
+`adjacent_overlap` and `union_ratio_32` are averages within runs of queries that one rank holds. Over context-parallel
+ranks these are chunks of a sequence: pairs of neighbours that lie across their borders are left out, and groups of 32
+begin anew in each chunk (the same groups where 32 divides a chunk)."""
 
 EXTREMES = ("k_max", "k_min", "max_activation")
 """Largest values over all ranks; `k_min` is kept negated."""

@@ -97,6 +97,7 @@ CASES = {
     "context x tensor": Case({"context": 2, "tensor": 2}, train=PAIRS),
     "context x pipeline, options": Case({"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective"}),
     "context, dense baseline": Case({"context": 2}, BASELINE),
+    "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS),
     "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
     "interleaved": Case(INTERLEAVED),
     "interleaved, selected keys": Case(INTERLEAVED, {}),
@@ -116,7 +117,7 @@ RESHARDED = {
         INTERLEAVED,
         [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}],
     ),
-    "context": ({"context": 2}, [{"context": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
+    "context": ({"context": 2}, [{"context": 4, "context_chunks": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
     "two optimizer instances": (INSTANCES, [INSTANCES]),
     "deepspeed": ({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
 }

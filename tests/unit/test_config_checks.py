@@ -87,7 +87,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["train.seq_len_tokens=250", "parallel.context=2"],
-        ["train.seq_len_tokens = 250", "parallel.context = 2", "two chunks", "248 or 252"],
+        ["train.seq_len_tokens = 250", "parallel.context = 2", "2 chunks", "248 or 252"],
     ),
     (
         ["train.seq_len_tokens=36", "parallel.context=2", "parallel.tensor=4"],
@@ -96,6 +96,14 @@ CASES: list[tuple[list[str], list[str]]] = [
     (
         ["train.seq_len_tokens=80", "parallel.context=2", "gsa.selection_block=16", "gsa.local_window=16"],
         ["gsa.selection_block = 16", "20 tokens of a chunk", "64 or 128"],
+    ),
+    (
+        ["train.seq_len_tokens=256", "parallel.context=2", "parallel.context_chunks=3"],
+        ["parallel.context_chunks = 3", "even number", "4"],
+    ),
+    (
+        ["train.seq_len_tokens=264", "parallel.context=2", "parallel.context_chunks=8"],
+        ["train.seq_len_tokens = 264", "multiple of 16", "8 chunks", "256 or 272"],
     ),
     (
         ["parallel.context=2", "gsa.dense_attention=cudnn", "data.attend_across_documents=true"],

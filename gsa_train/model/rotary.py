@@ -1,0 +1,45 @@
+"""Rotary angles of the positions that this rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from gsa_train.model.context_parallel import local_part
+from gsa_train.model.mcore_config import GSATransformerConfig
+from gsa_train.sequence_cut import SequenceCut
+
+
+class LocalRotaryEmbedding(RotaryEmbedding):
+    """megatron-core's, which knows the zig-zag alone, for any cut of the sequence."""
+
+    def __init__(self, cut: SequenceCut, **options: Any) -> None:
+        super().__init__(**options)
+        self._cut = cut
+        self._angles: dict[int, torch.Tensor] = {}
+
+    def forward(self, max_seq_len: int, *_: Any, **options: Any) -> torch.Tensor:
+        """Angles [L / size, 1, 1, channels] of sequences of `max_seq_len`; the same tensor each time."""
+        if max_seq_len not in self._angles:
+            self._angles[max_seq_len] = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
+        return self._angles[max_seq_len]
+
+
+def rotary_embedding(
+    config: GSATransformerConfig, channels: int, groups: ProcessGroupCollection
+) -> LocalRotaryEmbedding:
+    return LocalRotaryEmbedding(
+        sequence_cut(config, groups),
+        kv_channels=channels,
+        rotary_percent=1.0,
+        rotary_base=config.rotary_base,
+        use_cpu_initialization=config.use_cpu_initialization,
+        cp_group=groups.cp,
+    )
+
+
+def sequence_cut(config: GSATransformerConfig, groups: ProcessGroupCollection) -> SequenceCut:
+    return SequenceCut(groups.cp.rank(), groups.cp.size(), config.context_chunks)
