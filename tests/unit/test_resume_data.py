@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_data import shards, source_weights, token_files
+from gsa_data import listing, source_weights, token_files
 from gsa_data.faults import DataFault
 from gsa_data.stream import whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
@@ -163,6 +163,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:
 
 
 def test_names_that_the_config_repeats() -> None:
-    assert shards.FORMATS == DATA_FORMATS
+    assert listing.FORMATS == DATA_FORMATS
     assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS
     assert source_weights.MAX_WEIGHT == LARGEST_SOURCE_WEIGHT
