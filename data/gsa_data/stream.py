@@ -176,6 +176,11 @@ class BlockStream:
         return self._last_blocks
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What fixes the order of the run's blocks, but for the weights of sources; the same on every rank."""
+        return dict(self._identity)
+
+    @property
     def counters(self) -> dict[str, int]:
         """What was read and left out up to the blocks handed out: this rank's share, rank 0's with what was saved."""
         return dict(self._counters)
