@@ -251,6 +251,20 @@ def test_other_tokens_in_the_folder_are_kept(
     )
 
 
+def test_shards_and_tokens_have_folders_of_their_own(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder for both would be read as tokens only, and a killed command could not go on in it."""
+    write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
+    with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
+        prepare_tokens(str(tmp_path), tokenizer, tmp_path / "chunk1" / "..", 1, Reading())
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["s0.jsonl.zst"]
+    full = tmp_path / "chunk1" / "s0.jsonl.zst"  # no folder, as where the disk is full or must not be written
+    command = ["tokens", "--data", str(tmp_path), "--tokenizer", tokenizer.path, "--out", str(full)]
+    assert prepare.main(command) == 1
+    assert f"error: [Errno 17] File exists: '{full}" in capsys.readouterr().err
+
+
 # What is refused at the start
 
 
