@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from fsspec.implementations.local import LocalFileSystem
@@ -9,12 +10,17 @@ from fsspec.implementations.local import LocalFileSystem
 from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import file_system
 from gsa_data.indexed import IndexedFolder, IndexedReader
-from gsa_data.listing import FORMATS, list_files, retried
+from gsa_data.listing import FORMATS, count_endings, list_files, retried
 from gsa_data.reader import ShardReader, TextReader
 from gsa_data.shards import Manifest, manifest_of
 from gsa_data.source_weights import check_known, check_weights
 from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder, TokenReader
 from gsa_data.tokenize import Tokenizer
+
+LARGE_SHARD_BYTES = 1 << 30
+"""A reader that opens a shard of compressed text holds about seven times its size (measured with zstd)."""
+
+logger = logging.getLogger(__name__)
 
 Corpus = Manifest | TokenFolder | IndexedFolder
 
@@ -43,7 +49,9 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
         files = list_files(root, reading)
         check_not_mixed(files, root)
         if not indexed:
-            return manifest_of(root, files, text_field, reading)
+            manifest = manifest_of(root, files, text_field, reading)
+            _log_text(manifest, files)
+            return manifest
     if not isinstance(filesystem, LocalFileSystem):
         raise DataFault(f"{root!r} holds tokens, which only local files can map; copy or mount it")
     folder = retried(lambda: _mapped(base, indexed), root, reading)
@@ -53,6 +61,20 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
             f"set text_field={folder.manifest.text_field}, or prepare the tokens again"
         )
     return folder
+
+
+def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
+    others = count_endings(path for path in files if not path.endswith(FORMATS))
+    largest, size_bytes = max(manifest.shards, key=lambda shard: shard[1])
+    is_large = size_bytes > LARGE_SHARD_BYTES
+    logger.info(
+        "%s holds text: %s, %.4g GB together%s%s",
+        manifest.root,
+        count_endings(path for path, _ in manifest.shards),
+        sum(size for _, size in manifest.shards) / 1e9,
+        f"; not read: {others}" if others else "",
+        f"; each reader holds a whole shard, so better split {largest} and the like" if is_large else "",
+    )
 
 
 def _mapped(base: str, indexed: bool) -> TokenFolder | IndexedFolder:

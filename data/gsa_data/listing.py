@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -17,12 +17,15 @@ FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 """Of text."""
 INDEXED = (".idx", ".bin")
 """Of megatron-core's datasets."""
+PACKED = ("zst", "gz", "bz2", "xz", "lz4")
+"""Endings behind the one that says what a file holds."""
 
 T = TypeVar("T")
 
 
 def list_files(root: str, reading: Reading) -> dict[str, int]:
-    """Size in bytes of every file below `root` whose name ends in FORMATS or INDEXED, by its path from there.
+    """Size in bytes of every file below `root`, by its path from there; 0 for those that are in none of FORMATS and
+    INDEXED.
 
     Raises DataFault when `root` is no folder, or when any part of it cannot be listed.
     """
@@ -37,7 +40,7 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
         return {
             path[len(base) :].lstrip("/"): int(info.get("size") or 0)
             for path, info in filesystem.find(base, detail=True).items()
-            if path.endswith(FORMATS + INDEXED) and info.get("type", "file") == "file"
+            if info.get("type", "file") == "file"
         }
 
     found = retried(listing, root, reading)
@@ -69,7 +72,18 @@ def _local_files(folder: str, relative: str = "", above: tuple[str, ...] = ()) -
                 if entry.is_symlink() and os.path.realpath(entry.path) in above:
                     raise OSError(f"a link leads to a folder above it: {entry.path}")
                 yield from _local_files(entry.path, f"{path}/", above)
-            elif entry.name.endswith(FORMATS + INDEXED):
-                status: Any = entry.stat()
+            elif not entry.name.endswith(FORMATS + INDEXED):
+                yield path, 0
+            else:
+                status = entry.stat()  # a link to nowhere is an error
                 if stat.S_ISREG(status.st_mode):
                     yield path, status.st_size
+
+
+def count_endings(paths: Iterable[str]) -> str:
+    """How many files there are of each kind: `2 *.jsonl.zst, 1 *.txt`."""
+    endings: Counter[str] = Counter()
+    for path in paths:
+        parts = path.rpartition("/")[2].split(".")
+        endings[".".join(parts[-2:] if parts[-1] in PACKED and len(parts) > 2 else parts[-1:])] += 1
+    return ", ".join(f"{count} *.{ending}" for ending, count in sorted(endings.items()))

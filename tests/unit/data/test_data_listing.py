@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import zstandard
 from data_corpus import document, line
 
-from gsa_data import DataFault, Manifest
+from gsa_data import DataFault, Manifest, corpus
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 
@@ -85,6 +86,32 @@ def test_unusual_names(tmp_path: Path) -> None:
     for number, name in enumerate(found):
         write(tmp_path / "with space" / name, TEXT + OTHER[: OTHER.index(b"\n") * (number + 1)])
     assert names(tmp_path / "with space") == found
+
+
+def test_the_log_says_what_is_read_and_what_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a corpus may be named otherwise."""
+    for name in (
+        "a.jsonl",
+        "b.c/b.jsonl.zst",
+        "b.c/v1.2.jsonl.gz",
+        "README",
+        "x.json.gz",
+        "b.c/y.v2.json.gz",
+        "z.txt",
+    ):
+        write(tmp_path / name, TEXT + name.encode())
+    (tmp_path / "link.txt").symlink_to("nowhere")
+    caplog.set_level(logging.INFO, corpus.logger.name)
+    assert len(names(tmp_path)) == 3
+    shards = "1 *.jsonl, 1 *.jsonl.gz, 1 *.jsonl.zst"
+    assert f"{tmp_path} holds text: {shards}, 2.738e-05 GB together" in caplog.text
+    assert "; not read: 1 *.README, 2 *.json.gz, 2 *.txt" in caplog.text
+    assert "better split" not in caplog.text
+    monkeypatch.setattr(corpus, "LARGE_SHARD_BYTES", len(TEXT))
+    names(tmp_path)
+    assert "holds a whole shard, so better split b.c/v1.2.jsonl.gz" in caplog.text
 
 
 # Text that is there twice
