@@ -186,7 +186,8 @@ class TokenFolder:
         return dict(documents)
 
     def check(self, tokenizer: Tokenizer, reading: Reading) -> None:
-        """Raises DataFault when the folder was made by another tokenizer or with other limits for bad text."""
+        """Raises DataFault when the folder was made by another tokenizer, with other limits for bad text, or of
+        shards that `reading` refuses."""
         if self.identity.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataFault(
                 f"token folder {str(self.root)!r} was made by tokenizer {self.identity.tokenizer_fingerprint}, but "
@@ -202,6 +203,12 @@ class TokenFolder:
                 f"the source of token folder {str(self.root)!r} held {len(self.manifest.duplicates)} shards twice, "
                 f"among them {self.manifest.duplicates[0]}; remove them there and prepare the tokens again, or set "
                 "on_bad_shard=skip"
+            )
+        bad = [record for record in self.records.values() if record.was_bad()]
+        if bad and reading.on_bad_shard == "fail":
+            raise DataFault(
+                f"shard {bad[0].path} of token folder {str(self.root)!r} was bad in the source ({bad[0].was_bad()}), "
+                f"and {len(bad) - 1} more; restore them there and {AGAIN}, or set on_bad_shard=skip"
             )
         for name in ("max_bad_line_fraction", "max_document_bytes"):
             made_with, wanted = getattr(self.identity, name), getattr(reading, name)
@@ -223,7 +230,6 @@ class TokenReader:
     ) -> None:
         folder.check(tokenizer, reading)
         self.folder = folder
-        self.on_bad_shard = reading.on_bad_shard
         self._checked: set[str] = set()
 
     @property
@@ -233,12 +239,6 @@ class TokenReader:
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """See ShardReader.open. A file that is not what its record says raises DataFault under any policy."""
         record = self.folder.records[relpath]
-        lost = record.was_bad()
-        if lost and self.on_bad_shard == "fail":
-            raise DataFault(
-                f"shard {relpath} of token folder {str(self.folder.root)!r} was bad in the source ({lost}); "
-                f"restore it there and {AGAIN}, or set on_bad_shard=skip"
-            )
         try:
             if relpath not in self._checked:
                 problem = next(problems(self.folder.root, record, self.folder.identity), None)
