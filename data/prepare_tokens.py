@@ -33,9 +33,8 @@ from gsa_data.token_files import (
     TokenFolder,
     identity_of,
     problems,
-    write_shard,
-    write_whole,
 )
+from gsa_data.token_writer import write_shard, write_whole
 from gsa_data.tokenize import Tokenizer
 
 

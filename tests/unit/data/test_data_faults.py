@@ -23,7 +23,7 @@ from data_corpus import Run, document, line, read_run, write_corpus, write_shard
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest, stream
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest, rank_samples
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading, skipped_totals, warn_once
 from gsa_data.fetch import in_time
@@ -251,7 +251,7 @@ def test_waits_are_bounded() -> None:
 @pytest.fixture
 def reader(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stream with two reader processes at work, and these processes."""
-    monkeypatch.setattr(stream, "HANG_SECONDS", 4.0)
+    monkeypatch.setattr(rank_samples, "HANG_SECONDS", 4.0)
     before = set(psutil.Process().children())
     config = replace(CONFIG, num_workers=2, reading=replace(QUICK, timeout_seconds=0.1))
     blocks = BlockStream(build_manifest(str(root)), tokenizer, config, 0, 1)
