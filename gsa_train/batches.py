@@ -143,14 +143,7 @@ class TrainBatches:
                 outcome = self._stream.identity
         except (DataFault, StateMismatch) as error:
             outcome = error
-        outcomes: list[DataFault | StateMismatch | dict[str, Any] | None] = [None] * parallel.world_size
-        dist.all_gather_object(outcomes, outcome)  # no rank waits for one that has given up
-        for each in outcomes:
-            if isinstance(each, DataFault | StateMismatch):
-                raise each
-        check_same(
-            {rank: each for rank, each in enumerate(outcomes) if isinstance(each, dict)}, "data.train_dir"
-        )
+        check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open(self, tokenizer: Tokenizer, state: dict[str, Any] | None, accept_new_data: bool) -> BlockStream:
         open_stream = partial(
@@ -259,11 +252,20 @@ def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[Validatio
     ]
 
 
-def check_same_validation(sets: list[ValidationSet], tokenizer: Tokenizer, parallel: Parallel) -> None:
-    """Raises DataFault, on every rank, where ranks have other validation text or another tokenizer. Collective."""
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, fingerprints(sets, tokenizer))
-    check_same(dict(enumerate(found)), "data.tokenizer and the validation folders")
+def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:
+    """The same. Collective.
+
+    Raises DataFault, on every rank, where one cannot read them, or where ranks have other text or another tokenizer.
+    """
+    sets: list[ValidationSet] = []
+    outcome: DataFault | dict[str, str]
+    try:
+        sets = read_validation_sets(config, tokenizer)
+        outcome = fingerprints(sets, tokenizer)
+    except DataFault as fault:
+        outcome = fault
+    check_same(gather_outcomes(outcome, parallel), "data.tokenizer and the validation folders")
+    return sets
 
 
 def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, str]:
@@ -275,6 +277,22 @@ def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, s
             digest.update(text.blocks.tobytes())
             digest.update(text.lengths.tobytes())
         found[f"validation set {each.name}"] = digest.hexdigest()
+    return found
+
+
+def gather_outcomes(
+    outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
+) -> dict[int, Mapping[str, Any]]:
+    """Rank -> what it found, of those that looked. Raises, on every rank, the first one's error: none waits for one
+    that has given up. Collective."""
+    outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
+    dist.all_gather_object(outcomes, outcome)
+    found: dict[int, Mapping[str, Any]] = {}
+    for rank, each in enumerate(outcomes):
+        if isinstance(each, Exception):
+            raise each
+        if each is not None:
+            found[rank] = each
     return found
 
 

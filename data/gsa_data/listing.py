@@ -48,6 +48,11 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
         raise DataFault(f"data folder {root!r} does not exist; check the path, or build a corpus there first")
     if "" in found:
         raise DataFault(f"{root!r} is a file; give the folder it lies in")
+    for path in found:
+        if path.endswith(FORMATS) and ("::" in path or not path.isprintable()):
+            raise DataFault(
+                f"{path!r} in {root!r} cannot be addressed; rename it without '::' and control characters"
+            )
     return found
 
 

@@ -18,10 +18,10 @@ from gsa_data.validation import ValidationSet
 from gsa_train import batches
 from gsa_train.batches import (
     TrainBatches,
-    check_same_validation,
     fingerprints,
     load_tokenizer,
     read_validation_sets,
+    shared_validation_sets,
 )
 from gsa_train.config import Config
 from gsa_train.config_checks import DATA_FORMATS, LARGEST_SOURCE_WEIGHT, PREPARED_TOKENS
@@ -168,11 +168,11 @@ def test_text_that_cannot_be_opened(config: Config, tokenizer: Tokenizer) -> Non
 # Ranks whose files differ, as where every node has a disk of its own
 
 
-def other_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
-    """A second rank that finds the same but for `change`."""
+def other_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any] | DataFault) -> None:
+    """A second rank that finds the same but for `change`, or fails."""
 
     def gather(found: list[Any], mine: dict[str, Any]) -> None:
-        found[:] = [mine, mine | change]
+        found[:] = [mine, change if isinstance(change, DataFault) else mine | change]
 
     monkeypatch.setattr(batches.dist, "all_gather_object", gather)
 
@@ -203,11 +203,17 @@ def test_ranks_that_see_other_validation_text_are_refused(
     assert list(whole) == ["tokenizer_fingerprint", "validation set a", "validation set b"]
     assert swapped["validation set a"] == whole["validation set b"] != whole["validation set a"]
 
+    both = with_data(config, validation_sets=dict(zip("ab", folders, strict=True)))
     other_rank(monkeypatch, {})
-    check_same_validation(sets, tokenizer, single_rank())
+    assert fingerprints(shared_validation_sets(both, tokenizer, single_rank()), tokenizer) == whole
     other_rank(monkeypatch, {"validation set b": "other"})
     with pytest.raises(DataFault, match="rank 1 has validation set b other, rank 0 has "):
-        check_same_validation(sets, tokenizer, single_rank())
+        shared_validation_sets(both, tokenizer, single_rank())
+    other_rank(monkeypatch, DataFault("its folder is empty"))
+    with pytest.raises(DataFault, match="its folder is empty"):
+        shared_validation_sets(both, tokenizer, single_rank())
+    with pytest.raises(DataFault, match="does not exist"):
+        shared_validation_sets(with_data(config, validation_dir="/no/such"), tokenizer, single_rank())
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:

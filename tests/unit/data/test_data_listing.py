@@ -88,6 +88,13 @@ def test_unusual_names(tmp_path: Path) -> None:
     assert names(tmp_path / "with space") == found
 
 
+@pytest.mark.parametrize("name", [b"a::b.jsonl", b"caf\xe9.jsonl"])
+def test_names_that_cannot_be_addressed(tmp_path: Path, name: bytes) -> None:
+    write(Path(os.fsdecode(os.path.join(bytes(tmp_path), name))))
+    with pytest.raises(DataFault, match="cannot be addressed; rename it"):
+        open_corpus(str(tmp_path))
+
+
 def test_the_log_says_what_is_read_and_what_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
