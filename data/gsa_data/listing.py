@@ -75,7 +75,7 @@ def _local_files(folder: str, relative: str = "", above: tuple[str, ...] = ()) -
             path = f"{relative}{entry.name}"
             if entry.is_dir():
                 if entry.is_symlink() and os.path.realpath(entry.path) in above:
-                    raise OSError(f"a link leads to a folder above it: {entry.path}")
+                    raise DataFault(f"a link leads to a folder above it: {entry.path}; remove it")
                 yield from _local_files(entry.path, f"{path}/", above)
             elif not entry.name.endswith(FORMATS + INDEXED):
                 yield path, 0
