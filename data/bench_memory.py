@@ -35,7 +35,8 @@ from gsa_data.documents import Document, read_documents
 from gsa_data.faults import DataFault, Reading
 from gsa_data.reader import EncodedDocument, LineSources
 from gsa_data.source_weights import NO_SOURCE
-from gsa_data.token_files import TokenFolder, identity_of, write_shard
+from gsa_data.token_files import TokenFolder, identity_of
+from gsa_data.token_writer import write_shard
 
 NUM_LANES = 8
 STEP_BLOCKS = 8

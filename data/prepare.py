@@ -298,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(summary(build_corpus(Options(**chosen, roots=tuple(options.root)))))
         else:
             train_tokenizer(options.shards, options.out, options.vocab_size)
-    except (DataFault, ValueError) as fault:  # ValueError: a bad tokenizer file or limit
+    except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
         print(f"error: {fault}", file=sys.stderr)
         return 1
     return 0

@@ -33,9 +33,8 @@ from gsa_data.token_files import (
     TokenFolder,
     identity_of,
     problems,
-    write_shard,
-    write_whole,
 )
+from gsa_data.token_writer import write_shard, write_whole
 from gsa_data.tokenize import Tokenizer
 
 
@@ -89,8 +88,7 @@ def prepare_tokens(
     Raises DataFault for a shard that `reading` refuses, and when `out` holds other tokens. What was finished
     by then stays.
     """
-    if (out / MANIFEST_NAME).is_file() or (out / JOURNAL_NAME).is_file():
-        _check_is_not(out, data)
+    _check_is_not(out, data)
     manifest = build_manifest(data, text_field=text_field, reading=reading)
     identity = identity_of(manifest, tokenizer, reading)
     records = {record.path: record for record in _kept(out, identity)}
@@ -175,7 +173,9 @@ def summary(folder: TokenFolder) -> str:
 
 def _check_is_not(out: Path, data: str) -> None:
     if "://" not in data and out.resolve() == Path(data).resolve():
-        raise DataFault(f"{data!r} is a folder of tokens already; give the folder of its shards as --data")
+        raise DataFault(
+            f"--out {str(out)!r} is the folder of the shards; give the tokens a folder of their own"
+        )
 
 
 def _kept(out: Path, identity: Identity) -> Iterator[ShardRecord]:

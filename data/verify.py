@@ -30,7 +30,7 @@ from gsa_data.faults import Reading
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import TextReader
-from gsa_data.shards import DataFault, build_manifest, read_lines
+from gsa_data.shards import DataFault, Manifest, build_manifest, read_lines
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def verify_shard(root: Path, relpath: str, expected: dict[str, Any] | None) -> S
     """Read one shard. `expected` is its entry in manifest.json, None when there is no manifest."""
     problems: list[str] = []
     parsed: list[Document | str] = []
-    reading, manifest = Reading(max_bad_line_fraction=1.0), build_manifest(str(root), relpath)
+    size_bytes = (root / relpath).stat().st_size
+    reading, manifest = Reading(max_bad_line_fraction=1.0), Manifest(str(root), ((relpath, size_bytes),))
     try:
         parsed = read_documents(manifest, relpath, reading, Counter())
     except DataFault as fault:
@@ -55,7 +56,6 @@ def verify_shard(root: Path, relpath: str, expected: dict[str, Any] | None) -> S
     documents = [item for item in parsed if isinstance(item, Document)]
     faults = Counter(item for item in parsed if isinstance(item, str))
     problems += [f"{relpath}: {count} lines with {name}" for name, count in sorted(faults.items())]
-    size_bytes = (root / relpath).stat().st_size
     if expected is not None and not problems:
         found = {
             "size_bytes": size_bytes,

@@ -6,8 +6,9 @@ them, before the pipeline schedule starts; inside it stages are at different mic
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -121,7 +122,7 @@ class TrainBatches:
 
     Raises, on every rank alike:
         StateMismatch: `state` does not fit the config's data.
-        DataFault: the training text cannot be opened.
+        DataFault: the training text cannot be opened, or ranks see other files in its folder.
     """
 
     def __init__(
@@ -135,17 +136,14 @@ class TrainBatches:
         self._config, self._parallel, self._eos_id = config, parallel, tokenizer.eos_id
         self._stream: BlockStream | None = None
         self._epochs = 0 if state is None else whole_epochs(state)
-        error: DataFault | StateMismatch | None = None
+        outcome: DataFault | StateMismatch | dict[str, Any] | None = None
         try:
             if parallel.reads_data:
                 self._stream = self._open(tokenizer, state, accept_new_data)
-        except (DataFault, StateMismatch) as found:
-            error = found
-        errors: list[DataFault | StateMismatch | None] = [None] * parallel.world_size
-        dist.all_gather_object(errors, error)  # no rank waits for one that has given up
-        for each in errors:
-            if each is not None:
-                raise each
+                outcome = self._stream.identity
+        except (DataFault, StateMismatch) as error:
+            outcome = error
+        check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open(self, tokenizer: Tokenizer, state: dict[str, Any] | None, accept_new_data: bool) -> BlockStream:
         open_stream = partial(
@@ -252,6 +250,67 @@ def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[Validatio
         )
         for name, folder in data.validation_folders.items()
     ]
+
+
+def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:
+    """The same. Collective.
+
+    Raises DataFault, on every rank, where one cannot read them, or where ranks have other text or another tokenizer.
+    """
+    sets: list[ValidationSet] = []
+    outcome: DataFault | dict[str, str]
+    try:
+        sets = read_validation_sets(config, tokenizer)
+        outcome = fingerprints(sets, tokenizer)
+    except DataFault as fault:
+        outcome = fault
+    check_same(gather_outcomes(outcome, parallel), "data.tokenizer and the validation folders")
+    return sets
+
+
+def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, str]:
+    """Of what every rank reads for itself."""
+    found = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    for each in sets:
+        digest = hashlib.sha256()
+        for text in (each.text, *each.by_source.values()):
+            digest.update(text.blocks.tobytes())
+            digest.update(text.lengths.tobytes())
+        found[f"validation set {each.name}"] = digest.hexdigest()
+    return found
+
+
+def gather_outcomes(
+    outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
+) -> dict[int, Mapping[str, Any]]:
+    """Rank -> what it found, of those that looked. Raises, on every rank, the first one's error: none waits for one
+    that has given up. Collective."""
+    outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
+    dist.all_gather_object(outcomes, outcome)
+    found: dict[int, Mapping[str, Any]] = {}
+    for rank, each in enumerate(outcomes):
+        if isinstance(each, Exception):
+            raise each
+        if each is not None:
+            found[rank] = each
+    return found
+
+
+def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
+    """Raises DataFault unless all ranks have the same: folders that lie on every node's own disk may differ.
+
+    Args:
+        identities: rank -> what it found.
+        where: the fields of the config to look at.
+    """
+    first, expected = min(identities.items())
+    for rank, identity in identities.items():
+        for name, value in identity.items():
+            if value != expected[name]:
+                raise DataFault(
+                    f"rank {rank} has {name} {value}, rank {first} has {expected[name]}: the nodes see different "
+                    f"files at {where}; copy them again, or use a shared file system"
+                )
 
 
 def replay_training_blocks(config: Config, tokenizer: Tokenizer, samples: int) -> Iterator[np.ndarray]:

@@ -105,7 +105,9 @@ def check_packages(config: Config) -> list[str]:
 def _holds_text(folder: Path) -> bool:
     if any((folder / name).is_file() for name in PREPARED_TOKENS) or any(folder.glob("*.idx")):
         return True
-    return any(name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder) for name in names)
+    return any(
+        name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder, followlinks=True) for name in names
+    )
 
 
 def _validation_fields(data: DataConfig) -> dict[str, str]:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gsa_train.batches import load_tokenizer, read_validation_sets
+from gsa_train.batches import load_tokenizer, shared_validation_sets
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.cli import Arguments
@@ -61,7 +61,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     )
     profiler = StepProfiler(config.profile, run_dir(config) / "profile", parallel.rank, parallel.device)
     tokenizer = load_tokenizer(config)
-    validation_sets = read_validation_sets(config, tokenizer)
+    validation_sets = shared_validation_sets(config, tokenizer, parallel)
     batches = open_batches(config, arguments, start, tokenizer, parallel)
     lock.take(make=True)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)

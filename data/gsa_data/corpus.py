@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Mapping
 
 from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.faults import DataFault, Reading
-from gsa_data.fetch import file_system, with_retries
+from gsa_data.fetch import file_system
 from gsa_data.indexed import IndexedFolder, IndexedReader
+from gsa_data.listing import FORMATS, count_endings, list_files, retried
 from gsa_data.reader import ShardReader, TextReader
-from gsa_data.shards import Manifest, build_manifest
+from gsa_data.shards import Manifest, manifest_of
 from gsa_data.source_weights import check_known, check_weights
 from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder, TokenReader
 from gsa_data.tokenize import Tokenizer
+
+LARGE_SHARD_BYTES = 1 << 30
+"""A reader that opens a shard of compressed text holds about seven times its size (measured with zstd)."""
+
+logger = logging.getLogger(__name__)
 
 Corpus = Manifest | TokenFolder | IndexedFolder
 
@@ -25,8 +31,8 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     It holds tokens when tokens.json (or the journal of an unfinished `prepare.py tokens`) lies in it, and
     megatron-core's datasets when .idx files lie in it; else its shards are text.
 
-    Raises DataFault for a missing, empty or damaged folder, and for tokens that cannot be mapped because they
-    are not on a local (or mounted) file system.
+    Raises DataFault for a missing, empty or damaged folder, one of which only a part would be read, and for tokens that
+    cannot be mapped because they are not on a local (or mounted) file system.
     """
     reading = reading or Reading()
     filesystem, base = file_system(root)
@@ -34,29 +40,66 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     def listing() -> list[str]:
         return [str(path).rpartition("/")[2] for path in filesystem.ls(base, detail=False)]
 
-    try:
-        names = with_retries(listing, reading, Counter()) if filesystem.isdir(base) else []
-    except OSError as error:
-        raise DataFault(
-            f"data folder {root!r} cannot be read ({error!r}); check address and access"
-        ) from error
+    names = retried(listing, root, reading) if filesystem.isdir(base) else []
     prepared = MANIFEST_NAME in names or JOURNAL_NAME in names
     indexed = any(name.endswith(".idx") for name in names)
-    if not prepared and not indexed:
-        return build_manifest(root, text_field=text_field, reading=reading)
-    if not isinstance(filesystem, LocalFileSystem):
-        raise DataFault(f"{root!r} holds tokens, which only local files can map; copy or mount it")
     if prepared and indexed:
         raise DataFault(f"{root!r} holds both {MANIFEST_NAME} and .idx files; give each a folder of its own")
-    if indexed:
-        return IndexedFolder.open(base)
-    folder = TokenFolder.open(base)
-    if folder.manifest.text_field != text_field:
+    if not prepared:
+        files = list_files(root, reading)
+        check_not_mixed(files, root)
+        if not indexed:
+            manifest = manifest_of(root, files, text_field, reading)
+            _log_text(manifest, files)
+            return manifest
+    if not isinstance(filesystem, LocalFileSystem):
+        raise DataFault(f"{root!r} holds tokens, which only local files can map; copy or mount it")
+    folder = retried(lambda: _mapped(base, indexed), root, reading)
+    if isinstance(folder, TokenFolder) and folder.manifest.text_field != text_field:
         raise DataFault(
             f"token folder {root!r} was made of text_field={folder.manifest.text_field}, this run has {text_field}; "
             f"set text_field={folder.manifest.text_field}, or prepare the tokens again"
         )
     return folder
+
+
+def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
+    others = count_endings(path for path in files if not path.endswith(FORMATS))
+    largest, size_bytes = max(manifest.shards, key=lambda shard: shard[1])
+    is_large = size_bytes > LARGE_SHARD_BYTES
+    logger.info(
+        "%s holds text: %s, %.4g GB together%s%s",
+        manifest.root,
+        count_endings(path for path, _ in manifest.shards),
+        sum(size for _, size in manifest.shards) / 1e9,
+        f"; not read: {others}" if others else "",
+        f"; each reader holds a whole shard, so better split {largest} and the like" if is_large else "",
+    )
+
+
+def _mapped(base: str, indexed: bool) -> TokenFolder | IndexedFolder:
+    return IndexedFolder.open(base) if indexed else TokenFolder.open(base)
+
+
+def check_not_mixed(files: Mapping[str, int], root: str) -> None:
+    """Raises DataFault where text and indexed datasets, or some of the datasets, would be passed over."""
+    datasets = sorted(
+        path
+        for path in files
+        if path.endswith(".idx") and ("/" not in path or f"{path.removesuffix('.idx')}.bin" in files)
+    )
+    text = sorted(path for path in files if path.endswith(FORMATS))
+    if datasets and text:
+        raise DataFault(
+            f"data folder {root!r} holds both indexed datasets ({datasets[0]}) and text ({text[0]}), of which only "
+            "one kind can be read; give each a folder of its own"
+        )
+    for path in datasets:
+        if "/" in path:
+            raise DataFault(
+                f"data folder {root!r}: the indexed dataset {path} lies below it; put all .bin and .idx files side by "
+                "side in one folder (links will do), and name that"
+            )
 
 
 def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> ShardReader:

@@ -163,16 +163,19 @@ class IndexedReader:
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """See ShardReader.open. The whole index is checked at the first opening."""
         path = (self.folder.root / relpath).with_suffix(".idx")
-        index = open_index(path)
-        if relpath not in self._checked:
-            check_index(index, path)
-            self._checked.add(relpath)
+        try:
+            index = open_index(path)
+            if relpath not in self._checked:
+                check_index(index, path)
+                self._checked.add(relpath)
+            size = path.with_suffix(".bin").stat().st_size
+            id_type = index.header.id_type
+            ids: AnyTokens = np.empty(0, id_type)
+            if size:  # an empty file cannot be mapped
+                ids = np.asarray(np.memmap(path.with_suffix(".bin"), id_type, "r"))
+        except OSError as error:
+            raise DataFault(f"indexed dataset {path.with_suffix('')} cannot be read ({error})") from error
         counters["shards_read"] += 1
-        id_type = index.header.id_type
-        size = path.with_suffix(".bin").stat().st_size
-        ids: AnyTokens = np.empty(0, id_type)
-        if size:  # an empty file cannot be mapped
-            ids = np.asarray(np.memmap(path.with_suffix(".bin"), id_type, "r"))
         # A document begins where its first sequence does; after the last one the file ends.
         begins = np.append(index.pointers, size)[index.first_sequences] // id_type.itemsize
         return _IndexedLines(self, str(path), ids, begins[:-1][part::parts], begins[1:][part::parts])

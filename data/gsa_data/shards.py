@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-import zstandard
-
+from gsa_data.copies import find_copies
 from gsa_data.faults import DataFault as DataFault
 from gsa_data.faults import OnBadShard as OnBadShard
 from gsa_data.faults import Reading, warn_once
-from gsa_data.fetch import file_system, read_bytes, with_retries
+from gsa_data.fetch import read_bytes
+from gsa_data.listing import FORMATS, list_files, retried
 from gsa_data.parquet import require_pyarrow
-
-FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
-
-COMPARED_BYTES = 1 << 20
-"""Shards of one size are compared by this much of their beginning and their end."""
+from gsa_data.unpack import unpack
 
 
 @dataclass(frozen=True)
@@ -50,53 +45,34 @@ class Manifest:
         return dict(self.shards)
 
 
-def build_manifest(
-    root: str, pattern: str | None = None, text_field: str = "text", reading: Reading | None = None
-) -> Manifest:
-    """List the shards under `root` (a folder or an fsspec address such as s3://bucket/folder).
+def build_manifest(root: str, text_field: str = "text", reading: Reading | None = None) -> Manifest:
+    """List the shards of text, all files in one of FORMATS, below `root`: a folder or an fsspec address such as
+    s3://bucket/folder.
 
     Args:
-        pattern: glob below root; None takes every file in one of FORMATS.
-        reading: policy for shards with the same content under two names; the default refuses them.
+        reading: policy for shards with the same text under two names; the default refuses them.
 
-    Raises DataFault when the folder is missing, nothing in it matches, a package that a format or an address
-    needs is not installed, or a shard is there twice and `reading` does not skip it.
+    Raises DataFault when the folder is missing or cannot be listed as a whole, nothing in it matches, a package that a
+    format or an address needs is not installed, or a shard is there twice and `reading` does not skip it.
     """
     reading = reading or Reading()
-    filesystem, base = file_system(root)
-    base = base.rstrip("/")
+    return manifest_of(root, list_files(root, reading), text_field, reading)
 
-    def listing() -> dict[str, Any] | None:
-        if not filesystem.exists(base):
-            return None
-        found = (
-            filesystem.glob(f"{base}/{pattern}", detail=True)
-            if pattern
-            else filesystem.find(base, detail=True)
-        )
-        return dict(found)
 
-    found = _remote(listing, root, reading)
-    if found is None:
-        raise DataFault(f"data folder {root!r} does not exist; check the path, or build a corpus there first")
-    shards = sorted(
-        (path[len(base) :].lstrip("/"), int(info["size"]))
-        for path, info in found.items()
-        if info["type"] == "file" and (pattern or path.endswith(FORMATS))
-    )
+def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: Reading) -> Manifest:
+    """The same from the files that `list_files` found below `root`."""
+    shards = sorted((path, size_bytes) for path, size_bytes in files.items() if path.endswith(FORMATS))
     if not shards:
-        wanted = repr(pattern) if pattern else f"*{', *'.join(FORMATS)}"
         raise DataFault(
-            f"data folder {root!r} holds no file that matches {wanted}; "
-            "name the folder of the split itself, or another pattern"
+            f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS)}; name the folder of the split "
+            "itself"
         )
     for relpath, _ in shards:
         if relpath.endswith(".parquet"):
             require_pyarrow(relpath)
             break
-    copies = _remote(lambda: _find_copies(filesystem, base, shards), root, reading)
-    for copy, original in copies.items():
-        trouble = f"{copy} is a copy of {original} (same size, same first and last MiB)"
+    copies = retried(lambda: find_copies(root, shards), root, reading)
+    for trouble in copies.values():
         if reading.on_bad_shard == "fail":
             raise DataFault(
                 f"data folder {root!r} holds a shard twice: {trouble}, and {len(copies) - 1} more such; remove "
@@ -106,37 +82,6 @@ def build_manifest(
     return Manifest(
         root, tuple(shard for shard in shards if shard[0] not in copies), text_field, tuple(sorted(copies))
     )
-
-
-def _remote(action: Callable[[], Any], root: str, reading: Reading) -> Any:
-    try:
-        return with_retries(action, reading, Counter())
-    except OSError as error:
-        raise DataFault(
-            f"data folder {root!r} cannot be read ({error!r}); check address and access"
-        ) from error
-
-
-def _find_copies(filesystem: Any, base: str, shards: list[tuple[str, int]]) -> dict[str, str]:
-    """Shards whose content a shard before them has: {copy: original}. Reads only those that share their size."""
-    by_size: dict[int, list[str]] = {}
-    for relpath, size_bytes in shards:
-        by_size.setdefault(size_bytes, []).append(relpath)
-    alike = [(size, path) for size, paths in by_size.items() if size and len(paths) > 1 for path in paths]
-    copies: dict[str, str] = {}
-    first_with: dict[tuple[int, bytes], str] = {}
-    for begin in range(0, len(alike), 32):  # a few at once: remote file systems fetch them together
-        batch = alike[begin : begin + 32]
-        paths = [f"{base}/{relpath}" for _, relpath in batch for _ in range(2)]
-        starts = [start for size, _ in batch for start in (0, max(0, size - COMPARED_BYTES))]
-        ends = [end for size, _ in batch for end in (min(size, COMPARED_BYTES), size)]
-        ranges = filesystem.cat_ranges(paths, starts, ends, on_error="raise")
-        for number, (size_bytes, relpath) in enumerate(batch):
-            digest = hashlib.sha256(bytes(ranges[2 * number]) + bytes(ranges[2 * number + 1])).digest()
-            original = first_with.setdefault((size_bytes, digest), relpath)
-            if original != relpath:
-                copies[relpath] = original
-    return copies
 
 
 def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> bytes | None:
@@ -168,7 +113,7 @@ def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
     packed = read_shard(manifest, relpath, reading, counters)
     if packed is None:
         return []
-    text, whole = _unpack(packed, relpath)
+    text, whole = unpack(packed, relpath)
     trouble = "" if whole else f"is truncated or corrupt after {len(text)} bytes of text"
     check_damage(manifest, relpath, len(packed), trouble, reading, counters)
     lines = text.split(b"\n")
@@ -200,45 +145,3 @@ def refuse(shard: str, trouble: str, counter: str, reading: Reading, counters: C
         raise DataFault(f"shard {shard} {trouble}; restore it, or set on_bad_shard=skip")
     counters[counter] += 1
     warn_once(f"shard {shard} {trouble}: what is bad of it is left out")
-
-
-class _Frame(Protocol):
-    """One compressed frame: zstandard's and zlib's objects alike."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-def _unpack(packed: bytes, relpath: str) -> tuple[bytes, bool]:
-    """The text of a shard, and whether it is all there."""
-    if relpath.endswith(".zst"):
-        return _decompress(packed, lambda: zstandard.ZstdDecompressor().decompressobj())
-    if relpath.endswith(".gz"):
-        return _decompress(packed, lambda: zlib.decompressobj(wbits=31))  # 31: gzip's header and checksum
-    return packed, True
-
-
-def _decompress(packed: bytes, new_frame: Callable[[], _Frame]) -> tuple[bytes, bool]:
-    """The text of all frames and whether the last frame is complete; an empty file is not."""
-    parts: list[bytes] = []
-    place = 0
-    while True:
-        frame = new_frame()
-        try:
-            # In pieces, so that a corrupt block costs only itself and what follows.
-            while place < len(packed) and not frame.eof:
-                piece = packed[place : place + (1 << 16)]
-                parts.append(frame.decompress(piece))
-                place += len(piece)
-        except (zstandard.ZstdError, zlib.error):
-            return b"".join(parts), False
-        if not frame.eof:
-            return b"".join(parts), False
-        place -= len(frame.unused_data)
-        if place == len(packed) or (packed[place] == 0 and not packed[place:].strip(b"\0")):
-            return b"".join(parts), True  # gzip files may be padded with zeros

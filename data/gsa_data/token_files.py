@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +185,8 @@ class TokenFolder:
         return dict(documents)
 
     def check(self, tokenizer: Tokenizer, reading: Reading) -> None:
-        """Raises DataFault when the folder was made by another tokenizer or with other limits for bad text."""
+        """Raises DataFault when the folder was made by another tokenizer, with other limits for bad text, or of
+        shards that `reading` refuses."""
         if self.identity.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataFault(
                 f"token folder {str(self.root)!r} was made by tokenizer {self.identity.tokenizer_fingerprint}, but "
@@ -202,6 +202,12 @@ class TokenFolder:
                 f"the source of token folder {str(self.root)!r} held {len(self.manifest.duplicates)} shards twice, "
                 f"among them {self.manifest.duplicates[0]}; remove them there and prepare the tokens again, or set "
                 "on_bad_shard=skip"
+            )
+        bad = [record for record in self.records.values() if record.was_bad()]
+        if bad and reading.on_bad_shard == "fail":
+            raise DataFault(
+                f"shard {bad[0].path} of token folder {str(self.root)!r} was bad in the source ({bad[0].was_bad()}), "
+                f"and {len(bad) - 1} more; restore them there and {AGAIN}, or set on_bad_shard=skip"
             )
         for name in ("max_bad_line_fraction", "max_document_bytes"):
             made_with, wanted = getattr(self.identity, name), getattr(reading, name)
@@ -223,7 +229,6 @@ class TokenReader:
     ) -> None:
         folder.check(tokenizer, reading)
         self.folder = folder
-        self.on_bad_shard = reading.on_bad_shard
         self._checked: set[str] = set()
 
     @property
@@ -233,12 +238,6 @@ class TokenReader:
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """See ShardReader.open. A file that is not what its record says raises DataFault under any policy."""
         record = self.folder.records[relpath]
-        lost = record.was_bad()
-        if lost and self.on_bad_shard == "fail":
-            raise DataFault(
-                f"shard {relpath} of token folder {str(self.folder.root)!r} was bad in the source ({lost}); "
-                f"restore it there and {AGAIN}, or set on_bad_shard=skip"
-            )
         try:
             if relpath not in self._checked:
                 problem = next(problems(self.folder.root, record, self.folder.identity), None)
@@ -356,63 +355,3 @@ def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[st
         or table.sources.max(initial=-1) >= len(record.sources)
     ):
         yield f"{shard_file(root, record.path, '.lines')} has sources out of range"
-
-
-def write_shard(
-    root: Path, relpath: str, lines: ShardLines, counters: Counter[str], identity: Identity
-) -> ShardRecord:
-    """Tokenize the lines of one shard into its two files; they appear when they are whole.
-
-    `counters` is what opening the shard counted. Raises DataFault for an id that is not in the vocabulary.
-    """
-    lengths, text_bytes, faults = (np.zeros(len(lines), "<i8") for _ in range(3))
-    names, sources = lines.sources()
-    fault_names: dict[str, int] = {}
-    tokens_hash = hashlib.sha256()
-
-    def ids() -> Iterator[bytes]:
-        for place in range(len(lines)):
-            line = lines[place]
-            if isinstance(line, str):
-                faults[place] = (
-                    list(fault_names).index(line) + 1 if line in fault_names else len(fault_names) + 1
-                )
-                fault_names[line] = fault_names.get(line, 0) + 1
-                continue
-            lengths[place], text_bytes[place] = len(line.tokens), line.text_bytes
-            if not 0 <= int(line.tokens.min()) <= int(line.tokens.max()) < identity.vocab_size:
-                raise DataFault(
-                    f"shard {relpath}, line {place + 1}: the tokenizer gave id {line.tokens.max()}, but says that "
-                    f"its vocabulary has {identity.vocab_size} entries; repair the tokenizer"
-                )
-            content = line.tokens.astype(identity.dtype).tobytes()
-            tokens_hash.update(content)
-            yield content
-
-    write_whole(shard_file(root, relpath, ".tokens"), ids())
-    offsets = np.concatenate([np.zeros(1, "<i8"), np.cumsum(lengths)])
-    table = np.concatenate([offsets, text_bytes, faults, sources]).astype("<i8").tobytes()
-    write_whole(shard_file(root, relpath, ".lines"), [table])
-    return ShardRecord(
-        path=relpath,
-        lines=len(lines),
-        documents=len(lines) - sum(fault_names.values()),
-        tokens=int(offsets[-1]),
-        text_bytes=int(text_bytes.sum()),
-        tokens_sha256=tokens_hash.hexdigest(),
-        lines_sha256=hashlib.sha256(table).hexdigest(),
-        counters={name: count for name, count in sorted(counters.items()) if name != "read_retries"},
-        faults=fault_names,
-        sources={name: int((sources == number).sum()) for number, name in enumerate(names)},
-    )
-
-
-def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file that appears under its name only when all of it is on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}{UNFINISHED}")
-    with unfinished.open("wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

@@ -37,7 +37,10 @@ class TokenizerJson:
             raise TokenizerError(f"tokenizer file {path!r} is no JSON ({error})") from error
         with _LibraryErrors(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())
-        # The file may say to cut or fill up what it encodes, and text that spells a special token is only text.
+        # The file may say to cut or fill up what it encodes, or to leave out merges at random as its training did, and
+        # text that spells a special token is only text.
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

@@ -27,6 +27,14 @@ def test_data_files(tmp_path):
     assert "no such file" in found[2]
 
 
+def test_links_to_folders_are_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.jsonl.zst").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "chunk1").symlink_to(tmp_path / "elsewhere")
+    assert check_data(DataConfig(str(tmp_path / "linked"), validation_dir="s3://a", tokenizer="s3://a")) == []
+
+
 @pytest.mark.parametrize("name", ["tokens.json", "tokens.journal", "text_document.idx"])
 def test_folders_of_tokens_pass(tmp_path, name):
     (tmp_path / name).touch()

@@ -10,11 +10,19 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_data import shards, source_weights, token_files
+from gsa_data import listing, source_weights, token_files
 from gsa_data.faults import DataFault
 from gsa_data.stream import whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
-from gsa_train.batches import TrainBatches, load_tokenizer
+from gsa_data.validation import ValidationSet
+from gsa_train import batches
+from gsa_train.batches import (
+    TrainBatches,
+    fingerprints,
+    load_tokenizer,
+    read_validation_sets,
+    shared_validation_sets,
+)
 from gsa_train.config import Config
 from gsa_train.config_checks import DATA_FORMATS, LARGEST_SOURCE_WEIGHT, PREPARED_TOKENS
 from gsa_train.resume import ResumeError, Start, open_batches
@@ -157,12 +165,63 @@ def test_text_that_cannot_be_opened(config: Config, tokenizer: Tokenizer) -> Non
         opened(with_data(config, train_dir="/no/such/folder"), None, tokenizer)
 
 
+# Ranks whose files differ, as where every node has a disk of its own
+
+
+def other_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any] | DataFault) -> None:
+    """A second rank that finds the same but for `change`, or fails."""
+
+    def gather(found: list[Any], mine: dict[str, Any]) -> None:
+        found[:] = [mine, change if isinstance(change, DataFault) else mine | change]
+
+    monkeypatch.setattr(batches.dist, "all_gather_object", gather)
+
+
+def test_ranks_that_see_other_shards_are_refused(
+    config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_rank(monkeypatch, {})
+    identity = opened(config, None, tokenizer)._stream.identity
+    assert identity.keys() >= CHANGES.keys() | {"tokenizer_fingerprint", "packing"}
+    other_rank(monkeypatch, {"manifest_fingerprint": "other"})
+    with pytest.raises(
+        DataFault, match=r"rank 1 has manifest_fingerprint other, rank 0 has .* data\.train_dir"
+    ):
+        opened(config, None, tokenizer)
+
+
+def test_ranks_that_see_other_validation_text_are_refused(
+    config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(first: str, second: str) -> list[ValidationSet]:
+        sets = {"a": first, "b": second}
+        return read_validation_sets(with_data(config, validation_sets=sets), tokenizer)
+
+    folders = str(SAMPLE / "validation"), config.data.train_dir
+    sets = read(*folders)
+    whole, swapped = fingerprints(sets, tokenizer), fingerprints(read(*folders[::-1]), tokenizer)
+    assert list(whole) == ["tokenizer_fingerprint", "validation set a", "validation set b"]
+    assert swapped["validation set a"] == whole["validation set b"] != whole["validation set a"]
+
+    both = with_data(config, validation_sets=dict(zip("ab", folders, strict=True)))
+    other_rank(monkeypatch, {})
+    assert fingerprints(shared_validation_sets(both, tokenizer, single_rank()), tokenizer) == whole
+    other_rank(monkeypatch, {"validation set b": "other"})
+    with pytest.raises(DataFault, match="rank 1 has validation set b other, rank 0 has "):
+        shared_validation_sets(both, tokenizer, single_rank())
+    other_rank(monkeypatch, DataFault("its folder is empty"))
+    with pytest.raises(DataFault, match="its folder is empty"):
+        shared_validation_sets(both, tokenizer, single_rank())
+    with pytest.raises(DataFault, match="does not exist"):
+        shared_validation_sets(with_data(config, validation_dir="/no/such"), tokenizer, single_rank())
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:
     with pytest.raises(TokenizerError, match=r"model\.vocab_size = 32: .* has 4096 tokens"):
         load_tokenizer(config)
 
 
 def test_names_that_the_config_repeats() -> None:
-    assert shards.FORMATS == DATA_FORMATS
+    assert listing.FORMATS == DATA_FORMATS
     assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS
     assert source_weights.MAX_WEIGHT == LARGEST_SOURCE_WEIGHT

@@ -23,7 +23,7 @@ from data_corpus import Run, document, line, read_run, write_corpus, write_shard
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest, stream
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest, rank_samples
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading, skipped_totals, warn_once
 from gsa_data.fetch import in_time
@@ -222,16 +222,16 @@ def test_other_errors_of_a_read_are_not_hidden(root: Path, monkeypatch: pytest.M
 
 def test_listing_is_tried_again_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = 2
-    whole_find = LocalFileSystem.find
+    scandir = os.scandir
 
-    def unsteady_find(self: LocalFileSystem, *args: Any, **options: Any) -> Any:
+    def unsteady(path: Any) -> Any:
         nonlocal failures
         failures -= 1
         if failures >= 0:
             raise ConnectionResetError("reset")
-        return whole_find(self, *args, **options)
+        return scandir(path)
 
-    monkeypatch.setattr(LocalFileSystem, "find", unsteady_find)
+    monkeypatch.setattr(os, "scandir", unsteady)
     assert len(build_manifest(str(root), reading=QUICK).shards) == 3
     failures = 100
     with pytest.raises(DataFault, match=r"cannot be read \(ConnectionResetError"):
@@ -251,7 +251,7 @@ def test_waits_are_bounded() -> None:
 @pytest.fixture
 def reader(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stream with two reader processes at work, and these processes."""
-    monkeypatch.setattr(stream, "HANG_SECONDS", 4.0)
+    monkeypatch.setattr(rank_samples, "HANG_SECONDS", 4.0)
     before = set(psutil.Process().children())
     config = replace(CONFIG, num_workers=2, reading=replace(QUICK, timeout_seconds=0.1))
     blocks = BlockStream(build_manifest(str(root)), tokenizer, config, 0, 1)
@@ -265,8 +265,13 @@ def reader(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_reader_that_dies_or_hangs_stops_the_run_soon(reader: Any, kill_signal: signal.Signals) -> None:
     blocks, workers = reader
+    # torch's handler raises for a reader's death wherever that finds this process: not before they are all gone.
+    raises = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     for worker in workers:
         os.kill(worker.pid, kill_signal)
+    while any(worker.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED) for worker in workers):
+        time.sleep(0.01)
+    signal.signal(signal.SIGCHLD, raises)
     began = time.monotonic()
     with pytest.raises(DataFault, match=r"a data reader died or hangs .*resume from the last checkpoint"):
         blocks.next_blocks(400)

@@ -150,3 +150,17 @@ def test_damage_is_refused_when_read(written: list[list[int]], tokenizer: Tokeni
         DataFault, match=r"ids from \d+ to 320, but the vocabulary has 320; give the tokenizer"
     ):
         stream.next_blocks(200)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_dataset_that_vanishes_is_named(
+    written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path, suffix: str, num_workers: int
+) -> None:
+    stream = BlockStream(
+        open_corpus(str(tmp_path)), tokenizer, replace(CONFIG, num_workers=num_workers), 0, 1
+    )
+    (tmp_path / f"a_text_document{suffix}").unlink()
+    with pytest.raises(DataFault, match=rf"a_text_document cannot be read .*a_text_document\{suffix}"):
+        stream.next_blocks(8)
+    stream.close()

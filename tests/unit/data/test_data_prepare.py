@@ -58,7 +58,7 @@ def test_verify_finds_damage(sample_folder: Path, tmp_path: Path, damage: str) -
 
 def test_verify_command(sample_folder: Path, tmp_path: Path) -> None:
     script = sample_folder.parent / "verify.py"
-    write_shard(tmp_path / "good" / "s.jsonl.zst", [line("text")])
+    write_shard(tmp_path / "good" / "s [0] *.jsonl.zst", [line("text")])
     write_shard(tmp_path / "bad" / "s.jsonl.zst", [b"{"])
     codes = {}
     for name in ("good", "bad", "missing"):

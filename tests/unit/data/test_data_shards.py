@@ -67,6 +67,14 @@ def test_reads_all_lines_of_all_frames(shard: Path) -> None:
     assert read(shard.parents[1])[0] == LINES
 
 
+def test_windows_of_any_length(shard: Path) -> None:
+    """As `zstd --long=31` packs, which remembers 2 GiB of text."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    shard.write_bytes(packer.compress(b"\n".join(LINES)) + packer.flush())
+    assert read(shard.parents[1])[0] == LINES
+
+
 @pytest.mark.parametrize("kept_fraction", [0.9, 0.5, 0.0])
 def test_truncated_shard(shard: Path, kept_fraction: float) -> None:
     packed = shard.read_bytes()

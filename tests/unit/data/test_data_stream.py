@@ -27,8 +27,8 @@ from gsa_data import (
 from gsa_data.faults import Reading
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import Cursor
+from gsa_data.rank_samples import group_blocks_of
 from gsa_data.reader import TextReader
-from gsa_data.stream import _group_blocks
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 
@@ -334,7 +334,7 @@ def test_workers_send_about_64k_tokens_at_once(
 ) -> None:
     """But no more blocks than they may read ahead, and without workers none is read before it is asked for."""
     config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
-    assert _group_blocks(config) == blocks
+    assert group_blocks_of(config) == blocks
 
 
 def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:

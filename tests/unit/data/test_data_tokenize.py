@@ -102,6 +102,16 @@ def test_tokenizer_json(byte_level: Path) -> None:
     assert copy.fingerprint == each.fingerprint == hashlib.sha256(byte_level.read_bytes()).hexdigest()
 
 
+def test_a_tokenizer_that_was_trained_with_dropout(byte_level: Path, tmp_path: Path) -> None:
+    """Text must have the same tokens at each resume; the file's dropout is for its training."""
+    model = json.loads(byte_level.read_text())["model"] | {"dropout": 0.5}
+    each, text = Tokenizer(edited(byte_level, tmp_path, model=model)), "the token of a lane of a shard"
+    for one in (each, pickle.loads(pickle.dumps(each))):
+        assert all(
+            np.array_equal(one.encode(text), Tokenizer(str(byte_level)).encode(text)) for _ in range(4)
+        )
+
+
 def test_ids_with_gaps_are_below_the_vocabulary_size(byte_level: Path, tmp_path: Path) -> None:
     tokens = json.loads(byte_level.read_text())["added_tokens"]
     far = tokens[0] | {"id": 999, "content": "<pad>"}

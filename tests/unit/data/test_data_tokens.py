@@ -120,8 +120,9 @@ def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Pa
     with pytest.raises(DataFault, match=r"s2\.jsonl\.zst is truncated"):
         prepare_tokens(str(source), tokenizer, tmp_path / "other", 1, fail)
     folder = prepare_tokens(str(source), tokenizer, tmp_path / "other", 1, reading)
-    with pytest.raises(DataFault, match=r"was bad in the source \(shards_\w+\)"):
-        until_second_epoch(folder, tokenizer, strict)
+    # At the start, and not when a run comes to such a shard after days.
+    with pytest.raises(DataFault, match=r"was bad in the source \(shards_\w+\), and 1 more"):
+        BlockStream(folder, tokenizer, strict, 0, 1)
     for name, value in (("max_bad_line_fraction", 0.5), ("max_document_bytes", 99)):
         other = replace(config, reading=replace(reading, **{name: value}))
         with pytest.raises(DataFault, match=f"made with {name}=.*set {name}="):
@@ -249,6 +250,20 @@ def test_other_tokens_in_the_folder_are_kept(
     assert any(
         "other shards" in problem for problem in check_tokens(copy, str(sample_folder / "train"), None)
     )
+
+
+def test_shards_and_tokens_have_folders_of_their_own(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder for both would be read as tokens only, and a killed command could not go on in it."""
+    write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
+    with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
+        prepare_tokens(str(tmp_path), tokenizer, tmp_path / "chunk1" / "..", 1, Reading())
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["s0.jsonl.zst"]
+    full = tmp_path / "chunk1" / "s0.jsonl.zst"  # no folder, as where the disk is full or must not be written
+    command = ["tokens", "--data", str(tmp_path), "--tokenizer", tokenizer.path, "--out", str(full)]
+    assert prepare.main(command) == 1
+    assert f"error: [Errno 17] File exists: '{full}" in capsys.readouterr().err
 
 
 # What is refused at the start

@@ -1,0 +1,78 @@
+"""Shards whose text another one has, too: files of the same content, and packed files beside the unpacked ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+from gsa_data.fetch import file_system
+from gsa_data.listing import FORMATS
+from gsa_data.unpack import unpack
+
+COMPARED_BYTES = 1 << 20
+"""Shards of one size are compared by this much of their beginning and their end."""
+
+Shard = tuple[str, int]
+"""Path and size in bytes."""
+
+
+def find_copies(root: str, shards: Sequence[Shard]) -> dict[str, str]:
+    """Shards that have the text of one before them: {copy: what is wrong with it}.
+
+    Reads only those that share their size, or their name up to the ending of the format.
+    """
+    filesystem, base = file_system(root)
+    base = base.rstrip("/")
+    same_content = {
+        copy: f"{copy} is a copy of {original} (same size, same first and last MiB)"
+        for copy, original in _same_content(filesystem, base, shards)
+    }
+    same_text = {
+        copy: f"{copy} is a copy of {original} (same text at their beginning)"
+        for copy, original in _same_text(filesystem, base, shards)
+    }
+    return same_text | same_content
+
+
+def _same_content(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterator[tuple[str, str]]:
+    """(copy, original) among files of one size."""
+    by_size: dict[int, list[str]] = {}
+    for relpath, size_bytes in shards:
+        by_size.setdefault(size_bytes, []).append(relpath)
+    alike = [(size, path) for size, paths in by_size.items() if size and len(paths) > 1 for path in paths]
+    first_with: dict[tuple[int, bytes], str] = {}
+    for begin in range(0, len(alike), 32):  # a few at once: remote file systems fetch them together
+        batch = alike[begin : begin + 32]
+        paths = [f"{base}/{relpath}" for _, relpath in batch for _ in range(2)]
+        starts = [start for size, _ in batch for start in (0, max(0, size - COMPARED_BYTES))]
+        ends = [end for size, _ in batch for end in (min(size, COMPARED_BYTES), size)]
+        ranges = filesystem.cat_ranges(paths, starts, ends, on_error="raise")
+        for number, (size_bytes, relpath) in enumerate(batch):
+            digest = hashlib.sha256(bytes(ranges[2 * number]) + bytes(ranges[2 * number + 1])).digest()
+            original = first_with.setdefault((size_bytes, digest), relpath)
+            if original != relpath:
+                yield relpath, original
+
+
+def _same_text(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterator[tuple[str, str]]:
+    """(copy, original) among JSON lines of one name, such as a.jsonl and a.jsonl.zst: `zstd -d` leaves both."""
+    by_stem: dict[str, list[Shard]] = {}
+    for relpath, size_bytes in shards:
+        for ending in FORMATS:
+            if relpath.endswith(ending) and size_bytes and ending != ".parquet":
+                by_stem.setdefault(relpath.removesuffix(ending), []).append((relpath, size_bytes))
+    for alike in by_stem.values():
+        if len(alike) == 1:
+            continue
+        paths = [f"{base}/{relpath}" for relpath, _ in alike]
+        ends = [min(size_bytes, COMPARED_BYTES) for _, size_bytes in alike]
+        ranges = filesystem.cat_ranges(paths, [0] * len(alike), ends, on_error="raise")
+        texts = [unpack(bytes(begin), relpath)[0] for (relpath, _), begin in zip(alike, ranges, strict=True)]
+        for (original, text), (copy, its_text) in combinations(
+            zip((relpath for relpath, _ in alike), texts, strict=True), 2
+        ):
+            compared = min(len(text), len(its_text), COMPARED_BYTES)
+            if compared and text[:compared] == its_text[:compared]:
+                yield copy, original
