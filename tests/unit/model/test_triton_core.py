@@ -18,11 +18,11 @@ from gsa_kernels.prologue import op as prologue_op
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
 from gsa_train.model import selecting
-from gsa_train.model.context_parallel import QueryRun
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import LayerSelection, select_for_layer
 from gsa_train.model.supports import SelectedBits, SelectedLists
 from gsa_train.model.triton_core import TritonCore, document_starts
+from gsa_train.sequence_cut import QueryRun
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
