@@ -25,7 +25,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint_files import MANIFEST, faults_in, is_complete, read_manifest, share_of
-from gsa_train.checkpoint_optimizer import saved_format, saved_multipliers, step_count, wanted_state
+from gsa_train.checkpoint_optimizer import (
+    saved_format,
+    saved_multipliers,
+    step_count,
+    wanted_state,
+    wanted_weights,
+)
 from gsa_train.model.build import Model
 from gsa_train.optim import lr_multipliers
 from gsa_train.parallel import Parallel
@@ -142,8 +148,8 @@ def load_checkpoint(
 
     Args:
         with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh. Otherwise
-            parallel.distributed_optimizer, parallel.strategy and the phase's multipliers of the learning rate may be
-            others than the checkpoint's.
+            parallel.distributed_optimizer, parallel.strategy, train.precision and the phase's multipliers of the
+            learning rate may be others than the checkpoint's.
     """
     metadata = _loading_metadata(checkpoint, parallel)
     with phase_optimizer.whole_weights(changes=True):
@@ -170,7 +176,8 @@ def _load_with_optimizer(
     one's format, else `state` (parameter by parameter) and `step_count`."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     saved_config = yaml.safe_load(common["run"]["config_yaml"])
-    saved = saved_format(saved_config["parallel"])
+    saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+    saved = saved_format(saved_config["parallel"], saved_keys)
     multipliers = saved_multipliers(saved_config["phases"][common["run"]["phase_index"]])
     # By its multiplier megatron-core finds a group again.
     same_groups = multipliers == lr_multipliers(phase_optimizer.phase)
@@ -178,10 +185,15 @@ def _load_with_optimizer(
         wanted = sharded_state(model, phase_optimizer, metadata, is_loading=True)
         return _load(checkpoint, model, wanted, parallel)
     wanted = sharded_state(model, None, metadata, is_loading=True)
-    saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+    # The fp32 weights of a plain optimizer are the model's, which a bf16 model rounds.
+    rounds = saved == "plain" and model.mcore_config.bf16
+    weights = wanted_weights(phase_optimizer, dict(wanted)) if rounds else {}
     wanted["state"] = wanted_state(phase_optimizer, dict(wanted), saved_keys)
-    content = _load(checkpoint, model, wanted, parallel)
-    return {"state": content["state"], "step_count": step_count(common["optimizer"])}
+    state = _load(checkpoint, model, wanted, parallel)["state"]
+    if rounds:
+        read = _read(checkpoint, {"weights": weights}, parallel)["weights"]
+        state = {name: {**tensors, "param": read[name]} for name, tensors in state.items()}
+    return {"state": state, "step_count": step_count(common["optimizer"])}
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel) -> None:
@@ -196,6 +208,13 @@ def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
 
 
 def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+    content = _read(checkpoint, wanted, parallel)
+    for name, chunk in _named_chunks(model).items():
+        chunk.load_state_dict(content[name])
+    return content
+
+
+def _read(checkpoint: Path, wanted: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),
@@ -204,8 +223,6 @@ def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Para
         ),
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )
-    for name, chunk in _named_chunks(model).items():
-        chunk.load_state_dict(content[name])
     return content
 
 

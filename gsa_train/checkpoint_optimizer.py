@@ -27,11 +27,19 @@ MAIN_WEIGHTS = ("param", "fp32_param")
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
-def saved_format(parallel: dict[str, Any]) -> str:
-    """`PhaseOptimizer.state_format` of a checkpoint, by the section `parallel` of its config."""
+def saved_format(parallel: dict[str, Any], saved_keys: set[str]) -> str:
+    """`PhaseOptimizer.state_format` of a checkpoint.
+
+    Args:
+        parallel: this section of its config.
+        saved_keys: names of its tensors.
+    """
     if parallel.get("strategy") == "deepspeed":
         return "zero"
-    return "distributed" if parallel["distributed_optimizer"] else "plain"
+    if parallel["distributed_optimizer"]:
+        return "distributed"
+    has_weights = any(key.startswith(f"{PREFIX}.{MAIN_WEIGHTS[1]}.") for key in saved_keys)
+    return "plain_bf16" if has_weights else "plain"
 
 
 def saved_multipliers(phase: dict[str, Any]) -> dict[str, float]:
@@ -71,9 +79,25 @@ def wanted_state(
         missing = [key for key in keys.values() if key not in saved_keys]
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")
-        data = torch.empty_like(like.data, dtype=torch.float32, requires_grad=False)
-        wanted[name] = {kind: fp32_like(like, key, data.clone()) for kind, key in keys.items()}
+        wanted[name] = {kind: fp32_like(like, key, _empty(like)) for kind, key in keys.items()}
     return wanted
+
+
+def wanted_weights(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) -> dict[str, Sharded]:
+    """Name of each parameter that this rank loads -> the model's weight, to be loaded in fp32 whatever the model's
+    precision: where the checkpoint has no other fp32 weights (see MAIN_WEIGHTS)."""
+    entries = by_parameter(model_state)
+    wanted = {}
+    for name, parameter in phase_optimizer.loaded_parameters():
+        like = entries[id(parameter)]
+        if phase_optimizer.state_format == "zero":
+            like = only_copy(like)
+        wanted[name] = fp32_like(like, like.key, _empty(like))
+    return wanted
+
+
+def _empty(like: Sharded) -> torch.Tensor:
+    return torch.empty_like(like.data, dtype=torch.float32, requires_grad=False)
 
 
 def fp32_like(like: Sharded, key: str, data: torch.Tensor) -> Sharded:

@@ -51,8 +51,10 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     def __post_init__(self) -> None:
         self.modules = self.ddps
         self.local_backward = self.phase.train == "indexer"
-        sharded = self.ddps[0].ddp_config.use_distributed_optimizer
-        self.state_format = "distributed" if sharded else "plain"
+        ddp = self.ddps[0]
+        self.state_format = "plain_bf16" if ddp.config.bf16 else "plain"
+        if ddp.ddp_config.use_distributed_optimizer:
+            self.state_format = "distributed"
 
     def begin_step(self) -> None:
         for ddp in self.ddps:

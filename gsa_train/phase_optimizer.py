@@ -23,7 +23,8 @@ class PhaseOptimizer(ABC):
     local_backward: bool
     """The warm-up's layers differentiate the indexer loss on the spot; else the schedule runs a backward pass."""
     state_format: str
-    """How its state lies in a checkpoint: `distributed`, `plain` or `zero`."""
+    """How its state lies in a checkpoint: `distributed`, `plain`, `plain_bf16` (with fp32 weights beside the model's
+    bf16 ones) or `zero`."""
 
     # --- a step ------------------------------------------------------------------------------------------
 

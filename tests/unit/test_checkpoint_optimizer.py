@@ -1,4 +1,4 @@
-"""A checkpoint of the plain optimizer in the distributed one, and the other way round, in both precisions."""
+"""A checkpoint of the plain or the distributed optimizer, in fp32 or bf16, goes on in any of these."""
 
 from __future__ import annotations
 
@@ -51,31 +51,34 @@ def write_trained(
     return checkpoint, state
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [True, False], ids=["from distributed", "from plain"])
-def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
-    config = config_of(distributed, precision)
-    folder, before = write_trained(config, 3, tmp_path)
+KINDS = [(distributed, precision) for distributed in (True, False) for precision in ("fp32", "bf16")]
 
-    other = config_of(not distributed, precision)
-    resumed_model = tiny_model(other)
-    resumed = build_optimizer(resumed_model, SPARSE, other)
-    load_checkpoint(folder, resumed_model, resumed, single_rank(), with_optimizer=True)
-    after = state_by_name(resumed_model, resumed)
-    assert after.keys() == before.keys()
-    for name, tensors in after.items():
-        assert tensors["step"].item() == 3
-        for key in ("weight", "exp_avg", "exp_avg_sq"):
-            assert tensors[key].dtype == torch.float32
-            assert tensors[key].any(), (name, key)
-            assert torch.equal(tensors[key], before[name][key]), (name, key)
-    counts = [
-        state["step"].data_ptr() for state in inner_optimizers(resumed.optimizer)[0].optimizer.state.values()
-    ]
-    assert len(set(counts)) == len(counts)  # a shared count would rise once per parameter
-    batches = random_batches(config, 9)
-    result_after = take_step(resumed_model, resumed, batches, other, lr=1e-2)
-    assert result_after.grad_norm.isfinite()
+
+@pytest.mark.parametrize(("distributed", "precision"), KINDS)
+def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
+    """In either optimizer and in either precision, whatever wrote them."""
+    folder, before = write_trained(config_of(distributed, precision), 3, tmp_path)
+    for kind in KINDS:
+        config = config_of(*kind)
+        resumed_model = tiny_model(config)
+        resumed = build_optimizer(resumed_model, SPARSE, config)
+        load_checkpoint(folder, resumed_model, resumed, single_rank(), with_optimizer=True)
+        after = state_by_name(resumed_model, resumed)
+        assert after.keys() == before.keys()
+        for name, tensors in after.items():
+            assert tensors["step"].item() == 3
+            for key in ("weight", "exp_avg", "exp_avg_sq"):
+                assert tensors[key].dtype == torch.float32
+                assert tensors[key].any(), (kind, name, key)
+                assert torch.equal(tensors[key], before[name][key]), (kind, name, key)
+            weight = dict(resumed_model.gpt.named_parameters())[name].detach().flatten()
+            assert torch.equal(weight, before[name]["weight"].to(weight.dtype)), (kind, name)
+        states = inner_optimizers(resumed.optimizer)[0].optimizer.state.values()
+        counts = [state["step"].data_ptr() for state in states]
+        assert len(set(counts)) == len(counts)  # a shared count would rise once per parameter
+        result_after = take_step(resumed_model, resumed, random_batches(config, 9), config, lr=1e-2)
+        assert result_after.grad_norm.isfinite()
+        close_optimizer(resumed_model, resumed)
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
