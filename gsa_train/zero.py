@@ -28,7 +28,8 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from gsa_train.checkpoint_optimizer import MAIN_WEIGHTS, MOMENTS, PREFIX, by_parameter, fp32_like, only_copy
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
-from gsa_train.optim import counts_for_norms, lr_multipliers, squared_change, sum_of_squares
+from gsa_train.optim import lr_multipliers
+from gsa_train.optim_norms import counts_for_norms, squared_change, sum_of_squares
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember, share_out, whole_shape

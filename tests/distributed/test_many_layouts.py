@@ -66,7 +66,7 @@ def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
 @pytest.mark.parametrize("name", RESHARDED)
 def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
     (writer, expected), *others = results["resumed"][name]
-    assert len(others) == len(RESHARDED[name][1])
+    assert len(others) == len(RESHARDED[name].readers)
     for layout, found in others:
         assert layout
         assert_same(found, expected, relative=1e-5)

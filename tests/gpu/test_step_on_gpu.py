@@ -241,7 +241,7 @@ def test_dense_attention_by_other_kernels(
 
 def test_a_loaded_choice_of_kernel_does_not_last(trainer: Callable[..., Trainer]) -> None:
     """AdamW's groups come back from a checkpoint with the flags of the machine that wrote it."""
-    from gsa_train.optim import unshare_step_counts
+    from gsa_train.optim_repairs import unshare_step_counts
 
     one = trainer(dataclasses.replace(config_of("standard_1.7b")))
     one.step(0)

@@ -112,16 +112,41 @@ CASES = {
     "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=2),
 }
 
-RESHARDED = {
-    "interleaved": (
-        INTERLEAVED,
-        [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}],
-    ),
-    "context": ({"context": 2}, [{"context": 4, "context_chunks": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
-    "two optimizer instances": (INSTANCES, [INSTANCES]),
-    "deepspeed": ({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
+ONE_SMALL_INDEXER = {
+    **ALL_KEYS,
+    "gsa": {**ALL_KEYS["gsa"], "indexer_heads": 1, "indexer_dim": 2},
+    "model": {"num_layers": 1},
 }
-"""Who writes a checkpoint, and who goes on from it. In its own layout it goes on bit for bit."""
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Who writes a checkpoint, and who goes on from it. In its own layout it goes on bit for bit."""
+
+    writer: dict[str, Any]
+    readers: list[dict[str, Any]]
+    sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
+    phase: PhaseConfig = SPARSE
+
+
+RESHARDED = {
+    "interleaved": Reshard(
+        INTERLEAVED, [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}]
+    ),
+    # Each copy of the embedding has a bucket of gradients to itself.
+    "pipeline, tied": Reshard(
+        {"pipeline": 2, "pipeline_layers": [3, 1]},
+        [{"tensor": 2, **INTERLEAVED}, {"tensor": 2, **ZERO_3}],
+        TIED,
+    ),
+    "context": Reshard(
+        {"context": 2}, [{"context": 4, "context_chunks": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]
+    ),
+    "two optimizer instances": Reshard(INSTANCES, [INSTANCES]),
+    "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
+    # Of 384 elements with their padding, the last of four ranks gets padding only.
+    "a rank without a parameter": Reshard({}, [{}], ONE_SMALL_INDEXER, WARM_UP),
+}
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
@@ -230,11 +255,11 @@ def main(folder: Path) -> None:
         trained[name] = train_case(config, parallel, case.steps)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
-    for name, (writer, readers) in RESHARDED.items():
-        for layout in (writer, *readers):
-            config = Case(layout).config()
+    for name, case in RESHARDED.items():
+        for number, layout in enumerate((case.writer, *case.readers)):
+            config = Case(layout, case.sections).config()
             parallel = init_parallel(config.parallel, seed=1)
-            records = go_on(config, SPARSE, parallel, folder / name, saves=layout is writer)
+            records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
             resumed.setdefault(name, []).append([str(layout), records])
             leave_layout()
     parallel = init_parallel(CASES["context"].config().parallel, seed=1)

@@ -17,6 +17,7 @@ PACKAGES = (TRAIN, KERNELS, DATA)
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 MAY_IMPORT_MEGATRON = ("parallel.py", "cpu_backend.py", "model/", "optim.py", "step.py")
+MAY_IMPORT_MEGATRON += ("optim_norms.py", "optim_repairs.py")
 MAY_IMPORT_MEGATRON += (
     "checkpoint.py",
     "checkpoint_save.py",

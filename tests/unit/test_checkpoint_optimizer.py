@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gsa_train import optim
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.config import Config
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer, inner_optimizers
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optim_repairs import inner_optimizers
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
@@ -54,31 +57,59 @@ def write_trained(
 KINDS = [(distributed, precision) for distributed in (True, False) for precision in ("fp32", "bf16")]
 
 
+def assert_arrives(
+    folder: Path, steps: int, before: dict[str, dict[str, torch.Tensor]], config: Config
+) -> None:
+    """Weights, moments and step count in a new model and optimizer, which can go on."""
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    load_checkpoint(folder, model, optimizer, single_rank(), with_optimizer=True)
+    after = state_by_name(model, optimizer)
+    assert after.keys() == before.keys()
+    for name, parameter in model.gpt.named_parameters():
+        tensors = after[name]
+        assert tensors["step"].item() == steps
+        for key in ("weight", "exp_avg", "exp_avg_sq"):
+            assert tensors[key].dtype == torch.float32
+            assert tensors[key].any(), (name, key)
+            assert torch.equal(tensors[key], before[name][key]), (name, key)
+        weight = parameter.detach().flatten()
+        assert torch.equal(weight, before[name]["weight"].to(weight.dtype)), name
+    states = inner_optimizers(optimizer.optimizer)[0].optimizer.state.values()
+    counts = [state["step"].data_ptr() for state in states]
+    assert len(set(counts)) == len(counts)  # a shared count would rise once per parameter
+    result = take_step(model, optimizer, random_batches(config, 9), config, lr=1e-2)
+    assert result.grad_norm.isfinite()
+    close_optimizer(model, optimizer)
+
+
 @pytest.mark.parametrize(("distributed", "precision"), KINDS)
 def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
     """In either optimizer and in either precision, whatever wrote them."""
     folder, before = write_trained(config_of(distributed, precision), 3, tmp_path)
     for kind in KINDS:
-        config = config_of(*kind)
-        resumed_model = tiny_model(config)
-        resumed = build_optimizer(resumed_model, SPARSE, config)
-        load_checkpoint(folder, resumed_model, resumed, single_rank(), with_optimizer=True)
-        after = state_by_name(resumed_model, resumed)
-        assert after.keys() == before.keys()
-        for name, tensors in after.items():
-            assert tensors["step"].item() == 3
-            for key in ("weight", "exp_avg", "exp_avg_sq"):
-                assert tensors[key].dtype == torch.float32
-                assert tensors[key].any(), (kind, name, key)
-                assert torch.equal(tensors[key], before[name][key]), (kind, name, key)
-            weight = dict(resumed_model.gpt.named_parameters())[name].detach().flatten()
-            assert torch.equal(weight, before[name]["weight"].to(weight.dtype)), (kind, name)
-        states = inner_optimizers(resumed.optimizer)[0].optimizer.state.values()
-        counts = [state["step"].data_ptr() for state in states]
-        assert len(set(counts)) == len(counts)  # a shared count would rise once per parameter
-        result_after = take_step(resumed_model, resumed, random_batches(config, 9), config, lr=1e-2)
-        assert result_after.grad_norm.isfinite()
-        close_optimizer(resumed_model, resumed)
+        assert_arrives(folder, 3, before, config_of(*kind))
+
+
+def test_they_arrive_from_several_buckets_of_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large models have them with overlap_grad_reduce: each ends in padding, behind which the next begins."""
+    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=300)
+    monkeypatch.setattr(optim, "DistributedDataParallelConfig", small_buckets)
+    config = tiny_config([SPARSE], parallel={"overlap_grad_reduce": True})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    (buffer,) = optimizer.ddps[0].buffers
+    ends = [
+        max(end for _, end, number in buffer.param_index_map.values() if number == bucket.bucket_id)
+        for bucket in buffer.buckets
+    ]
+    assert sum(end % 128 > 0 for end in ends[:-1]) > 3
+    close_optimizer(model, optimizer)
+    folder, before = write_trained(config, 2, tmp_path)
+    for other in (config, config_of(False, "fp32")):
+        assert_arrives(folder, 2, before, other)
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])

@@ -16,13 +16,11 @@ from gsa_train.model.build import Model
 from gsa_train.optim import (
     PhaseOptimizer,
     build_optimizer,
-    clipped_step,
     close_optimizer,
     lr_multipliers,
-    reduce_grad_norm,
     set_learning_rate,
-    update_norm,
 )
+from gsa_train.optim_norms import clipped_step, reduce_grad_norm, update_norm
 from gsa_train.spikes import SpikeDetector, Verdict
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
