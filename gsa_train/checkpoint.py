@@ -189,9 +189,10 @@ def _load_with_optimizer(
     rounds = saved == "plain" and model.mcore_config.bf16
     weights = wanted_weights(phase_optimizer, dict(wanted)) if rounds else {}
     wanted["state"] = wanted_state(phase_optimizer, dict(wanted), saved_keys)
-    state = _load(checkpoint, model, wanted, parallel)["state"]
+    # A rank that loads none of them finds nothing.
+    state = _load(checkpoint, model, wanted, parallel).get("state", {})
     if rounds:
-        read = _read(checkpoint, {"weights": weights}, parallel)["weights"]
+        read = _read(checkpoint, {"weights": weights}, parallel).get("weights", {})
         state = {name: {**tensors, "param": read[name]} for name, tensors in state.items()}
     return {"state": state, "step_count": step_count(common["optimizer"])}
 

@@ -21,7 +21,8 @@ from gsa_train.parallel import Parallel
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
-"""Per replica and pass through the pipeline: seconds, so that a validation of hours can be stopped."""
+"""Per replica and pass through the pipeline, or fewer where these are no whole groups: seconds, so that a validation of
+hours can be stopped."""
 
 SCORES = ("loss", "perplexity", "bits_per_byte")
 
@@ -103,9 +104,11 @@ def _score(
     """`loss` is the mean over all scored labels of the text, however they are dealt."""
     micro_batches = _deal(text, eos_id, config, parallel)
     loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    for first in range(0, len(micro_batches), ROUND_MICRO_BATCHES):
+    group = _group(config, parallel)
+    most = max(ROUND_MICRO_BATCHES // group, 1) * group
+    for first in range(0, len(micro_batches), most):
         before_each()
-        part = micro_batches[first : first + ROUND_MICRO_BATCHES]
+        part = micro_batches[first : first + most]
         loss_sum += evaluation_step(model, part, config, parallel)[0]
     return reduce_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)
 
@@ -124,13 +127,16 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def _group(config: Config, parallel: Parallel) -> int:
+    """Interleaved stages take micro-batches in groups of as many as there are stages."""
+    return parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
+
+
 def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
     """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
     count for nothing in the loss."""
     size = config.train.micro_batch_size
-    # Interleaved stages take micro-batches in groups of as many as there are stages.
-    group = parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
-    missing = -len(text.blocks) % (size * parallel.data_size * group)
+    missing = -len(text.blocks) % (size * parallel.data_size * _group(config, parallel))
     blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
     lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
     mine = slice(parallel.data_rank, None, parallel.data_size)

@@ -314,9 +314,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             yield
             return
         parameters = list(self._engine.module.parameters())
-        with deepspeed.zero.GatheredParameters(
-            parameters, modifier_rank=dist.get_global_rank(self._parallel.groups.dp, 0) if changes else None
-        ):
+        # The rank is counted among the data-parallel ones.
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changes else None):
             yield
 
     @torch.no_grad()

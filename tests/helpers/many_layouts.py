@@ -114,7 +114,7 @@ CASES = {
 
 ONE_SMALL_INDEXER = {
     **ALL_KEYS,
-    "gsa": {**ALL_KEYS["gsa"], "indexer_heads": 1, "indexer_dim": 2},
+    "gsa": {**ALL_KEYS["gsa"], "indexer_heads": 1, "indexer_dim": 2, "indexer_activation": "relu"},
     "model": {"num_layers": 1},
 }
 
@@ -133,19 +133,19 @@ RESHARDED = {
     "interleaved": Reshard(
         INTERLEAVED, [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}]
     ),
-    # Each copy of the embedding has a bucket of gradients to itself.
+    # Each copy of the embedding has a bucket of gradients to itself. More tensor- than data-parallel ranks read it.
     "pipeline, tied": Reshard(
         {"pipeline": 2, "pipeline_layers": [3, 1]},
-        [{"tensor": 2, **INTERLEAVED}, {"tensor": 2, **ZERO_3}],
-        TIED,
+        [{"tensor": 2, **INTERLEAVED}, {"tensor": 4, **ZERO_3}],
+        {**TIED, "model": {**TIED["model"], "num_kv_heads": 4}},
     ),
     "context": Reshard(
         {"context": 2}, [{"context": 4, "context_chunks": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]
     ),
     "two optimizer instances": Reshard(INSTANCES, [INSTANCES]),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
-    # Of 384 elements with their padding, the last of four ranks gets padding only.
-    "a rank without a parameter": Reshard({}, [{}], ONE_SMALL_INDEXER, WARM_UP),
+    # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
+    "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
 }
 
 

@@ -18,8 +18,8 @@ from prepare_tokens import prepare_tokens
 from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
-from gsa_train.batches import TrainBatches, read_validation_sets, to_micro_batch
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.batches import MicroBatch, TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.evaluate import _deal, describe, evaluate, scores_of
 from gsa_train.model.build import Model
 from gsa_train.optim import build_optimizer, close_optimizer
@@ -126,6 +126,27 @@ def test_any_number_of_replicas_scores_the_same_tokens(replicas: int) -> None:
     assert sum(int(tokens) for _, tokens in results) == text.scored_tokens
     loss = sum(loss_sum.item() for loss_sum, _ in results) / text.scored_tokens
     assert loss == pytest.approx(mean_loss(ready_model(), text), rel=1e-5)
+
+
+def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages do not divide the micro-batches of a round, which may end after each."""
+    parts: list[int] = []
+
+    def count(model: object, part: list[MicroBatch], *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        parts.append(len(part))
+        return torch.zeros(()), torch.zeros(())
+
+    monkeypatch.setattr("gsa_train.evaluate.evaluation_step", count)
+    config = dataclasses.replace(
+        CONFIG,
+        parallel=ParallelConfig(pipeline=3, virtual_pipeline=2),
+        train=dataclasses.replace(CONFIG.train, micro_batch_size=1),
+    )
+    stages = dataclasses.replace(single_rank(), pipeline_size=3)
+    evaluate(ready_model(), [ValidationSet("x", text_of(40, seed=1), {})], EOS, config, stages)
+    assert sum(parts) == 42
+    assert len(parts) == 2
+    assert all(part % 3 == 0 for part in parts)
 
 
 # ---- a run that evaluates, and the same run that does not
