@@ -66,7 +66,21 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
         config_class=DeepSpeedConfig(settings, mpu),
         dont_change_device=True,
     )
+    if config.parallel.zero_stage == 3:
+        _announce(model)
     return ZeroPhaseOptimizer(engine, model, phase, parallel, dict(trained), take_off)
+
+
+def _announce(model: Model) -> None:
+    """Name the parameters that a layer's attention reads outside of its indexer's forward pass. DeepSpeed finds such
+    ones by itself in a forward pass, and brings them from then on; but recomputation reads the temperature for the
+    first time in the backward pass."""
+    for attention in model.attentions:
+        if attention.indexer is not None:
+            for name in ("score_bias", "weight_bias", "log_inverse_temperature"):
+                parameter = getattr(attention.indexer, name)
+                if parameter is not None:
+                    deepspeed.zero.register_external_parameter(attention, parameter)
 
 
 def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -> list[dict[str, Any]]:
