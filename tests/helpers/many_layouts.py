@@ -12,12 +12,15 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from gsa_train import optim
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.checkpoint_save import CheckpointSaver
@@ -142,7 +145,7 @@ RESHARDED = {
     "context": Reshard(
         {"context": 2}, [{"context": 4, "context_chunks": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]
     ),
-    "two optimizer instances": Reshard(INSTANCES, [INSTANCES]),
+    "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
     # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
@@ -248,6 +251,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # each layout ends with a collection, which needs not search what was imported
     zero.PERSISTENT_ELEMENTS = 0  # else ZeRO-3 would cut none of these small parameters
+    # Overlapped reductions go in several buckets, as those of large models do.
+    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
+    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
     trained, resumed = {}, {}
     for name, case in CASES.items():
         config = case.config(**case.train)
