@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import yaml
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.models.gpt import GPTModel
@@ -197,10 +199,39 @@ def _load_with_optimizer(
     return {"state": state, "step_count": step_count(common["optimizer"])}
 
 
-def load_weights(checkpoint: Path, model: Model, parallel: Parallel) -> None:
-    """Fill a model that will not be trained. Collective."""
-    metadata = _loading_metadata(checkpoint, parallel)
-    _load(checkpoint, model, sharded_state(model, None, metadata, is_loading=True), parallel)
+def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[str] | None = None) -> None:
+    """Fill a model that has no optimizer yet. Collective.
+
+    Args:
+        names: on disk, of the tensors to load; the model's others stay as they are. None: all.
+    """
+    wanted = sharded_state(model, None, _loading_metadata(checkpoint, parallel), is_loading=True)
+    if names is not None:
+        wanted = {
+            chunk: {name: tensor for name, tensor in state.items() if tensor.key in names}
+            for chunk, state in wanted.items()
+        }
+    _load(checkpoint, model, wanted, parallel, all_weights=names is None)
+
+
+def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape of the whole tensor, without those of the optimizer."""
+    return {
+        name: tuple(tensor.global_shape)
+        for name, tensor in dist_checkpointing.load_tensors_metadata(str(checkpoint)).items()
+        if not name.startswith("optimizer.")
+    }
+
+
+def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[str, tuple[int, ...]]:
+    """The same of the whole model, all ranks together. Collective."""
+    chunks = sharded_state(model, None, _loading_metadata(checkpoint, parallel), is_loading=True)
+    apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
+    tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
+    mine = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, mine)
+    return {name: shape for each in found for name, shape in each.items()}
 
 
 def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
@@ -208,10 +239,12 @@ def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
     return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
 
 
-def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+def _load(
+    checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel, all_weights: bool = True
+) -> dict[str, Any]:
     content = _read(checkpoint, wanted, parallel)
     for name, chunk in _named_chunks(model).items():
-        chunk.load_state_dict(content[name])
+        chunk.load_state_dict(content[name], strict=all_weights)
     return content
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Union
 
 import yaml
 
-from gsa_train.config_checks import check_config, check_data, check_packages
+from gsa_train.config_checks import check_config, check_data, check_initial_weights, check_packages
 from gsa_train.config_load import ConfigError, Problems, apply_override, build, read_yaml
 
 
@@ -355,6 +355,9 @@ class CheckpointConfig:
     verify: Literal["full", "sizes"] = "full"
     """What a resume checks of a checkpoint before it loads it: every file's size and checksum (the ranks together read
     it once more), or sizes only."""
+    initial_weights: str = ""
+    """Folder of a checkpoint (or of a run: its newest one) whose weights a run has at step 0. All else begins anew:
+    text, optimizer, schedules. Lengths, rotary base, budgets and phases may be others; gates and indexer may be new."""
 
 
 @dataclass(frozen=True)
@@ -431,7 +434,7 @@ def load_config(
     if world_size is not None:
         found = check_config(config, world_size)
         if need_data:
-            found += check_data(config.data) + check_packages(config)
+            found += check_data(config.data) + check_initial_weights(config) + check_packages(config)
         problems.lines += [line for line in found if not problems.explain(line)]
     if problems.lines:
         raise ConfigError(path, problems.lines)

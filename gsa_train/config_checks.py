@@ -92,6 +92,13 @@ def check_data(data: DataConfig) -> list[str]:
     return lines
 
 
+def check_initial_weights(config: Config) -> list[str]:
+    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
+    if not folder or Path(folder).is_dir():
+        return []
+    return [problem_line(field, folder, "no such folder", "name a checkpoint or a run, or leave it out")]
+
+
 def check_packages(config: Config) -> list[str]:
     """Packages beyond the required ones that a run needs and that are missing."""
     if config.parallel.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:

@@ -21,6 +21,7 @@ from gsa_train.config import Config
 from gsa_train.corruption import CorruptionFound
 from gsa_train.evaluate import describe
 from gsa_train.finish import finish, give_up, give_up_corrupted, leave
+from gsa_train.initial_weights import load_initial_weights
 from gsa_train.model.build import build_model
 from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.optim import build_optimizer, close_optimizer
@@ -63,11 +64,13 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     tokenizer = load_tokenizer(config)
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
     batches = open_batches(config, arguments, start, tokenizer, parallel)
+    model = build_model(config, parallel)
+    if start.checkpoint is None and config.checkpoint.initial_weights:
+        load_initial_weights(config, model, tokenizer, parallel)
     lock.take(make=True)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
     if folder.sinks is not None:
         watch.on_hang = folder.sinks.tell_of_hang
-    model = build_model(config, parallel)
     rewinds = known_rewinds(folder.checkpoints, start, parallel)
 
     run = Run(

@@ -55,6 +55,24 @@ def test_context_parallel_ranks_go_on_on_one_rank(tmp_path):
     assert_next_step_is_that_of(split, 15, record)
 
 
+def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
+    """In another layout, at another length and rotary base; a restart goes on from its own checkpoint."""
+    split = finished(*SPLIT, ranks=4)
+    new = ("train.seq_len_tokens=256", "model.rope_base=20000")
+    old = f"checkpoint.initial_weights={split.folder}"
+    run = start(tmp_path, *SMALL, *new, old, "parallel.tensor=2", ranks=2)
+    run.wait_until(lambda: (run.checkpoints / "latest").exists())
+    kill(run)
+    first, expected = run.steps()[0], split.steps()
+    assert (first["step"], first["tokens"]) == (1, 4 * 256)
+    assert first["loss"] < (expected[0]["loss"] + expected[-1]["loss"]) / 2
+    again = start(tmp_path, *SMALL, *new, old, "parallel.tensor=2", ranks=2)
+    again.wait_until(lambda: again.steps()[-1]["step"] >= 6)
+    kill(again)
+    assert "weights of" in run.output
+    assert "weights of" not in again.output
+
+
 CHAIN = [  # tensor, pipeline, distributed optimizer; the rest of four ranks is data parallel
     (1, 1, True),
     (2, 2, True),
