@@ -38,6 +38,9 @@ from gsa_data.source_weights import NO_SOURCE
 from gsa_data.token_files import TokenFolder, identity_of
 from gsa_data.token_writer import write_shard
 
+BAR_SHARDS = 2
+"""Growth in text of shards: a lane that opens a large one later than in the first half, and what the allocator keeps, come
+to one. A shard that is held for good by each of the lanes would be four or more in the second half."""
 NUM_LANES = 8
 STEP_BLOCKS = 8
 SAMPLES = 200
@@ -185,8 +188,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {fault}", file=sys.stderr)
         return 1
     growth = growth_bytes(curve)
-    print(f"peak of the second half - peak of the first: {growth / 1e6:.1f} MB (bar {shard_bytes / 1e6:.0f})")
-    return int(growth > shard_bytes)
+    bar = BAR_SHARDS * shard_bytes
+    print(f"peak of the second half - peak of the first: {growth / 1e6:.1f} MB (bar {bar / 1e6:.0f})")
+    return int(growth > bar)
 
 
 def _write(
