@@ -39,8 +39,8 @@ from gsa_data.token_files import TokenFolder, identity_of
 from gsa_data.token_writer import write_shard
 
 BAR_SHARDS = 2
-"""Growth in text of shards: a lane that opens a large one later than in the first half, and what the allocator keeps, come
-to one. A shard that is held for good by each of the lanes would be four or more in the second half."""
+"""Growth, in shards' text: a lane that opens a large one later than in the first half, and what the allocator keeps,
+come to one; shards that are held for good, to all of the second half's."""
 NUM_LANES = 8
 STEP_BLOCKS = 8
 SAMPLES = 200
