@@ -236,7 +236,9 @@ def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, C
     }
 
 
-def run_one_rank(rank: int, world_size: int, steps: int, tiny: bool, precision: str) -> dict[str, Series]:
+def run_one_rank(
+    rank: int, world_size: int, steps: int, tiny: bool, precision: str, lr: float
+) -> dict[str, Series]:
     """This rank's part of the one-rank runs."""
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
@@ -247,7 +249,7 @@ def run_one_rank(rank: int, world_size: int, steps: int, tiny: bool, precision: 
         config = config_of({}, train, tiny, precision)
         prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
         with alone() as parallel:
-            done[name] = numbers(train_case(config, parallel, steps, prepare, case.backwards, LR))
+            done[name] = numbers(train_case(config, parallel, steps, prepare, case.backwards, lr))
             release_memory(parallel.device)
     return done
 
@@ -258,6 +260,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=10, help="of each phase")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
@@ -270,7 +273,7 @@ def main() -> int:
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 
     prepare_connections([each.parallel for each in configs.values()], os.environ, compute_capability())
-    mine = run_one_rank(rank, world_size, steps, tiny, precision)
+    mine = run_one_rank(rank, world_size, steps, tiny, precision, arguments.lr)
     one_rank: dict[str, Series] = {}
     rows = {}
     for name, config in configs.items():
@@ -284,7 +287,7 @@ def main() -> int:
             one_rank = {each: run for part in shared for each, run in part.items()}
             if parallel.is_main:
                 report_one_rank(one_rank, steps)
-        found = numbers(train_case(config, parallel, steps, lr=LR))
+        found = numbers(train_case(config, parallel, steps, lr=arguments.lr))
         rows[name] = {**judge(found, one_rank, steps), "seconds": time.monotonic() - began, "series": found}
         if parallel.is_main:
             print(line(name, rows[name]), flush=True)
