@@ -5,8 +5,8 @@
 In bf16 no two orders of the same sums agree, so the measure is what one rank's own training does when only roundings
 change: its micro-batches in the opposite order, two sequences at a time, and every matrix product in two and in four
 parts, each rounded to bf16 before they are added, which is what tensor parallelism does. A layout passes when in no
-step its loss, KL or gradient norm is further from one rank's than FACTOR times the furthest of these up to that step
-(of the first three steps for these: one step alone may agree by chance).
+step its loss, KL or gradient norm is further from one rank's than FACTOR times the furthest of these up to that step,
+or in the first three steps of any phase: few runs of one step may agree by chance.
 
 The one-rank runs are shared out over the ranks, each of which is alone in its world for them; then all join, and go
 from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo.
@@ -194,14 +194,13 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Per step, from the deviations of the one-rank runs; each phase of `steps` steps begins anew."""
+    """Per step, from the deviations of the one-rank runs: the furthest in its phase of `steps` steps so far, and at
+    least that of any phase's first steps, in which it is the same rounding."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
-    bounds = []
-    for step in range(len(furthest)):
-        start = step - step % steps
-        stop = max(step + 1, min(start + SETTLED_STEPS, start + steps))
-        bounds.append(max(FACTOR * max(furthest[start:stop]), FLOOR))
-    return bounds
+    starts = range(0, len(furthest), steps)
+    rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)
+    so_far = [max(furthest[step - step % steps : step + 1]) for step in range(len(furthest))]
+    return [max(FACTOR * max(each, rounding), FLOOR) for each in so_far]
 
 
 def judge(found: Series, one_rank: dict[str, Series], steps: int) -> dict[str, Any]:
