@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from gsa_train.config import Config
-from gsa_train.config_checks import check_data
+from gsa_train.config_checks import check_data, check_initial_weights
 from gsa_train.layout_checks import data_parallel_size
 from gsa_train.memory import estimate_memory, fields_of
 from gsa_train.model.flops import count_parameters, flops_per_token
@@ -29,7 +29,7 @@ def describe(config: Config, world_size: int) -> str:
         "Tokens": _tokens(config),
         "Floating-point operations per token (training, in 1e9)": _flops(config),
         "Memory per rank (in GiB)": _memory(config, world_size),
-        "Data": check_data(config.data) or ["the local files are there"],
+        "Data": check_data(config.data) + check_initial_weights(config) or ["the local files are there"],
     }
     title = f"{config.run.name} on {world_size} {'rank' if world_size == 1 else 'ranks'}"
     blocks = ["\n  ".join([name, *lines]) for name, lines in sections.items()]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, ParallelConfig, PhaseConfig, load_config
+from gsa_train.config_load import ConfigError
 from gsa_train.dry_run import describe, rank_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,6 +46,15 @@ def test_every_stage_and_rank_is_named():
         "sequence parallel on",
     ):
         assert line in report
+
+
+def test_initial_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
+    """And refused by a run before anything is started."""
+    path, missing = Path("configs/demo.yaml"), f"checkpoint.initial_weights={tmp_path / 'gone'}"
+    report = describe(load_config(path, [missing], world_size=1, need_data=False), 1)
+    assert f"checkpoint.initial_weights = {tmp_path / 'gone'}: no such folder" in report
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_config(path, [missing], world_size=1)
 
 
 def test_chunks_of_a_stage_are_named():
