@@ -9,7 +9,7 @@ The text is the documents of --data again and again, each shard with its own ord
 alike. It is written to a temporary folder first: about 0.35 bytes a byte of text, or 0.65 as tokens.
 
 Memory is that of this process and its workers, looked at after each step. The bar: reading the second half may take
-no more at its peak than the first half did, and one shard's text besides (by chance lanes hold larger parts at once).
+no more at its peak than the first half did, and two shards' text besides (by chance lanes hold larger parts at once).
 The exit code is 1 above it.
 """
 

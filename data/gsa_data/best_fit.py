@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ MIN_POOL_BLOCKS = 4
 that the last places of a block stay empty (a quarter of 131072 tokens with 32 documents of 3600)."""
 
 Pool = NDArray[np.int64]
-"""[documents, 5] their cursors, oldest first; each stands for what follows in its document."""
+"""[documents, fields of Cursor] their cursors, oldest first; each stands for what follows in its document."""
 
 TOKEN_OFFSET = Cursor._fields.index("token_offset")
 EMPTY_POOL: Pool = np.empty((0, len(Cursor._fields)), np.int64)
@@ -128,6 +128,11 @@ def _choose(lengths: NDArray[np.int64], room: int) -> list[int]:
         if fitting[largest] == 0:
             return chosen
         chosen.append(largest)
+
+
+def pool_of(rows: Iterable[Sequence[int]]) -> Pool:
+    """The pool whose cursors a state holds."""
+    return np.array([Cursor(*row) for row in rows], np.int64).reshape(-1, len(Cursor._fields))
 
 
 def packing_shares(counters: Mapping[str, int]) -> dict[str, float | None]:

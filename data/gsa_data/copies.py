@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from gsa_data.fetch import file_system
+from gsa_data.fetch import Pulse
 from gsa_data.listing import FORMATS
 from gsa_data.unpack import unpack
 
@@ -18,25 +18,25 @@ Shard = tuple[str, int]
 """Path and size in bytes."""
 
 
-def find_copies(root: str, shards: Sequence[Shard]) -> dict[str, str]:
-    """Shards that have the text of one before them: {copy: what is wrong with it}.
+def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse) -> dict[str, str]:
+    """Shards below the folder `base` that have the text of one before them: {copy: what is wrong with it}.
 
     Reads only those that share their size, or their name up to the ending of the format.
     """
-    filesystem, base = file_system(root)
-    base = base.rstrip("/")
     same_content = {
         copy: f"{copy} is a copy of {original} (same size, same first and last MiB)"
-        for copy, original in _same_content(filesystem, base, shards)
+        for copy, original in _same_content(filesystem, base, shards, pulse)
     }
     same_text = {
         copy: f"{copy} is a copy of {original} (same text at their beginning)"
-        for copy, original in _same_text(filesystem, base, shards)
+        for copy, original in _same_text(filesystem, base, shards, pulse)
     }
     return same_text | same_content
 
 
-def _same_content(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterator[tuple[str, str]]:
+def _same_content(
+    filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse
+) -> Iterator[tuple[str, str]]:
     """(copy, original) among files of one size."""
     by_size: dict[int, list[str]] = {}
     for relpath, size_bytes in shards:
@@ -49,6 +49,7 @@ def _same_content(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterat
         starts = [start for size, _ in batch for start in (0, max(0, size - COMPARED_BYTES))]
         ends = [end for size, _ in batch for end in (min(size, COMPARED_BYTES), size)]
         ranges = filesystem.cat_ranges(paths, starts, ends, on_error="raise")
+        pulse.beat()
         for number, (size_bytes, relpath) in enumerate(batch):
             digest = hashlib.sha256(bytes(ranges[2 * number]) + bytes(ranges[2 * number + 1])).digest()
             original = first_with.setdefault((size_bytes, digest), relpath)
@@ -56,7 +57,9 @@ def _same_content(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterat
                 yield relpath, original
 
 
-def _same_text(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterator[tuple[str, str]]:
+def _same_text(
+    filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse
+) -> Iterator[tuple[str, str]]:
     """(copy, original) among JSON lines of one name, such as a.jsonl and a.jsonl.zst: `zstd -d` leaves both."""
     by_stem: dict[str, list[Shard]] = {}
     for relpath, size_bytes in shards:
@@ -69,6 +72,7 @@ def _same_text(filesystem: Any, base: str, shards: Sequence[Shard]) -> Iterator[
         paths = [f"{base}/{relpath}" for relpath, _ in alike]
         ends = [min(size_bytes, COMPARED_BYTES) for _, size_bytes in alike]
         ranges = filesystem.cat_ranges(paths, [0] * len(alike), ends, on_error="raise")
+        pulse.beat()
         texts = [unpack(bytes(begin), relpath)[0] for (relpath, _), begin in zip(alike, ranges, strict=True)]
         for (original, text), (copy, its_text) in combinations(
             zip((relpath for relpath, _ in alike), texts, strict=True), 2

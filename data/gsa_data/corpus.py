@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.faults import DataFault, Reading
-from gsa_data.fetch import file_system
+from gsa_data.fetch import Pulse, file_system
 from gsa_data.indexed import IndexedFolder, IndexedReader
-from gsa_data.listing import FORMATS, count_endings, list_files, retried
+from gsa_data.listing import FORMATS, count_endings, list_files, list_folder, retried
 from gsa_data.reader import ShardReader, TextReader
 from gsa_data.shards import Manifest, manifest_of
 from gsa_data.source_weights import check_known, check_weights
@@ -37,10 +37,13 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     reading = reading or Reading()
     filesystem, base = file_system(root)
 
-    def listing() -> list[str]:
-        return [str(path).rpartition("/")[2] for path in filesystem.ls(base, detail=False)]
+    def listing(_: Pulse) -> list[str]:
+        try:
+            return list_folder(filesystem, base)
+        except (FileNotFoundError, NotADirectoryError):
+            return []  # for list_files to name
 
-    names = retried(listing, root, reading) if filesystem.isdir(base) else []
+    names = retried(listing, root, reading)
     prepared = MANIFEST_NAME in names or JOURNAL_NAME in names
     indexed = any(name.endswith(".idx") for name in names)
     if prepared and indexed:
@@ -54,7 +57,8 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
             return manifest
     if not isinstance(filesystem, LocalFileSystem):
         raise DataFault(f"{root!r} holds tokens, which only local files can map; copy or mount it")
-    folder = retried(lambda: _mapped(base, indexed), root, reading)
+    opened = IndexedFolder.open if indexed else TokenFolder.open
+    folder: TokenFolder | IndexedFolder = retried(lambda pulse: opened(base, pulse), root, reading)
     if isinstance(folder, TokenFolder) and folder.manifest.text_field != text_field:
         raise DataFault(
             f"token folder {root!r} was made of text_field={folder.manifest.text_field}, this run has {text_field}; "
@@ -75,10 +79,6 @@ def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
         f"; not read: {others}" if others else "",
         f"; each reader holds a whole shard, so better split {largest} and the like" if is_large else "",
     )
-
-
-def _mapped(base: str, indexed: bool) -> TokenFolder | IndexedFolder:
-    return IndexedFolder.open(base) if indexed else TokenFolder.open(base)
 
 
 def check_not_mixed(files: Mapping[str, int], root: str) -> None:
@@ -107,7 +107,7 @@ def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Shar
     if isinstance(corpus, TokenFolder):
         return TokenReader(corpus, tokenizer, reading)
     if isinstance(corpus, IndexedFolder):
-        return IndexedReader(corpus, tokenizer)
+        return IndexedReader(corpus, tokenizer, reading)
     return TextReader(corpus, tokenizer, reading)
 
 

@@ -13,9 +13,11 @@ OnBadShard = Literal["fail", "skip"]
 BAD_LINES = ("bad_utf8", "bad_json", "missing_text")
 """Faults that count towards `max_bad_line_fraction`."""
 HARMLESS_LINES = ("empty_text", "huge_document")
+LOST_LINES = "lost_lines"
+"""Lines of a shard that were there when a lane opened it, and are not at a resume within it."""
+FAILED_READINGS = ("shards_missing", "shards_unreadable")
 BAD_SHARDS = (
-    "shards_missing",
-    "shards_unreadable",
+    *FAILED_READINGS,
     "shards_damaged",
     "shards_bad_lines",
     "shards_duplicate",
@@ -41,8 +43,8 @@ class Reading:
     """Longer documents (UTF-8) are left out and counted: tokenizing one holds up a reader for seconds per MiB."""
     retries: int = 5
     """Times that a read which failed or timed out is tried again."""
-    timeout_seconds: float = 120.0
-    """A read that brings nothing for so long has failed."""
+    timeout_seconds: float = 60.0
+    """A read, an opening or a listing that brings nothing for so long has failed."""
     backoff_seconds: float = 0.5
     """Wait before the first retry; doubles each time up to a minute: 0.5, 1, 2, 4, 8."""
 
@@ -74,7 +76,9 @@ class Reading:
 def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
     """What was left out, and how often reads were tried again, under the names that runs log."""
     return {
-        "data_skipped_documents": sum(counters.get(name, 0) for name in (*BAD_LINES, *HARMLESS_LINES)),
+        "data_skipped_documents": sum(
+            counters.get(name, 0) for name in (*BAD_LINES, *HARMLESS_LINES, LOST_LINES)
+        ),
         "data_skipped_shards": sum(counters.get(name, 0) for name in BAD_SHARDS),
         "data_read_retries": counters.get("read_retries", 0),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,8 @@ from fsspec.exceptions import FSTimeoutError
 from gsa_data.faults import DataFault, Reading
 
 T = TypeVar("T")
+
+logger = logging.getLogger("gsa_data")
 
 PIECE_BYTES = 1 << 24
 
@@ -45,8 +48,20 @@ class ReadError(OSError):
     """A read that failed, and may be tried again."""
 
 
+class Pulse:
+    """With which an action that takes long shows that it goes on, so that only its standstill is limited."""
+
+    def __init__(self) -> None:
+        self.last_seconds = time.monotonic()
+
+    def beat(self) -> None:
+        self.last_seconds = time.monotonic()
+
+
 def file_system(address: str) -> tuple[Any, str]:
     """The fsspec file system of an address, and the path in it.
+
+    Not for a thread that ends soon: fsspec keeps one file system, with its connection, per thread.
 
     Raises DataFault when the package for its protocol is not installed, or the protocol is unknown.
     """
@@ -78,24 +93,45 @@ def read_bytes(address: str, reading: Reading, counters: Counter[str]) -> bytes:
             raise ReadError(f"the connection ended after {len(content)} of {expected} bytes")
         return content
 
-    return with_retries(read, reading, counters)
+    return with_retries(read, address, reading, counters)
 
 
-def with_retries(action: Callable[[], T], reading: Reading, counters: Counter[str]) -> T:
+def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counters: Counter[str]) -> T:
+    """The result of an action that beats its pulse at every sign of life; tried again where it stands still.
+
+    Raises OSError when all tries failed, or the first could not be mended by another.
+    """
+
+    def once() -> T:
+        pulse = Pulse()
+        return in_time(lambda: action(pulse), reading.timeout_seconds, pulse)
+
+    return with_retries(once, what, reading, counters)
+
+
+def with_retries(action: Callable[[], T], what: str, reading: Reading, counters: Counter[str]) -> T:
     """The result of `action`, tried again after an OSError that may pass; `counters` gains read_retries."""
-    for wait_seconds in reading.waits_seconds:
+    for retry, wait_seconds in enumerate(reading.waits_seconds, 1):
         try:
             return action()
         except LASTING:
             raise
-        except OSError:
+        except OSError as error:
             counters["read_retries"] += 1
+            logger.warning(
+                "%s: %s; retry %d of %d in %g s",
+                what,
+                error or repr(error),
+                retry,
+                reading.retries,
+                wait_seconds,
+            )
             time.sleep(wait_seconds)
     return action()
 
 
-def in_time(action: Callable[[], T], seconds: float) -> T:
-    """The result of `action`, or ReadError after `seconds`.
+def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
+    """The result of `action`, or ReadError `seconds` after its start, or after the last beat of its pulse.
 
     Nothing can stop a read that the kernel or a library never ends, so it runs in a thread that is then left
     behind; it ends with the process at the latest.
@@ -107,8 +143,10 @@ def in_time(action: Callable[[], T], seconds: float) -> T:
             outcome.value.append(action())
 
     thread = threading.Thread(target=run, name="gsa_data read", daemon=True)
+    pulse = pulse or Pulse()
     thread.start()
-    thread.join(seconds)
+    while thread.is_alive() and (left := pulse.last_seconds + seconds - time.monotonic()) > 0:
+        thread.join(left)
     if thread.is_alive():
         raise ReadError(f"no answer within {seconds:g} s")
     error = outcome.error

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gsa_data.faults import DataFault
+from gsa_data.faults import DataFault, Reading
+from gsa_data.fetch import Pulse, patiently
 from gsa_data.pack import AnyTokens
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.shards import Manifest
@@ -51,7 +52,7 @@ class IndexedFolder:
     manifest: Manifest
 
     @classmethod
-    def open(cls, root: str) -> IndexedFolder:
+    def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
         """Read the header of every dataset and compare the sizes.
 
         Raises DataFault for a file without its other half, of a wrong size, or that is no such dataset.
@@ -60,6 +61,8 @@ class IndexedFolder:
         names = sorted({path.stem for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
         shards, documents = [], 0
         for name in names:
+            if pulse is not None:
+                pulse.beat()
             for path in (folder / f"{name}.bin", folder / f"{name}.idx"):
                 if not path.is_file():
                     raise DataFault(
@@ -151,8 +154,8 @@ def check_index(index: Index, path: Path) -> None:
 class IndexedReader:
     """Serves the documents of an IndexedFolder. Damage raises DataFault under any policy for bad shards."""
 
-    def __init__(self, folder: IndexedFolder, tokenizer: Tokenizer) -> None:
-        self.folder = folder
+    def __init__(self, folder: IndexedFolder, tokenizer: Tokenizer, reading: Reading) -> None:
+        self.folder, self.reading = folder, reading
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self._checked: set[str] = set()
 
@@ -163,21 +166,25 @@ class IndexedReader:
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """See ShardReader.open. The whole index is checked at the first opening."""
         path = (self.folder.root / relpath).with_suffix(".idx")
-        try:
+
+        def mapped(_: Pulse) -> tuple[Index, AnyTokens, int]:
             index = open_index(path)
             if relpath not in self._checked:
                 check_index(index, path)
                 self._checked.add(relpath)
             size = path.with_suffix(".bin").stat().st_size
             id_type = index.header.id_type
-            ids: AnyTokens = np.empty(0, id_type)
-            if size:  # an empty file cannot be mapped
-                ids = np.asarray(np.memmap(path.with_suffix(".bin"), id_type, "r"))
+            if size == 0:  # an empty file cannot be mapped
+                return index, np.empty(0, id_type), size
+            return index, np.asarray(np.memmap(path.with_suffix(".bin"), id_type, "r")), size
+
+        try:
+            index, ids, size = patiently(mapped, str(path), self.reading, counters)
         except OSError as error:
             raise DataFault(f"indexed dataset {path.with_suffix('')} cannot be read ({error})") from error
         counters["shards_read"] += 1
         # A document begins where its first sequence does; after the last one the file ends.
-        begins = np.append(index.pointers, size)[index.first_sequences] // id_type.itemsize
+        begins = np.append(index.pointers, size)[index.first_sequences] // ids.itemsize
         return _IndexedLines(self, str(path), ids, begins[:-1][part::parts], begins[1:][part::parts])
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gsa_data.faults import warn_once
+from gsa_data.faults import FAILED_READINGS, LOST_LINES, warn_once
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import EncodedDocument, ShardLines, ShardReader
 from gsa_data.shards import DataFault
@@ -69,7 +69,12 @@ class Thinning:
 class OpenUnit(NamedTuple):
     lines: ShardLines
     order: Sequence[int]
+    """Of all lines that the unit had when the lane first opened it."""
     thinning: Thinning | None
+
+    def is_lost(self, line: int) -> bool:
+        """A shard may fail, or lose its end, between a save and a resume; what is left of it keeps its places."""
+        return line >= len(self.lines)
 
     def line_at(self, document: int, copy: int) -> int:
         """The line that stands at a slot (see source_weights.py)."""
@@ -123,18 +128,23 @@ class LaneReader:
                 comes first, whatever its weight is now. False: all before `start` was counted, and nothing of it.
                 LANE_START is neither.
         """
-        epoch, unit, document, token_offset, copy = start
+        epoch, unit, document, token_offset, copy, known_lines = start
         resumed = start != LANE_START
         begun = begun and resumed
         found_any, taken_any, empty_epochs, idle_epochs = resumed, resumed, 0, 0
         while True:
             units = self.units(epoch)[lane :: self.num_lanes]
             while unit < len(units):
-                opened = self._open(units[unit], epoch, resumed)
+                opened = self._open(units[unit], epoch, resumed, known_lines)
                 thinning = opened.thinning
                 found_any = found_any or (thinning is not None and thinning.has_any)
                 for place, number in opened.slots(document, copy, begun):
                     line_number = opened.line_at(place, number)
+                    if opened.is_lost(line_number):
+                        if number == 0 or begun:
+                            self.counters[LOST_LINES] += 1
+                        begun, token_offset = False, 0
+                        continue
                     if thinning is not None and thinning.copies[line_number] <= number and not begun:
                         if number == 0:
                             source = thinning.sources.names[thinning.sources.of_line[line_number]]
@@ -142,17 +152,18 @@ class LaneReader:
                         continue
                     line = opened.lines[line_number]
                     if isinstance(line, str):
-                        if number == 0:
+                        if number == 0 or begun:
                             self.counters[line] += 1
                     else:
                         found_any = taken_any = True
                         if not begun:
                             self._count(line)
-                        yield Cursor(epoch, unit, place, token_offset, number), line.tokens[token_offset:]
+                        cursor = Cursor(epoch, unit, place, token_offset, number, len(opened.order))
+                        yield cursor, line.tokens[token_offset:]
                     begun, token_offset = False, 0
                 # Also when the shard lost the cursor's document: the next unit then starts at its beginning.
                 resumed, begun, token_offset = False, False, 0
-                unit, document, copy = unit + 1, 0, 0
+                unit, document, copy, known_lines = unit + 1, 0, 0, 0
             empty_epochs = 0 if found_any else empty_epochs + 1
             idle_epochs = 0 if taken_any else idle_epochs + 1
             if empty_epochs == MAX_EMPTY_EPOCHS or idle_epochs == MAX_IDLE_EPOCHS:
@@ -165,18 +176,20 @@ class LaneReader:
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
 
     def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """Documents that were counted before, each from its cursor to its end."""
+        """Documents that were counted before, each from its cursor to its end; those that are gone count as lost."""
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):
                 unit = self.units(cursor.epoch)[lane :: self.num_lanes][cursor.unit]
-                opened = self._open(unit, cursor.epoch, counted=True)
+                opened = self._open(unit, cursor.epoch, True, cursor.lines)
                 opened_at = (cursor.epoch, cursor.unit)
             line: EncodedDocument | str = "missing"
             if cursor.document < len(opened.order):
-                line = opened.lines[opened.line_at(cursor.document, cursor.copy)]
+                line_number = opened.line_at(cursor.document, cursor.copy)
+                line = "missing" if opened.is_lost(line_number) else opened.lines[line_number]
             if isinstance(line, str):
                 warn_once(f"lane {lane}: document {tuple(cursor)}, waiting for its block, is gone ({line})")
+                self.counters[LOST_LINES] += 1
             else:
                 yield cursor, line.tokens[cursor.token_offset :]
 
@@ -201,19 +214,31 @@ class LaneReader:
             self._units_of_epoch[epoch] = units
         return self._units_of_epoch[epoch]
 
-    def _open(self, unit: Unit, epoch: int, counted: bool) -> OpenUnit:
-        """The lines of one unit, the order in which to take them, and how often."""
+    def _open(self, unit: Unit, epoch: int, counted: bool, known_lines: int = 0) -> OpenUnit:
+        """The lines of one unit, the order in which to take them, and how often.
+
+        Args:
+            counted: before the position that is resumed.
+            known_lines: that the unit had then; 0 if it was not yet opened, or not known.
+        """
         counters: Counter[str] = Counter()
         lines = self.reader.open(unit.relpath, unit.part, self.parts, counters)
-        if counted or unit.part != 0:  # a shard counts once, but its retries happened
-            counters = Counter(read_retries=counters["read_retries"])
+        if counted or unit.part != 0:  # a shard counts once, but readings that failed did so each time
+            failed = () if counted else FAILED_READINGS
+            counters = Counter({name: counters[name] for name in ("read_retries", *failed)})
         self.counters += counters
+        num_lines = known_lines or len(lines)
+        if len(lines) < num_lines:
+            warn_once(
+                f"shard {unit.relpath}: {num_lines - len(lines)} of the {num_lines} lines that part {unit.part} had "
+                "before the resume are gone and left out"
+            )
         thinning = self._thin(lines, unit, epoch) if self.source_weights else None
         if not self.shuffle_documents:
-            return OpenUnit(lines, range(len(lines)), thinning)
+            return OpenUnit(lines, range(num_lines), thinning)
         # RandomState, as numpy froze its stream; Generator's may change between numpy versions.
         rng = np.random.RandomState(stable_hash(self.seed, epoch, *unit) % 2**32)
-        order = rng.permutation(len(lines)).data  # a memoryview: its items are plain int
+        order = rng.permutation(num_lines).data  # a memoryview: its items are plain int
         return OpenUnit(lines, order, thinning)
 
     def _thin(self, lines: ShardLines, unit: Unit, epoch: int) -> Thinning:

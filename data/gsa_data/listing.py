@@ -6,12 +6,12 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.faults import DataFault, Reading
-from gsa_data.fetch import file_system, with_retries
+from gsa_data.fetch import Pulse, file_system, patiently
 
 FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 """Of text."""
@@ -31,17 +31,16 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
     """
     filesystem, base = file_system(root)
     base = base.rstrip("/")
+    is_local = isinstance(filesystem, LocalFileSystem)
 
-    def listing() -> dict[str, int] | None:
-        if not filesystem.exists(base):
+    def listing(pulse: Pulse) -> dict[str, int] | None:
+        try:
+            list_folder(filesystem, base)
+        except FileNotFoundError:  # only here: inside the folder it is a link to nowhere
             return None
-        if isinstance(filesystem, LocalFileSystem) and os.path.isdir(base):
-            return dict(_local_files(base))
-        return {
-            path[len(base) :].lstrip("/"): int(info.get("size") or 0)
-            for path, info in filesystem.find(base, detail=True).items()
-            if info.get("type", "file") == "file"
-        }
+        except NotADirectoryError:
+            return {"": 0}
+        return dict(_local_files(base, pulse) if is_local else _remote_files(filesystem, base, base, pulse))
 
     found = retried(listing, root, reading)
     if found is None:
@@ -56,33 +55,59 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
     return found
 
 
-def retried(action: Callable[[], T], root: str, reading: Reading) -> T:
-    """The result of `action`, tried again after an error that may pass; DataFault when none of the tries got it."""
+def list_folder(filesystem: Any, folder: str) -> list[str]:
+    """Names of what lies in a folder. FileNotFoundError when there is none, NotADirectoryError for a local file."""
+    if isinstance(filesystem, LocalFileSystem):
+        return os.listdir(folder or "/")
+    return [str(path).rpartition("/")[2] for path in filesystem.ls(folder, detail=False)]
+
+
+def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
+    """The result of `action`, tried again where it stands still and after an error that may pass; DataFault when none
+    of the tries got it."""
     try:
-        return with_retries(action, reading, Counter())
+        return patiently(action, f"data folder {root!r}", reading, Counter())
     except OSError as error:
         raise DataFault(
-            f"data folder {root!r} cannot be read ({type(error).__name__}: {error}); check address and access"
+            f"data folder {root!r} cannot be read ({type(error).__name__}: {error}); check address and access, and "
+            "that its server answers"
         ) from error
 
 
-def _local_files(folder: str, relative: str = "", above: tuple[str, ...] = ()) -> Iterator[tuple[str, int]]:
+def _local_files(
+    folder: str, pulse: Pulse, relative: str = "", above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, int]]:
     """(path, bytes) of the files, links followed. fsspec's own listing passes over links, and over folders that
     cannot be read: the corpus would only seem smaller."""
+    folder = folder or "/"
     above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
         for entry in entries:
+            pulse.beat()
             path = f"{relative}{entry.name}"
             if entry.is_dir():
                 if entry.is_symlink() and os.path.realpath(entry.path) in above:
                     raise DataFault(f"a link leads to a folder above it: {entry.path}; remove it")
-                yield from _local_files(entry.path, f"{path}/", above)
+                yield from _local_files(entry.path, pulse, f"{path}/", above)
             elif not entry.name.endswith(FORMATS + INDEXED):
                 yield path, 0
             else:
                 status = entry.stat()  # a link to nowhere is an error
                 if stat.S_ISREG(status.st_mode):
                     yield path, status.st_size
+
+
+def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iterator[tuple[str, int]]:
+    """The same elsewhere. One request per folder, while fsspec's `find` passes over folders that cannot be read and
+    shows nothing of how it gets on."""
+    for info in filesystem.ls(folder, detail=True):
+        pulse.beat()
+        path = str(info["name"]).rstrip("/")
+        kind = info.get("type", "file")
+        if kind == "directory" and path != folder:
+            yield from _remote_files(filesystem, base, path, pulse)
+        elif kind == "file":
+            yield path[len(base) :].lstrip("/"), int(info.get("size") or 0)
 
 
 def count_endings(paths: Iterable[str]) -> str:

@@ -20,13 +20,16 @@ class Cursor(NamedTuple):
     """A place in one lane: token `token_offset` of slot (document, copy) of the lane's unit `unit`.
 
     Without weights of sources there are no copies, and slot (document, 0) is the unit's document `document`.
+    Positions saved before there were copies and lines lack these; 0 lines are not known.
     """
 
     epoch: int
     unit: int
     document: int
     token_offset: int
-    copy: int = 0  # last, as positions saved before there were copies lack it
+    copy: int = 0
+    lines: int = 0
+    """Of the unit when the lane opened it, from which its order is drawn: a resume may find fewer."""
 
 
 LANE_START = Cursor(0, 0, 0, 0)
@@ -75,6 +78,13 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
     opens = torch.zeros_like(tokens, dtype=torch.int32)
     opens[:, 1:] = tokens[:, :-1] == eos_id
     return opens.cumsum(1, dtype=torch.int32)
+
+
+def document_starts(document_ids: Tensor, query_start: int = 0) -> Tensor:
+    """First position of the document of each token from `query_start` on: int32 [B, L] ids, which never decrease along
+    a row -> int32 [B, L - query_start]."""
+    document_ids = document_ids.contiguous()
+    return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 
 
 def loss_mask(tokens: Tensor, eos_id: int, attend_across_documents: bool) -> Tensor:

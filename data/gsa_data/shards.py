@@ -14,7 +14,7 @@ from gsa_data.copies import find_copies
 from gsa_data.faults import DataFault as DataFault
 from gsa_data.faults import OnBadShard as OnBadShard
 from gsa_data.faults import Reading, warn_once
-from gsa_data.fetch import read_bytes
+from gsa_data.fetch import file_system, read_bytes
 from gsa_data.listing import FORMATS, list_files, retried
 from gsa_data.parquet import require_pyarrow
 from gsa_data.unpack import unpack
@@ -71,7 +71,8 @@ def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: R
         if relpath.endswith(".parquet"):
             require_pyarrow(relpath)
             break
-    copies = retried(lambda: find_copies(root, shards), root, reading)
+    filesystem, base = file_system(root)
+    copies = retried(lambda pulse: find_copies(filesystem, base.rstrip("/"), shards, pulse), root, reading)
     for trouble in copies.values():
         if reading.on_bad_shard == "fail":
             raise DataFault(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gsa_data.best_fit import EMPTY_POOL
+from gsa_data.best_fit import pool_of
 from gsa_data.corpus import Corpus, check_sources, shard_reader
 from gsa_data.lanes import ORDER_VERSION
 from gsa_data.pack import LANE_START, Cursor, Tokens
@@ -92,7 +92,7 @@ class BlockStream:
             self._start_samples = state["consumed_samples"]
             pools = state.get("pools") or [[]] * config.num_lanes
             positions = [
-                Position(Cursor(*cursor), np.array(pool, np.int64).reshape(-1, EMPTY_POOL.shape[1]))
+                Position(Cursor(*cursor), pool_of(pool))
                 for cursor, pool in zip(state["cursors"], pools, strict=True)
             ]
             carried_counters = state["counters"]
@@ -173,7 +173,7 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
     packing_pool_documents (of best_fit), seq_len_tokens, source_weights, consumed_samples, counters, cursors
-    ([num_lanes][epoch, unit, document, token_offset, copy]), pools ([num_lanes][waiting documents][the same five]).
+    ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools ([num_lanes][waiting documents][the same]).
     Raises ValueError when ranks are missing or disagree.
     """
     of_one_rank = ("cursors", "pools", "counters")

@@ -28,6 +28,7 @@ import orjson
 from numpy.typing import NDArray
 
 from gsa_data.faults import BAD_SHARDS, DataFault, Reading
+from gsa_data.fetch import PIECE_BYTES, Pulse, patiently
 from gsa_data.pack import AnyTokens
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.shards import Manifest
@@ -118,13 +119,13 @@ class TokenFolder:
     records: dict[str, ShardRecord]
 
     @classmethod
-    def open(cls, root: str) -> TokenFolder:
+    def open(cls, root: str, pulse: Pulse | None = None) -> TokenFolder:
         """Read tokens.json and compare the size of every file. Checksums are for the first opening of a shard.
 
         Raises DataFault for a folder that is unfinished, damaged or of another format version.
         """
         folder = cls.parse(Path(root))
-        problems = list(folder.wrong_sizes())
+        problems = list(folder.wrong_sizes(pulse or Pulse()))
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise DataFault(f"{problems[0]}{more}; {AGAIN}")
@@ -166,8 +167,9 @@ class TokenFolder:
             raise DataFault(f"{path} is damaged: its list of shards was changed; delete it and {AGAIN}")
         return cls(root, identity, manifest, records)
 
-    def wrong_sizes(self) -> Iterator[str]:
+    def wrong_sizes(self, pulse: Pulse) -> Iterator[str]:
         for record in self.records.values():
+            pulse.beat()
             yield from wrong_sizes(self.root, record, self.identity)
 
     @property
@@ -228,7 +230,7 @@ class TokenReader:
         reading: Reading,
     ) -> None:
         folder.check(tokenizer, reading)
-        self.folder = folder
+        self.folder, self.reading = folder, reading
         self._checked: set[str] = set()
 
     @property
@@ -237,17 +239,21 @@ class TokenReader:
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         """See ShardReader.open. A file that is not what its record says raises DataFault under any policy."""
-        record = self.folder.records[relpath]
-        try:
+        record, root, identity = self.folder.records[relpath], self.folder.root, self.folder.identity
+
+        def mapped(pulse: Pulse) -> tuple[AnyTokens, LinesTable]:
             if relpath not in self._checked:
-                problem = next(problems(self.folder.root, record, self.folder.identity), None)
+                problem = next(problems(root, record, identity, pulse), None)
                 if problem:
                     raise DataFault(f"{problem}; {AGAIN}")
                 self._checked.add(relpath)
-            tokens, table = map_shard(self.folder.root, record, self.folder.identity)
+            return map_shard(root, record, identity)
+
+        try:
+            tokens, table = patiently(mapped, f"tokens of shard {relpath}", self.reading, counters)
         except OSError as error:
             raise DataFault(
-                f"the tokens of shard {relpath} in {str(self.folder.root)!r} cannot be read ({error!r})"
+                f"the tokens of shard {relpath} in {str(root)!r} cannot be read ({error!r})"
             ) from error
         counters.update(record.counters)
         return _MappedLines(tokens, table, record, part, parts)
@@ -327,7 +333,9 @@ def wrong_sizes(root: Path, record: ShardRecord, identity: Identity) -> Iterator
             yield f"{path} has {size} bytes where {MANIFEST_NAME} says {expected}"
 
 
-def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[str]:
+def problems(
+    root: Path, record: ShardRecord, identity: Identity, pulse: Pulse | None = None
+) -> Iterator[str]:
     """All that is wrong with the files of one shard: sizes, checksums, ids and offsets. Reads them whole."""
     sizes = list(wrong_sizes(root, record, identity))
     if sizes:
@@ -337,7 +345,7 @@ def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[st
     for suffix, expected in ((".tokens", record.tokens_sha256), (".lines", record.lines_sha256)):
         path = shard_file(root, record.path, suffix)
         content = tokens if suffix == ".tokens" else np.fromfile(path, np.uint8)
-        found = hashlib.sha256(content.data).hexdigest()
+        found = _sha256(content.view(np.uint8), pulse or Pulse())
         if found != expected:
             yield f"{path} is damaged: its sha256 is {found}, {MANIFEST_NAME} says {expected}"
             return
@@ -355,3 +363,11 @@ def problems(root: Path, record: ShardRecord, identity: Identity) -> Iterator[st
         or table.sources.max(initial=-1) >= len(record.sources)
     ):
         yield f"{shard_file(root, record.path, '.lines')} has sources out of range"
+
+
+def _sha256(content: NDArray[np.uint8], pulse: Pulse) -> str:
+    digest = hashlib.sha256()
+    for begin in range(0, len(content), PIECE_BYTES):
+        digest.update(content[begin : begin + PIECE_BYTES].data)
+        pulse.beat()
+    return digest.hexdigest()

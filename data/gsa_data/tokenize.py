@@ -48,17 +48,18 @@ class Tokenizer:
         eos_token: the token that ends each document, as written in the file. None takes the one the file names:
             for sentencepiece its EOS, for tokenizer.json the one special token among those that models use for it
             (tokenizer_json.EOS_NAMES).
+        reading: limits and retries of reading the file; the default's if None.
 
     `eos_id` ends each document, `vocab_size` is the largest id + 1, and `fingerprint` is the sha256 of the file,
     with the id of `eos_token` where that is not the file's own choice. Raises TokenizerError when the file is
     missing, is neither of the two, or has no such EOS.
     """
 
-    def __init__(self, path: str, eos_token: str | None = None) -> None:
+    def __init__(self, path: str, eos_token: str | None = None, reading: Reading | None = None) -> None:
         self.path = path
         self.eos_token = eos_token
         try:
-            self._file = read_bytes(path, Reading(), Counter())
+            self._file = read_bytes(path, reading or Reading(), Counter())
         except OSError as error:
             if isinstance(error, FileNotFoundError | IsADirectoryError):
                 wrong = f"tokenizer file {path!r} does not exist; give a sentencepiece .model file or a tokenizer.json"

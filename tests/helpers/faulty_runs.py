@@ -71,8 +71,8 @@ def faulty(faults: dict[str, Any]) -> Iterator[None]:
         done.add("output")
         return 2 * output[0], *output[1:]
 
-    def faulty_step(model: Any, *arguments: Any) -> Any:
-        step = arguments[5] + 1
+    def faulty_step(training: Any, micro_batches: Any, lr: float, steps_before: int, **options: Any) -> Any:
+        step, model = steps_before + 1, training.model
         weight = next(p for name, p in model.gpt.named_parameters() if name.endswith("linear_fc2.weight"))
         own_rank = int(os.environ["RANK"])
         hook = None
@@ -103,7 +103,7 @@ def faulty(faults: dict[str, Any]) -> Iterator[None]:
         if step == at and "bit" not in done and own_rank in (ranks or [own_rank]):
             done.add("bit")
             weight.data.view(torch.int32).view(-1)[0] ^= 1 << bit
-        result = train_step(model, *arguments)
+        result = train_step(training, micro_batches, lr, steps_before, **options)
         if hook is not None:
             hook.remove()
         return result

@@ -29,7 +29,7 @@ def assert_as_undisturbed(run: Run) -> None:
 
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
-    alerting = ("parallel.timeout_minutes=0.75", "logging.wandb=offline")
+    alerting = ("parallel.timeout_minutes=0.75", "data.read_timeout_seconds=4", "logging.wandb=offline")
     run = launch(tmp_path, *SMALL, *alerting, torchrun=torchrun)
     run.wait_until(lambda: len(run.steps()) >= 1)
     victim = ranks_of(run)[1]

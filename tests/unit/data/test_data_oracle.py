@@ -1,8 +1,9 @@
-"""Random corpora and random lives of a run against an oracle on lists: every token, every position, every count.
+"""Random corpora and random lives of a run, its shards failing or not, against an oracle on lists: every token, every
+position, every count.
 
-A life has up to four starts, each with its own ranks, weights of sources, lengths of sequences, and text or tokens of
-it. The corpora have shards without lines, lines without text, documents without tokens and longer than ten sequences,
-fewer documents than lanes, and epochs of a few blocks.
+A life has some starts, each with its own ranks, weights of sources, lengths of sequences, and text or tokens of it. The
+corpora have shards without lines, lines without text, documents without tokens and longer than ten sequences, fewer
+documents than lanes, and epochs of a few blocks.
 """
 
 from __future__ import annotations
@@ -86,6 +87,28 @@ def write_text(folder: Path, chance: random.Random) -> Lines:
     return shards
 
 
+class Failed(NamedTuple):
+    """A shard that is gone, or has lost its end."""
+
+    lines: list[Document | str]
+    is_gone: bool = False
+
+
+def fail(folder: Path, name: str, lines: list[Document | str], chance: random.Random) -> Failed:
+    """A shard that no longer opens, or ends after a line, or within one."""
+    path = folder / name
+    if chance.random() < 0.3:
+        path.unlink()
+        return Failed([], is_gone=True)
+    left = chance.randrange(len(lines))
+    text = path.read_text().split("\n")[:left]
+    if chance.random() < 0.5:
+        path.write_text("".join(f"{line}\n" for line in text))
+        return Failed(lines[:left])
+    path.write_text("\n".join([*text, '{"text": "1']))
+    return Failed([*lines[:left], "bad_json"])
+
+
 def copies(config: StreamConfig, shard: str, line: int, weight: float, epoch: int) -> int:
     state = (stable_hash(config.seed, shard) + (line + 1) * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -102,36 +125,65 @@ class Lane:
     config: StreamConfig
     shards: Lines
     weights: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, Failed] = field(default_factory=dict)
+    """Shards that this start finds otherwise."""
     counts: Counter[str] = field(default_factory=Counter)
-    cursor: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0])
+    cursor: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0, 0])
     blocks: int = 0
     stream: list[tuple[Slot, int, int]] = field(default_factory=list)
     """concatenate: (slot, offset, token) from the first token of the next block on"""
     pool: list[tuple[Slot, int, list[int]]] = field(default_factory=list)
     """best_fit: (slot, offset, what is left)"""
+    origin: dict[Slot, tuple[str, int, int]] = field(default_factory=dict)
+    """Of what was read: shard, line, and lines of the unit when it was opened."""
+    is_new: bool = False
+    """A start that has not yet read a block."""
 
     def __post_init__(self) -> None:
         self.slots = self.all_slots()
 
-    def all_slots(self) -> Iterator[tuple[Slot, str, int]]:
+    def start(self, weights: dict[str, float], failed: dict[str, Failed]) -> None:
+        self.weights, self.failed, self.is_new = weights, failed, True
+
+    def lines_of(self, name: str) -> list[Document | str]:
+        return self.failed[name].lines if name in self.failed else self.shards[name]
+
+    def line_at(self, name: str, number: int) -> Document | str:
+        """What a start finds at the place of a line."""
+        return self.lines_of(name)[number] if number < len(self.lines_of(name)) else "lost_lines"
+
+    def read_again(self) -> None:
+        """Documents that were read and are not, or not as a whole, in a block: a start reads them once more."""
+        for slot in {slot for slot, *_ in (*self.stream, *self.pool)}:
+            line = self.line_at(*self.origin[slot][:2])
+            if isinstance(line, str):
+                self.counts["lost_lines" if self.pool else line] += 1
+                self.stream = [each for each in self.stream if each[0] != slot]
+                self.pool = [each for each in self.pool if each[0] != slot]
+
+    def all_slots(self) -> Iterator[tuple[Slot, tuple[str, int, int]]]:
         config = self.config
         parts = -(-4 * config.num_lanes // len(self.shards))
         for epoch in range(5000):
             units = [(name, part) for name in sorted(self.shards) for part in range(parts)]
             units.sort(key=lambda unit: stable_hash(config.seed, epoch, *unit))
             for place, (name, part) in enumerate(units[self.number :: config.num_lanes]):
-                order = range(len(self.shards[name]))[part::parts]
+                failed = self.failed.get(name)
+                self.counts["shards_read"] += part == 0 and (failed is None or not failed.is_gone)
+                self.counts["shards_damaged"] += part == 0 and failed is not None and not failed.is_gone
+                self.counts["shards_missing"] += failed is not None and failed.is_gone
+                order = range(len(self.lines_of(name)))[part::parts]
                 if config.shuffle_documents:
                     chance = np.random.RandomState(stable_hash(config.seed, epoch, name, part) % 2**32)
                     order = [order[i] for i in chance.permutation(len(order))]
                 n = len(order)
                 for j, copy in itertools.product(range(n), range(MOST_COPIES)):
                     back = int([0, 1 / 2, 1 / 4, 3 / 4, 1 / 8, 5 / 8][copy] * n)
-                    yield (epoch, place, j, copy), name, order[(j - back) % n]
+                    yield (epoch, place, j, copy), (name, order[(j - back) % n], n)
 
     def next_document(self) -> tuple[Slot, list[int]]:
-        for slot, name, number in self.slots:
-            line = self.shards[name][number]
+        for slot, (name, number, lines) in self.slots:
+            line = self.line_at(name, number)
             if isinstance(line, str):
                 self.counts[line] += slot[3] == 0
                 continue
@@ -139,6 +191,7 @@ class Lane:
             if copies(self.config, name, number, weight, slot[0]) > slot[3]:
                 self.counts["documents"] += 1
                 self.counts[f"{TOKENS_OF}{line.source}"] += len(line.tokens)
+                self.origin[slot] = (name, number, lines)
                 return slot, line.tokens
             if slot[3] == 0:
                 self.counts[f"{LEFT_OUT_OF}{line.source}"] += 1
@@ -146,6 +199,9 @@ class Lane:
 
     def next_block(self, length: int) -> list[int]:
         self.blocks += 1
+        if self.is_new:
+            self.read_again()
+        self.is_new = False
         return self.cut(length) if self.config.packing == "concatenate" else self.fill(length + 1)
 
     def cut(self, length: int) -> list[int]:
@@ -154,8 +210,8 @@ class Lane:
             self.stream += [(slot, offset, token) for offset, token in enumerate(tokens)]
         block = [token for _, _, token in self.stream[: length + 1]]
         del self.stream[:length]
-        (*place, copy), offset, _ = self.stream[0]
-        self.cursor = [*place, offset, copy]
+        slot, offset, _ = self.stream[0]
+        self.cursor = self.position(slot, offset)
         return block
 
     def fill(self, room: int) -> list[int]:
@@ -163,7 +219,7 @@ class Lane:
         while len(self.pool) < wanted or sum(len(each[2]) for each in self.pool) < MIN_POOL_BLOCKS * room:
             slot, tokens = self.next_document()
             self.pool.append((slot, 0, tokens))
-            self.cursor = [*slot[:3], 0, slot[3] + 1]
+            self.cursor = self.position((*slot[:3], slot[3] + 1), 0, self.origin[slot][2])
         for at, (slot, offset, tokens) in enumerate(self.pool):
             if len(tokens) > room:
                 self.pool[at] = (slot, offset + room - 1, tokens[room - 1 :])
@@ -177,7 +233,10 @@ class Lane:
 
     @property
     def waiting(self) -> list[list[int]]:
-        return [[*slot[:3], offset, slot[3]] for slot, offset, _ in self.pool]
+        return [self.position(slot, offset) for slot, offset, _ in self.pool]
+
+    def position(self, slot: Slot, offset: int, lines: int = 0) -> list[int]:
+        return [*slot[:3], offset, slot[3], lines or self.origin[slot][2]]
 
 
 def read(
@@ -199,12 +258,32 @@ def read(
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_life_of_a_run(seed: int, packing: Any, tmp_path: Path) -> None:
+    refusals, _ = live(seed, packing, tmp_path, starts=4, shards_fail=False)
+    assert len(refusals) <= 2
+    assert all(re.search("no usable document|leaves out every source", refusal) for refusal in refusals)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_lives_whose_shards_fail_between_a_save_and_a_resume(packing: Any, tmp_path: Path) -> None:
+    """What is still there comes as it would have come, and each line that is not is counted."""
+    counts: Counter[str] = Counter()
+    for seed in range(8):
+        (tmp_path / str(seed)).mkdir()
+        counts += live(seed, packing, tmp_path / str(seed), starts=6, shards_fail=True)[1]
+    assert min(counts[name] for name in ("lost_lines", "shards_missing", "shards_damaged")) > 5
+
+
+def live(
+    seed: int, packing: Any, scratch: Path, starts: int, shards_fail: bool
+) -> tuple[list[str], Counter[str]]:
+    """Every block, position and count of a life; returns the starts that were refused, and the last counts."""
     chance = random.Random(seed)
     shards: Lines = {}
     while sum(isinstance(line, Document) for lines in shards.values() for line in lines) < 12:
-        shards = write_text(tmp_path / f"text {len(list(tmp_path.iterdir()))}", chance)
-        folder = max(tmp_path.iterdir())
-    tokens = prepare_tokens(str(folder), NUMBERS, tmp_path / "tokens", 1, READING)
+        shards = write_text(scratch / f"text {len(list(scratch.iterdir()))}", chance)
+        folder = max(scratch.iterdir())
+    kept = {name: (folder / name).read_bytes() for name in shards}
+    tokens = prepare_tokens(str(folder), NUMBERS, scratch / "tokens", 1, READING)
     text = open_corpus(str(folder), reading=READING)
     num_lanes = chance.choice([1, 2, 4])
     config = StreamConfig(
@@ -220,23 +299,29 @@ def test_a_life_of_a_run(seed: int, packing: Any, tmp_path: Path) -> None:
     sources = {line.source for lines in shards.values() for line in lines if isinstance(line, Document)}
     state: dict[str, Any] | None = None
     refusals: list[str] = []
-    for _ in range(4):
+    counted: Counter[str] = Counter()
+    for _ in range(starts):
         weights = {name: each for name, each in chance.choice(WEIGHTS).items() if name in sources}
         config = replace(config, source_weights=weights, seq_len_tokens=chance.choice([1, 7, 16, 16, 50]))
         ranks = chance.choice([ranks for ranks in (1, 2, 4) if num_lanes % ranks == 0])
+        failed: dict[str, Failed] = {}
+        for name, content in kept.items():
+            (folder / name).write_bytes(content)
+            if shards_fail and shards[name] and chance.random() < 0.5:
+                failed[name] = fail(folder, name, shards[name], chance)
+        corpus = text if shards_fail else chance.choice([text, tokens])
         try:
-            samples, state = read(chance.choice([text, tokens]), config, ranks, chance.randrange(12), state)
+            samples, state = read(corpus, config, ranks, chance.randrange(12), state)
         except DataFault as fault:
             refusals.append(str(fault))
             continue
         for lane in lanes:
-            lane.weights = weights
+            lane.start(weights, failed)
         for number, block in sorted(samples.items()):
             assert block == lanes[number % num_lanes].next_block(config.seq_len_tokens), f"sample {number}"
         assert state["cursors"] == [lane.cursor for lane in lanes]
         assert state["pools"] == [lane.waiting for lane in lanes]
         counted = sum((lane.counts for lane in lanes), Counter())
-        names = ("documents", "bad_json", "empty_text", TOKENS_OF, LEFT_OUT_OF)
+        names = ("documents", "bad_json", "empty_text", "lost_lines", "shards_", TOKENS_OF, LEFT_OUT_OF)
         assert counted == {name: count for name, count in state["counters"].items() if name.startswith(names)}
-    assert len(refusals) <= 2
-    assert all(re.search("no usable document|leaves out every source", refusal) for refusal in refusals)
+    return refusals, counted

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gsa_data.pack import Cursor, document_ids, loss_mask, pack
+from gsa_data.pack import Cursor, document_ids, document_starts, loss_mask, pack
 
 EOS = 2
 
@@ -47,3 +47,12 @@ def test_document_ids_and_loss_mask_by_brute_force(attend_across_documents: bool
             assert found_id == document
             assert found_mask == (0.0 if token == EOS and not attend_across_documents else 1.0)
             document += token == EOS
+
+
+def test_document_starts() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2]], dtype=torch.int32)
+    expected = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]], dtype=torch.int32)
+    starts = document_starts(ids)
+    assert torch.equal(starts, expected)
+    assert starts.dtype == torch.int32
+    assert torch.equal(document_starts(ids, query_start=3), expected[:, 3:])

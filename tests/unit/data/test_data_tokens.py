@@ -374,7 +374,7 @@ def test_unreadable_files_are_named(
     def no_map(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    stream = BlockStream(tokens, tokenizer, CONFIG, 0, 1)
+    stream = BlockStream(tokens, tokenizer, replace(CONFIG, reading=Reading(retries=0)), 0, 1)
     monkeypatch.setattr(np, "memmap", no_map)
     with pytest.raises(DataFault, match=r"the tokens of shard chunk1/s\d.*cannot be read"):
         stream.next_blocks(1)

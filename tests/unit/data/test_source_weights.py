@@ -165,7 +165,7 @@ def test_weights_may_change_at_any_place(
     for lane in range(CONFIG.num_lanes):
         expected, last = [], (0, 0, 0, -1)
         for weights, cursors in zip(all_weights, ends, strict=True):
-            epoch, unit, place, _, copy = cursors[lane]  # in the last document of these weights
+            epoch, unit, place, _, copy, _ = cursors[lane]  # in the last document of these weights
             until = (epoch, unit, place, copy)
             if until == (0, 0, 0, 0) and cursors[lane][3] == 0:
                 continue  # this lane was not read yet

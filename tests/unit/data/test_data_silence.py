@@ -1,0 +1,228 @@
+"""A share whose server is gone: no call to it ever comes back. Every touch of the data has a limit, retries, a message.
+
+What hangs here hangs far longer than all tries of QUICK take: without a limit the call succeeds at last, and the test
+finds no fault.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import prepare
+import pytest
+from data_corpus import document, write_corpus
+from fsspec.implementations.memory import MemoryFileSystem
+from prepare_tokens import prepare_tokens
+from test_data_indexed import write_indexed
+
+from gsa_data import DataFault, Manifest, Tokenizer, indexed, token_files
+from gsa_data.corpus import open_corpus, shard_reader
+from gsa_data.faults import Reading
+from gsa_data.fetch import ReadError, in_time, patiently
+from gsa_data.tokenize import TokenizerError
+
+HANG_SECONDS = 30.0
+QUICK = Reading(retries=1, backoff_seconds=0.0, timeout_seconds=0.2)
+SILENCE = r"no answer within 0\.2 s"
+
+
+class Server:
+    """Of SilentFileSystem: the next `hangs` calls of one method never come back."""
+
+    def __init__(self) -> None:
+        self.method, self.hangs = "", 0
+        self.test_is_over = threading.Event()
+
+    def silence(self, method: str, hangs: int) -> None:
+        self.method, self.hangs = method, hangs
+
+    def answer(self, method: str) -> None:
+        if method == self.method and self.hangs > 0:
+            self.hangs -= 1
+            self.test_is_over.wait(HANG_SECONDS)
+
+    def before(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, answered by this server."""
+
+        def answered(*arguments: Any, **options: Any) -> Any:
+            self.answer(method)
+            return function(*arguments, **options)
+
+        return answered
+
+
+class SilentFileSystem(MemoryFileSystem):
+    protocol = "silent"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as MemoryFileSystem has them
+    pseudo_dirs = [""]  # noqa: RUF012
+    server = Server()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("silent://")))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        # What is asked for first, and for sizes, may be silent apart.
+        self.server.answer(
+            "ls" if not detail else "ls of a folder below" if "chunk" in path else "ls with sizes"
+        )
+        return super().ls(path, detail=detail, **options)
+
+    def cat_ranges(self, *arguments: Any, **options: Any) -> Any:
+        self.server.answer("cat_ranges")
+        return super().cat_ranges(*arguments, **options)
+
+    def _open(self, *arguments: Any, **options: Any) -> Any:
+        self.server.answer("open")
+        return super()._open(*arguments, **options)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    gc.collect()  # readers that an earlier test left take seconds to end, and not in a thread that QUICK limits
+    fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
+    SilentFileSystem.server = Server()
+    yield SilentFileSystem.server
+    SilentFileSystem.server.test_is_over.set()
+
+
+@pytest.fixture
+def share(server: Server, tmp_path: Path, tokenizer: Tokenizer) -> str:
+    """Two shards of one size, which are compared, and a tokenizer."""
+    write_corpus(tmp_path, num_shards=1, documents_per_shard=20)
+    shard = (tmp_path / "chunk1" / "s0.jsonl.zst").read_bytes()
+    for name, content in (("s0", shard), ("s1", b"\0" * len(shard))):
+        fsspec.filesystem("silent").pipe(f"/text/chunk1/{name}.jsonl.zst", content)
+    fsspec.filesystem("silent").pipe("/t.model", Path(tokenizer.path).read_bytes())
+    return "silent://text"
+
+
+def open_text(address: str) -> Manifest:
+    corpus = open_corpus(address, reading=QUICK)
+    assert isinstance(corpus, Manifest)
+    return corpus
+
+
+@pytest.mark.parametrize("method", ["ls", "ls with sizes", "ls of a folder below", "cat_ranges"])
+def test_a_listing_that_never_ends(
+    share: str, server: Server, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.silence(method, hangs=1)
+    assert len(open_text(share).shards) == 2
+    assert server.hangs == 0
+    (told,) = caplog.messages
+    assert told == "data folder 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"
+    server.silence(method, hangs=2)
+    with pytest.raises(DataFault, match=rf"'silent://text' cannot be read .*{SILENCE}.*its server answers"):
+        open_corpus(share, reading=QUICK)
+
+
+def test_a_tokenizer_that_cannot_be_opened(
+    share: str, server: Server, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    server.silence("open", hangs=1)
+    assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
+    server.silence("open", hangs=2)
+    with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
+        Tokenizer("silent://t.model", reading=QUICK)
+    os.mkfifo(tmp_path / "pipe.model")  # to open it for reading waits in the kernel, for someone who writes
+    with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
+        Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
+
+
+def test_prepare_says_which_folder_is_silent(
+    share: str,
+    server: Server,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    monkeypatch.setattr("gsa_data.shards.Reading", lambda: QUICK)
+    server.silence("ls", hangs=2)
+    code = prepare.main(["tokenizer", "--shards", share, "--out", str(tmp_path / "t.model")])
+    assert code == 1
+    assert "error: data folder 'silent://text' cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [("tokens", "stat"), ("tokens", "fromfile"), ("indexed", "stat"), ("indexed", "memmap")],
+)
+def test_mapped_files_that_cannot_be_opened(
+    server: Server,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    function: str,
+) -> None:
+    if kind == "tokens":
+        write_corpus(tmp_path / "text", num_shards=1, documents_per_shard=20)
+        prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, Reading())
+        module: Any = token_files
+    else:
+        (tmp_path / "tokens").mkdir()
+        write_indexed(tmp_path / "tokens", "a", [tokenizer.encode(document(number)) for number in range(20)])
+        module = indexed
+    silent = server.before(function, Path.stat if function == "stat" else getattr(np, function))
+    monkeypatch.setattr(Path if function == "stat" else module.np, function, silent)
+    counters: Counter[str] = Counter()
+
+    def open_shard() -> int:
+        corpus = open_corpus(str(tmp_path / "tokens"), reading=QUICK)
+        assert not isinstance(corpus, Manifest)
+        shard = corpus.manifest.shards[0][0]
+        server.silence(function, hangs=server.hangs or hangs)
+        return len(shard_reader(corpus, tokenizer, QUICK).open(shard, 0, 1, counters))
+
+    hangs = 1
+    assert open_shard() == 20
+    assert (server.hangs, counters["read_retries"]) == (0, 1)
+    hangs = 2
+    with pytest.raises(DataFault, match=rf"cannot be read .*{SILENCE}"):
+        open_shard()
+    server.silence("stat", hangs=2)
+    if function == "stat":
+        with pytest.raises(DataFault, match=rf"data folder .* cannot be read .*{SILENCE}"):
+            open_corpus(str(tmp_path / "tokens"), reading=QUICK)
+
+
+def test_what_shows_signs_of_life_may_take_long() -> None:
+    def twelve_beats(pulse: Any) -> str:
+        for _ in range(12):
+            threading.Event().wait(0.05)
+            pulse.beat()
+        return "done"
+
+    counters: Counter[str] = Counter()
+    assert patiently(twelve_beats, "the whole", QUICK, counters) == "done"
+    assert not counters
+    with pytest.raises(ReadError, match="no answer within"):
+        in_time(lambda: threading.Event().wait(HANG_SECONDS), 0.05)
+
+
+def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(
+    share: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec's own `find` would leave it out."""
+    whole_ls = SilentFileSystem.ls
+
+    def refused(self: Any, path: str, detail: bool = True, **options: Any) -> Any:
+        if "chunk1" in path:
+            raise PermissionError(13, "Permission denied", path)
+        return whole_ls(self, path, detail=detail, **options)
+
+    fsspec.filesystem("silent").pipe("/text/chunk2/a.jsonl", b"{}")
+    assert len(open_text(share).shards) == 3
+    monkeypatch.setattr(SilentFileSystem, "ls", refused)
+    with pytest.raises(DataFault, match=r"Permission denied.*chunk1"):
+        open_corpus(share, reading=QUICK)
