@@ -14,6 +14,7 @@ import torch
 
 from gsa_train.losses import inject_loss
 from gsa_train.model.indexer import IndexerProjections
+from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.runtime import AttentionRuntime
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ class AttentionCore(Protocol):
     """A selection is an object whose format only its core knows."""
 
     def select(
-        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
+        self,
+        projections: IndexerProjections,
+        document_ids: torch.Tensor | None,
+        query_start: int,
+        sample: QuerySample | None,
     ) -> Any:
         """S_t of every query, without gradient; None where a dense pass measures nothing.
 
@@ -34,6 +39,7 @@ class AttentionCore(Protocol):
         Args:
             projections: queries and weight logits of the L_q queries, keys of all L_k.
             document_ids: int32 [B, L_k], or None for one document per sequence.
+            sample: which of the queries to measure; None where the pass is not logged.
         """
         ...
 
@@ -49,6 +55,7 @@ class AttentionCore(Protocol):
         document_ids: torch.Tensor | None,
         selected: Any,
         query_start: int,
+        sample: QuerySample | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gated attention [B, L_q, n_h, d_k], and the indexer loss summed over these queries where it is to be
         learned from, 0-d.
@@ -60,6 +67,7 @@ class AttentionCore(Protocol):
             queries, keys, weight_logits: the indexer's projections; None where it does not run.
             document_ids: int32 [B, L_k], or None for one document per sequence.
             selected: what `select` returned, perhaps for an earlier layer.
+            sample: as in `select`.
         """
         ...
 

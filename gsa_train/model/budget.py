@@ -43,8 +43,9 @@ class VarianceTracker(torch.nn.Module):
 
     def record(self, variance: torch.Tensor) -> None:
         """Count the variances [B, R] of one micro-batch."""
-        self.step_sum[0] += variance.sum(dtype=torch.float64)
-        self.step_sum[1] += variance.numel()
+        total, queries = self.step_sum.unbind()  # an indexed += would also copy the sum onto itself
+        total.add_(variance.sum(dtype=torch.float64))
+        queries.add_(variance.numel())
 
 
 @torch.no_grad()

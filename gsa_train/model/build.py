@@ -80,6 +80,8 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     )
     numbers = range(config.parallel.virtual_pipeline)
     chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
+    for chunk in chunks:
+        chunk.decoder.register_forward_hook(_let_go_of_selection(runtime))
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     for layer in layers:
         layer.register_forward_hook(_measure_activations(runtime, layer.layer_number - 1))
@@ -148,11 +150,21 @@ def attention_implementation(config: Config, device: torch.device) -> str:
     return "reference" if reasons else "triton"
 
 
+def _let_go_of_selection(runtime: AttentionRuntime) -> Any:
+    """Forward hook: the last layer's lists are of no use to output layer and loss, which need the room."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        runtime.shared_selection = None
+
+    return hook
+
+
 def _measure_activations(runtime: AttentionRuntime, layer: int) -> Any:
     """Forward hook: the largest absolute value of the residual stream behind a layer."""
 
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if runtime.measuring and runtime.counts_this_pass():
-            runtime.stats.maximum("max_activation", layer, output[0].abs().max())
+            largest = torch.linalg.vector_norm(output[0].detach(), torch.inf)  # without a copy
+            runtime.stats.maximum("max_activation", layer, largest)
 
     return hook

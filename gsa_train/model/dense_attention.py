@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +51,19 @@ def build_dense_attention(name: str) -> DenseAttention | None:
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
             )
+        if out.requires_grad:
+            # torch (2.11) keeps cuDNN's backward plans by the strides of q, k and v: a gradient in another memory order
+            # than the one before it would be read in that one's.
+            out.register_hook(partial(_in_order_of, out.stride()))
         return out.transpose(1, 2)
 
     return attend
+
+
+def _in_order_of(stride: tuple[int, ...], grad: torch.Tensor) -> torch.Tensor:
+    if grad.stride() == stride:
+        return grad
+    return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _flash_attn() -> DenseAttention:

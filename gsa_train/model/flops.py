@@ -6,6 +6,7 @@ L sequence length. A multiply-add counts as 2 operations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
@@ -99,24 +100,28 @@ def flops_per_token(
     phase: PhaseConfig,
     seq_len_tokens: int,
     mean_selected: float | None = None,
+    mean_visible: float | None = None,
 ) -> FlopsPerToken:
     """Operations per token in a phase, averaged over the positions of a sequence.
 
     Only products of matrices count, and recomputation does not. A backward pass costs twice the forward pass of
-    what it trains; the indexer's scores get gradients only where its loss looks, on the attended keys. Visible
-    keys are causal, document boundaries ignored.
+    what it trains; the indexer's scores get gradients only where its loss looks, on the attended keys.
 
     Args:
-        mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`).
+        mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`). No more
+            than the visible keys count.
+        mean_visible: measured mean of the keys that a query sees; without it a sequence is one document.
     """
     d, layers, tokens = model.hidden_size, model.num_layers, seq_len_tokens
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     base_passes = 1 if phase.train == "indexer" else 3
 
-    visible = mean_visible_keys(tokens)
+    visible = causal_mean_keys(tokens) if mean_visible is None else mean_visible
     attended = visible
     if phase.attention == "sparse":
-        attended = mean_selected_keys(gsa, tokens) if mean_selected is None else mean_selected
+        if mean_selected is None:
+            mean_selected = mean_selected_keys(gsa, [range(1, tokens + 1)])
+        attended = min(mean_selected, visible)
 
     projections = layers * 2 * (d * (query + 2 * key_value) + query * d)
     gates = layers * 2 * d * (gsa.value_gate * key_value + gsa.output_gate * query)
@@ -130,7 +135,7 @@ def flops_per_token(
     query_share = -(-tokens // gsa.selection_block) / tokens
     indexer_projections = 2 * d * (query_share * (heads * dim + heads) + dim)
     per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted sum over heads
-    scored = mean_scored_keys(gsa, tokens)
+    scored = mean_scored_keys(gsa, tokens, visible)
     learned = min(scored, query_share * attended) if learns else 0.0
 
     return FlopsPerToken(
@@ -146,27 +151,38 @@ def flops_per_token(
     )
 
 
-def mean_visible_keys(seq_len_tokens: int) -> float:
-    """Keys at or before a query, averaged over the queries: (L + 1) / 2."""
+def causal_mean_keys(seq_len_tokens: int) -> float:
+    """Keys at or before a query, averaged over the queries of a sequence of one document: (L + 1) / 2."""
     return (seq_len_tokens + 1) / 2
 
 
-def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int) -> float:
-    """Scores that the indexer computes per token: the keys up to each block's first query, over all tokens."""
-    return sum(range(1, seq_len_tokens + 1, gsa.selection_block)) / seq_len_tokens
+def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
+    """Scores that the indexer computes per token: the keys that each block's first query sees, over all tokens.
+
+    Exact for one document and for blocks of one query. Else first queries are taken to see as much less than the
+    others as in one document, by a share of less than block / L, as documents may begin anywhere in a block.
+    """
+    of_one_document = sum(range(1, seq_len_tokens + 1, gsa.selection_block)) / seq_len_tokens
+    return of_one_document * (mean_visible / causal_mean_keys(seq_len_tokens))
 
 
-def mean_selected_keys(gsa: GSAConfig, seq_len_tokens: int) -> float:
+def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) -> float:
     """|S_t| averaged over the queries, when every query gets k_base keys.
 
-    A block selects from the keys up to its first query; each query adds its own local window. The two are taken
-    as disjoint as far as the visible keys allow, so with a window this is an upper estimate.
+    A block selects from the keys that its first query sees, of which those queries that are in another document have
+    none; each query adds its own local window. The two are taken as disjoint as far as the visible keys allow, so
+    with a window this is an upper estimate.
+
+    Args:
+        visible_keys: of each query, sequence by sequence.
     """
     total = 0
-    for position in range(seq_len_tokens):
-        first = position - position % gsa.selection_block
-        total += min(min(gsa.k_base, first + 1) + gsa.local_window, position + 1)
-    return total / seq_len_tokens
+    for sequence in visible_keys:
+        for position, visible in enumerate(sequence):
+            behind = position % gsa.selection_block
+            chosen = min(gsa.k_base, sequence[position - behind]) if visible > behind else 0
+            total += min(chosen + gsa.local_window, visible)
+    return total / sum(map(len, visible_keys))
 
 
 # Dense peak rates by the name that the driver reports: bf16 tensor cores (half of the datasheet's figure "with

@@ -32,6 +32,7 @@ from gsa_train.model.gates import build_gate_projection, has_gates, split_gate_l
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore_config import GSATransformerConfig
 from gsa_train.model.norm import RMSNorm
+from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.rotary import sequence_cut
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.sequence_cut import QueryRun, query_runs
@@ -140,6 +141,7 @@ class GSASelfAttention(MegatronModule):
         projections = selected = None
         if self.runtime.uses_indexer:
             if self.indexer is not None:
+                self.runtime.shared_selection = None  # not beside the next one
                 with span("indexer"):
                     projections = self._index(hidden_states, gathered)
                 with span("selection"):
@@ -148,11 +150,11 @@ class GSASelfAttention(MegatronModule):
 
         queries, keys, weight_logits = projections or (None, None, None)
         core_inputs = (q, k, v, output_gate, queries, keys, weight_logits, attention_mask)
-        attend = partial(self._attend, selected=selected)  # checkpoints take tensors only
         if self.recompute_core and torch.is_grad_enabled():
+            attend = partial(self._attend_twice, [selected])  # checkpoints take tensors only
             out = tensor_parallel.checkpoint(attend, False, *core_inputs)
         else:
-            out = attend(*core_inputs)
+            out = self._attend(selected, *core_inputs)
         return self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
 
     def _select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> list[Any]:
@@ -163,12 +165,22 @@ class GSASelfAttention(MegatronModule):
                 IndexerProjections(queries[:, run.local], keys[:, : run.end], weight_logits[:, run.local]),
                 _up_to(document_ids, run.end),
                 run.start,
+                self._sample(queries.shape[1], run),
             )
             for run in self._runs(queries.shape[1])
         ]
 
+    def _attend_twice(self, held: list[list[Any] | None], *core_inputs: Any) -> torch.Tensor:
+        """Forward without a graph, and again in the backward pass, which lets go of the selection: the node of the
+        checkpoint lives as long as the micro-batch's loss, which the schedule holds."""
+        selected = held[0]
+        if torch.is_grad_enabled():
+            held.clear()
+        return self._attend(selected, *core_inputs)
+
     def _attend(
         self,
+        selected: list[Any] | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -177,7 +189,6 @@ class GSASelfAttention(MegatronModule):
         keys: torch.Tensor | None,
         weight_logits: torch.Tensor | None,
         document_ids: torch.Tensor | None,
-        selected: list[Any] | None,
     ) -> torch.Tensor:
         """The core over all keys of the sequence for each run of this rank's queries: [B, L, n_h, d_k], with the
         indexer loss joined to its gradient. What is gathered here is gathered again when it is recomputed, not kept."""
@@ -195,6 +206,7 @@ class GSASelfAttention(MegatronModule):
                 _up_to(document_ids, run.end),
                 None if selected is None else selected[index],
                 run.start,
+                self._sample(q.shape[1], run),
             )
             outputs.append(out)
             if kl is not None:
@@ -203,10 +215,15 @@ class GSASelfAttention(MegatronModule):
         if not losses:
             return out
         with indexer_graph(self.runtime), span("kl"):
-            return train_indexer(self.runtime, out, torch.stack(losses).sum())
+            loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+            return train_indexer(self.runtime, out, loss)
 
     def _runs(self, length: int) -> list[QueryRun]:
         return query_runs(length, self.cut)
+
+    def _sample(self, length: int, run: QueryRun) -> QuerySample | None:
+        """Which queries of a run to measure; this rank has `length` tokens."""
+        return self.runtime.sample(length * self.groups.cp.size(), run.start, run.end)
 
     def _project(
         self,
@@ -218,9 +235,8 @@ class GSASelfAttention(MegatronModule):
         None."""
         qkv, _ = self.linear_qkv(hidden_states)
         value_gate = output_gate = None
-        if gates is not None and (self.runtime.measuring or self.heads_op is None):
-            value_gate, output_gate = split_gate_logits(gates, self.config)
-            self._measure_gates(value_gate, output_gate)
+        if gates is not None:
+            self._measure_gates(gates)
         if self.heads_op is not None:
             assert isinstance(rotary_pos_emb, torch.Tensor)
             return self.heads_op(
@@ -232,6 +248,8 @@ class GSASelfAttention(MegatronModule):
                 output_gate=self.gsa.output_gate,
             )
 
+        if gates is not None:
+            value_gate, output_gate = split_gate_logits(gates, self.config)
         d_k = self.config.kv_channels
         per_group = qkv.unflatten(-1, (-1, (self.heads_per_group + 2) * d_k))
         q, k, v = per_group.split([self.heads_per_group * d_k, d_k, d_k], -1)
@@ -261,12 +279,21 @@ class GSASelfAttention(MegatronModule):
             queries, keys, weight_logits = self.indexer(hidden)
             return IndexerProjections(queries, gather_tokens(keys, self.cut, self.groups.cp), weight_logits)
 
-    def _measure_gates(self, value_gate: torch.Tensor | None, output_gate: torch.Tensor | None) -> None:
-        if not (self.runtime.measuring and self.runtime.counts_this_pass()):
+    def _measure_gates(self, gates: torch.Tensor) -> None:
+        """Of the sampled tokens.
+
+        Args:
+            gates: logits of both, [L, B, local rows].
+        """
+        length = gates.shape[0]
+        pieces = [(run, self._sample(length, run)) for run in self._runs(length)]
+        rows = [run.local.start + sample.rows for run, sample in pieces if sample is not None]
+        if not rows:
             return
-        for name, logits in (("value_gate", value_gate), ("output_gate", output_gate)):
-            if logits is not None:
-                opening = logits.detach().float().sigmoid()
+        logits = split_gate_logits(gates.detach()[torch.cat(rows)], self.config)
+        for name, gate in zip(("value_gate", "output_gate"), logits, strict=True):
+            if gate is not None:
+                opening = gate.float().sigmoid()
                 self.runtime.stats.add(f"{name}_mean", self.layer, opening)
                 self.runtime.stats.add(f"{name}_low", self.layer, opening < 0.1)
 

@@ -44,8 +44,14 @@ class Indexer(MegatronModule):
         gated = self.gsa.indexer_activation == "sigmoid"
         self.score_bias = self._parameter(heads) if gated else None  # b_j
         self.weight_bias = self._parameter(heads) if gated else None  # c_j
+        # The three products are one, padded: matrix units want multiples of 8.
+        rows = heads * dim + dim + heads
+        self.register_buffer(
+            "padding", self.head_weight.new_zeros(-rows % 8, config.hidden_size), persistent=False
+        )
         learned = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
+        self._fixed_inverse_temperature: torch.Tensor | None = None
         self.split_op = _fused_split_op() if config.fused_ops and not self.gsa.indexer_rope else None
         self.rotary = rotary_embedding(config, dim, groups) if self.gsa.indexer_rope else None
 
@@ -61,14 +67,11 @@ class Indexer(MegatronModule):
 
     def forward(self, hidden: torch.Tensor) -> IndexerProjections:
         """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
-        weights = (self.query_weight, self.key_weight, self.head_weight)
-        sizes = [len(weight) for weight in weights]
-        # One product instead of three, padded: matrix units want multiples of 8.
-        padding = self.head_weight.new_zeros(-sum(sizes) % 8, hidden.shape[-1])
-        together = F.linear(hidden, torch.cat([*weights, padding]))
+        weights = (self.query_weight, self.key_weight, self.head_weight, self.padding)
+        together = F.linear(hidden, torch.cat(weights))
         if self.split_op is not None:
             return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
-        queries, keys, weight_logits, _ = together.split([*sizes, len(padding)], -1)
+        queries, keys, weight_logits, _ = together.split([len(weight) for weight in weights], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
@@ -90,11 +93,14 @@ class Indexer(MegatronModule):
             activation=self.gsa.indexer_activation,
         )
 
-    def inverse_temperature(self) -> float | torch.Tensor:
-        """beta of softmax(beta * I) in the indexer loss."""
-        if self.log_inverse_temperature is None:
-            return float(self.gsa.indexer_temperature)
-        return self.log_inverse_temperature.float().exp()[0]
+    def inverse_temperature(self) -> torch.Tensor:
+        """beta of softmax(beta * I) in the indexer loss: fp32, 0-d."""
+        if self.log_inverse_temperature is not None:
+            return self.log_inverse_temperature.float().exp()[0]
+        if self._fixed_inverse_temperature is None:  # no buffer, which a bf16 model would round
+            value, device = float(self.gsa.indexer_temperature), self.head_weight.device
+            self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
+        return self._fixed_inverse_temperature
 
 
 def _fused_split_op() -> Callable[..., Any]:

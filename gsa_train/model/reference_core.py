@@ -29,6 +29,7 @@ from gsa_kernels import (
 from gsa_kernels.sampling import sample_rows
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.indexer import IndexerProjections
+from gsa_train.model.query_sample import QuerySample
 from gsa_train.spans import span
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ class ReferenceCore:
         self.gsa, self.runtime, self.layer = attention.gsa, attention.runtime, attention.layer
 
     def select(
-        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
+        self,
+        projections: IndexerProjections,
+        document_ids: torch.Tensor | None,
+        query_start: int,
+        sample: QuerySample | None,
     ) -> torch.Tensor | None:
         runtime, gsa = self.runtime, self.gsa
         indexer, tracker = self.attention.indexer, self.attention.variance
@@ -71,8 +76,8 @@ class ReferenceCore:
             )
             positions = torch.arange(query_start, num_keys, device=device)
             selected = self._complete(select_top_k(scores, visible, budget), document_ids, positions)
-            if counted and runtime.measuring:
-                self._measure(selected, budget, variance, tracker.ema, document_ids, positions)
+            if sample is not None:
+                self._measure(selected, budget, variance, tracker.ema, document_ids, positions, sample)
             return selected
 
     def _complete(
@@ -100,10 +105,10 @@ class ReferenceCore:
         document_ids: torch.Tensor | None,
         selected: torch.Tensor | None,
         query_start: int,
+        sample: QuerySample | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         runtime, stats, layer = self.runtime, self.runtime.stats, self.layer
-        counted = runtime.counts_this_pass()
-        measured = counted and runtime.measuring
+        counted, measured = runtime.counts_this_pass(), sample is not None
         positions = torch.arange(query_start, k.shape[1], device=q.device)
         visible = visible_mask(k.shape[1], query_positions=positions, document_ids=document_ids)
         mask = selected if runtime.sparse else visible
@@ -123,16 +128,16 @@ class ReferenceCore:
         out, probs = attention.out, attention.head_sum_probs
         if probs is not None:
             dist.all_reduce(probs, group=self.attention.groups.tp)  # the target averages all ranks' heads
-        if measured:
+        if sample is not None:
             recall = attention.recall
             if dense_recall:
                 assert probs is not None
                 assert selected is not None
                 recall = torch.where(selected, probs, 0).sum(-1) / self.attention.config.num_attention_heads
             if recall is not None:
-                stats.add("recall", layer, recall)
+                stats.add("recall", layer, recall[:, sample.rows])
             assert attention.sink is not None
-            stats.add("first_token_attention", layer, attention.sink)
+            stats.add("first_token_attention", layer, attention.sink[:, sample.rows])
         kl = None
         if distils:
             assert probs is not None
@@ -178,6 +183,7 @@ class ReferenceCore:
         variance_ema: torch.Tensor,
         document_ids: torch.Tensor | None,
         positions: torch.Tensor,
+        sample: QuerySample,
     ) -> None:
         stats, layer = self.runtime.stats, self.layer
         stats.add("k_mean", layer, budget)
@@ -185,10 +191,16 @@ class ReferenceCore:
         stats.maximum("k_min", layer, -budget.min())
         stats.add("variance", layer, variance)
         stats.add("variance_ema", layer, variance_ema)
-        stats.add("adjacent_overlap", layer, adjacent_overlap(selected))
-        stats.add("union_ratio_32", layer, union_ratio(selected, 32))
+        if len(sample) == 0:
+            return
+        selected = selected[:, sample.rows]
+        stats.add("adjacent_overlap", layer, adjacent_overlap(selected)[:, sample.neighbours])
+        if len(sample.grouped) > 0:
+            stats.add("union_ratio_32", layer, union_ratio(selected[:, sample.grouped], sample.group))
         # The exact expectation for as many keys drawn at random: each visible key is as likely as any other,
         # so the expected share of the probability is the share of the keys.
-        visible = visible_mask(selected.shape[-1], query_positions=positions, document_ids=document_ids)
+        visible = visible_mask(
+            selected.shape[-1], query_positions=positions[sample.rows], document_ids=document_ids
+        )
         stats.add("random_recall", layer, selected.sum(-1) / visible.sum(-1))
         stats.add("selected_keys", layer, selected.sum(-1))

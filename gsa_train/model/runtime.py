@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gsa_train.model.query_sample import QuerySample, sample_queries
 from gsa_train.model.stats import LayerStats
 
 
@@ -37,6 +38,7 @@ class AttentionRuntime:
     """Selections of the last leader layer, one per run of queries, for the followers of its group
     (`selection_reuse`)."""
 
+    _samples: dict[tuple[int, int, int], QuerySample] = field(default_factory=dict, repr=False)
     _rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     def begin_step(self, row_key: str) -> None:
@@ -65,6 +67,16 @@ class AttentionRuntime:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
             self._rotary = (angles, half.cos().contiguous(), half.sin().contiguous())
         return self._rotary[1:]
+
+    def sample(self, length: int, start: int, end: int) -> QuerySample | None:
+        """The queries, of those at start .. end - 1 of a sequence, that the pass under way measures; None if it is not
+        logged. Where `counts_this_pass` may be asked."""
+        if not (self.measuring and self.counts_this_pass()):
+            return None
+        piece = (length, start, end)
+        if piece not in self._samples:
+            self._samples[piece] = sample_queries(*piece, self.stats.device)
+        return self._samples[piece]
 
     @property
     def uses_indexer(self) -> bool:

@@ -24,9 +24,11 @@ MEANS = (
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
-`adjacent_overlap` and `union_ratio_32` are averages within runs of queries that one rank holds. Over context-parallel
-ranks these are chunks of a sequence: pairs of neighbours that lie across their borders are left out, and groups of 32
-begin anew in each chunk (the same groups where 32 divides a chunk)."""
+Those of k_t, of the scores' variance and of the indexer's KL are over all tokens. The others are over a sample of the
+queries (query_sample.py): all of sequences of up to 512 tokens, else 8 runs of 64 neighbours. `adjacent_overlap` is
+over the pairs of neighbours within its runs, and `union_ratio_32` over their groups of 32, as far as one rank holds
+them: context-parallel ranks leave out pairs and groups across the borders of their chunks of a sequence. No run lies
+across one where 64 divides a chunk of a sequence of more than 512 tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation")
 """Largest values over all ranks; `k_min` is kept negated."""
@@ -37,15 +39,19 @@ class LayerStats:
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self._sums = torch.zeros(len(MEANS), num_layers, dtype=torch.float64, device=device)
-        self._counts = torch.zeros_like(self._sums)
+        self._counts = torch.zeros(self._sums.shape, dtype=torch.float64)  # known without the device
         self._extremes = torch.full(
             (len(EXTREMES), num_layers), -torch.inf, dtype=torch.float64, device=device
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self._sums.device
+
     def add(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add all elements of `values` to the average `name` of layer `layer` (from 0)."""
         row = MEANS.index(name)
-        self._sums[row, layer] += values.detach().sum(dtype=torch.float64)
+        self._sums[row, layer].add_(values.detach().sum(dtype=torch.float64))
         self._counts[row, layer] += values.numel()
 
     def maximum(self, name: str, layer: int, value: torch.Tensor) -> None:
@@ -64,7 +70,8 @@ class LayerStats:
 
     def restore(self, copy: tuple[torch.Tensor, ...]) -> None:
         """Forget what was recorded since."""
-        torch._foreach_copy_([self._sums, self._counts, self._extremes], list(copy))
+        for recorded, saved in zip((self._sums, self._counts, self._extremes), copy, strict=True):
+            recorded.copy_(saved)
 
     def reduce(
         self, extra_sums: torch.Tensor, extra_maxima: torch.Tensor
@@ -82,7 +89,7 @@ class LayerStats:
             name -> value per layer (a name that no layer recorded is left out; NaN for a layer that did not),
             and the reduced extras.
         """
-        sums = torch.cat([self._sums.flatten(), self._counts.flatten(), extra_sums])
+        sums = torch.cat([self._sums.flatten(), self._counts.flatten().to(self.device), extra_sums])
         maxima = torch.cat([self._extremes.flatten(), extra_maxima])
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

@@ -1,6 +1,6 @@
 """What queries attend to, in the forms that the fused kernels take: all visible keys, bits, or lists of keys.
 
-Each form is one class with the same operations: attention over it, the indexer loss on it, and its statistics.
+Each form is one class with the same operations: attention over it, the indexer loss on it, and bits for statistics.
 Shapes as in `AttentionCore`: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k] of this tensor-parallel rank; the
 queries are the last L positions of the keys.
 """
@@ -20,9 +20,8 @@ from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.lists.triton_rows import words_of_rows
 from gsa_kernels.sampling import RowSample
-from gsa_kernels.statistics import lists as list_statistics
-from gsa_kernels.statistics import words as word_statistics
 from gsa_train.model.indexer import IndexerProjections
 
 
@@ -63,10 +62,6 @@ class Support(Protocol):
         rows that `options` choose."""
         ...
 
-    def sees_first(self, document_starts: torch.Tensor | None, length: int) -> torch.Tensor:
-        """bool, broadcastable to [B, L]: whether a query attends to position 0."""
-        ...
-
 
 @dataclass(frozen=True)
 class AllVisible:
@@ -74,7 +69,6 @@ class AllVisible:
 
     block: int
     """Queries that share a row of the indexer loss."""
-    device: torch.device
 
     def attention(
         self,
@@ -96,11 +90,6 @@ class AllVisible:
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return _loss_by_rows(inputs, None, self.block)
-
-    def sees_first(self, document_starts: torch.Tensor | None, length: int) -> torch.Tensor:
-        if document_starts is None:
-            return torch.ones(1, length, dtype=torch.bool, device=self.device)
-        return document_starts == 0
 
 
 @dataclass(frozen=True)
@@ -133,17 +122,9 @@ class SelectedBits:
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return _loss_by_rows(inputs, self.words, 1, self.log_sum)
 
-    def sees_first(self, document_starts: torch.Tensor | None, length: int) -> torch.Tensor:
-        return self.words[..., 0] & 1 == 1
-
-    def keys_per_query(self) -> torch.Tensor:
-        return word_statistics.selected_per_row(self.words)
-
-    def adjacent_overlap(self) -> torch.Tensor:
-        return word_statistics.adjacent_overlap_of_words(self.words)
-
-    def union_ratio(self) -> torch.Tensor:
-        return word_statistics.union_ratio_of_words(self.words, 32)
+    def words_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """int32 [B, S, ceil(L_k / 32)]: the bits of the queries with these numbers, int64 [S]."""
+        return self.words.index_select(1, rows)
 
 
 @dataclass(frozen=True)
@@ -181,20 +162,34 @@ class SelectedLists:
         assert isinstance(result, tuple)
         return result
 
-    def sees_first(self, document_starts: torch.Tensor | None, length: int) -> torch.Tensor:
-        return list_statistics.selects_key_zero(self.lists)
-
-    def keys_per_query(self) -> torch.Tensor:
-        return list_statistics.selected_per_row(self.lists)
-
-    def adjacent_overlap(self) -> torch.Tensor:
-        return list_statistics.adjacent_overlap_of_lists(self.lists)
-
-    def union_ratio(self) -> torch.Tensor:
-        return list_statistics.union_ratio_of_lists(self.lists, 32)
+    def words_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """As of `SelectedBits`."""
+        return words_of_rows(self.lists, rows)
 
 
 Selected = SelectedBits | SelectedLists
+
+
+def sampled_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    words: torch.Tensor,
+    document_starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Logarithm of the softmax's sum over the keys in `words`, for S queries from anywhere in the sequence, in its
+    order: fp32 [B, n_h, S].
+
+    Takes 4 B n_h S L_k d_k operations: the kernel believes the queries to be the last S, whose tiles go over nearly
+    all keys.
+
+    Args:
+        q: [B, S, n_h, d_k]
+        words: int32 [B, S, ceil(L_k / 32)]
+        document_starts: of these queries, int32 [B, S]
+    """
+    query_start = k.shape[1] - q.shape[1]
+    return masked_attention(q, k, v, words, document_starts=document_starts, query_start=query_start)[1]
 
 
 def _loss_by_rows(

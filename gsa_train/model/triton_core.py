@@ -8,27 +8,22 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from gsa_data.pack import document_starts
 from gsa_kernels.gates.op import fused_sigmoid_gate
+from gsa_kernels.statistics.words import statistics_of_words
+from gsa_kernels.visibility.words import visible_words
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
+from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
-from gsa_train.model.supports import AllVisible, LossInputs, Selected, SelectedLists, Support
+from gsa_train.model.supports import AllVisible, LossInputs, Selected, SelectedLists, Support, sampled_lse
 from gsa_train.spans import span
 
 if TYPE_CHECKING:
     from gsa_train.model.gsa_attention import GSASelfAttention
 
 logger = logging.getLogger(__name__)
-
-
-def document_starts(document_ids: torch.Tensor | None, query_start: int = 0) -> torch.Tensor | None:
-    """First position of the document of each token from `query_start` on, int32 [B, L - query_start]; the ids never
-    decrease along a row."""
-    if document_ids is None:
-        return None
-    document_ids = document_ids.contiguous()
-    return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 
 
 def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -52,14 +47,18 @@ class TritonCore:
         self._kernels: dict[int, str] = {}
 
     def select(
-        self, projections: IndexerProjections, document_ids: torch.Tensor | None, query_start: int
+        self,
+        projections: IndexerProjections,
+        document_ids: torch.Tensor | None,
+        query_start: int,
+        sample: QuerySample | None,
     ) -> Selected:
         runtime = self.runtime
         indexer, tracker = self.attention.indexer, self.attention.variance
         assert indexer is not None
         assert tracker is not None
         counted = runtime.counts_this_pass()
-        starts = document_starts(document_ids, query_start)
+        starts = None if document_ids is None else document_starts(document_ids, query_start)
         selection = select_for_layer(
             self._of_rows(projections),
             indexer,
@@ -72,9 +71,8 @@ class TritonCore:
         self._say_kernel(selection, query_start)
         if counted and not runtime.evaluating:
             tracker.record(selection.variance)
-        if counted and runtime.measuring:
-            positions = torch.arange(query_start, projections.keys.shape[1], device=tracker.ema.device)
-            self._measure(selection, tracker.ema, starts, positions)
+        if sample is not None:
+            self._measure(selection, tracker.ema, starts, query_start, sample)
         return selection.selected
 
     def attend(
@@ -89,13 +87,12 @@ class TritonCore:
         document_ids: torch.Tensor | None,
         selected: Selected | None,
         query_start: int,
+        sample: QuerySample | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         runtime = self.runtime
-        counted = runtime.counts_this_pass()
-        measured = counted and runtime.measuring
-        starts = document_starts(document_ids, query_start)
-        dense = AllVisible(self.gsa.selection_block, q.device)
-        support: Support = dense
+        counted, measured = runtime.counts_this_pass(), sample is not None
+        starts = None if document_ids is None else document_starts(document_ids, query_start)
+        support: Support = AllVisible(self.gsa.selection_block)
         if runtime.sparse:
             assert selected is not None
             support = selected
@@ -107,13 +104,8 @@ class TritonCore:
             out = self.dense(q, k, v)
             if output_gate is not None:
                 out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
-            if measured:
-                # By our kernel: what is logged must not change what the pass calculates.
-                with torch.no_grad():
-                    lse = dense.attention(q, k, v, starts)[1]
-        if measured:
-            assert lse is not None
-            self._measure_attention(q, k, v, lse, support, dense if runtime.sparse else selected, starts)
+        if sample is not None and len(sample) > 0:
+            self._measure_attention(q, k, v, lse, selected, starts, query_start, sample.rows)
         kl = None
         if distils:
             assert lse is not None
@@ -180,27 +172,37 @@ class TritonCore:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        lse: torch.Tensor,
-        support: Support,
-        other: Support | None,
+        lse: torch.Tensor | None,
+        selected: Selected | None,
         starts: torch.Tensor | None,
+        query_start: int,
+        rows: torch.Tensor,
     ) -> None:
-        """Recall from the masses of selected and of visible keys; first-token attention from one dot product.
+        """Of a sample of the queries: recall from the masses of selected and of visible keys, first-token attention
+        from one dot product.
 
         Args:
-            support: what was attended to, with `lse`.
-            other: all visible keys if `support` is a selection, else the selection if there is one.
+            lse: of all queries over what they attended to; None where another kernel attended to all visible keys.
+            selected: if there is a selection; what was attended to in a sparse phase.
+            rows: int64 [S], not empty.
         """
-        stats, layer = self.runtime.stats, self.layer
+        stats, layer, sparse = self.runtime.stats, self.layer, self.runtime.sparse
+        q = q.index_select(1, rows)
+        starts = None if starts is None else starts.index_select(1, rows)
+        visible = visible_words(query_start + rows, k.shape[1], starts).expand(len(q), -1, -1)
+        chosen = None if selected is None else selected.words_of(rows)
+        attended, other = (chosen, visible) if sparse else (visible, chosen)
+        assert attended is not None
+        # By our kernel: what is logged must not change what the pass calculates.
+        mass = sampled_lse(q, k, v, attended, starts) if lse is None else lse.index_select(2, rows)
         if other is not None:
-            other_lse = other.attention(q, k, v, starts)[1]
-            mass = lse - other_lse if self.runtime.sparse else other_lse - lse
-            stats.add("recall", layer, mass.exp())
+            other_mass = sampled_lse(q, k, v, other, starts)
+            stats.add("recall", layer, (mass - other_mass if sparse else other_mass - mass).exp())
         first_key = k[:, :1].repeat_interleave(self.attention.heads_per_group, dim=2)
-        logits = (q.float() * first_key.float()).sum(-1) * q.shape[-1] ** -0.5  # [B, L, n_h]
-        sees_first = support.sees_first(starts, q.shape[1])
-        probability = (logits - lse.transpose(1, 2)).exp()
-        stats.add("first_token_attention", layer, torch.where(sees_first[..., None], probability, 0))
+        logits = (q.float() * first_key.float()).sum(-1) * q.shape[-1] ** -0.5  # [B, S, n_h]
+        sees_first = attended[..., :1] & 1 == 1
+        probability = (logits - mass.transpose(1, 2)).exp()
+        stats.add("first_token_attention", layer, torch.where(sees_first, probability, 0))
 
     @torch.no_grad()
     def _measure(
@@ -208,22 +210,28 @@ class TritonCore:
         selection: LayerSelection,
         variance_ema: torch.Tensor,
         starts: torch.Tensor | None,
-        positions: torch.Tensor,
+        query_start: int,
+        sample: QuerySample,
     ) -> None:
-        stats, layer, selected = self.runtime.stats, self.layer, selection.selected
+        stats, layer = self.runtime.stats, self.layer
         stats.add("k_mean", layer, selection.budget)
         stats.maximum("k_max", layer, selection.budget.max())
         stats.maximum("k_min", layer, -selection.budget.min())
         stats.add("variance", layer, selection.variance)
         stats.add("variance_ema", layer, variance_ema)
-        stats.add("adjacent_overlap", layer, selected.adjacent_overlap())
-        stats.add("union_ratio_32", layer, selected.union_ratio())
         if selection.density is not None:
             stats.add("union_density", layer, torch.tensor(selection.density))
-        visible = positions + 1 if starts is None else positions - starts + 1
-        per_query = selected.keys_per_query()
-        stats.add("random_recall", layer, per_query / visible)
-        stats.add("selected_keys", layer, per_query)
+        if len(sample) == 0:
+            return
+        words = selection.selected.words_of(sample.rows)
+        found = statistics_of_words(words, sample.neighbours, sample.grouped, sample.group)
+        stats.add("adjacent_overlap", layer, found.overlaps)
+        stats.add("union_ratio_32", layer, found.union_ratios)
+        visible = query_start + 1 + sample.rows
+        if starts is not None:
+            visible = visible - starts.index_select(1, sample.rows)
+        stats.add("random_recall", layer, found.sizes / visible)
+        stats.add("selected_keys", layer, found.sizes)
 
     def _say_kernel(self, selection: LayerSelection, query_start: int) -> None:
         """Log which attention kernel the selection of these queries goes to, when that changes."""

@@ -108,7 +108,8 @@ def time_watching(config: Config, parallel: Parallel, rounds: int) -> dict[str, 
         trainee.model.runtime.measuring = False
         result, stats = trainee.result, trainee.model.runtime.stats
         trainee.optimizer.update_norm(result.verdict.applied, parallel)
-        reduce_step(stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
+        tokens, visible = result.loss_tokens.item(), result.visible_keys
+        reduce_step(stats, result.loss_sum, tokens, None, parallel, visible_keys=visible)
 
     def verdict() -> None:
         monitor.detector.judge(trainee.result.grad_norm, trainee.result.grad_norm, config.train.grad_clip)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from gsa_train.config import Config, load_config
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.spikes import SpikeDetector
-from gsa_train.step import StepResult, train_step
+from gsa_train.step import StepResult, Training, train_step
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
 
@@ -74,9 +73,8 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         batches = self.batches(step)
-        return train_step(
-            self.model, self.optimizer, batches, 1e-3, self.config, self.parallel, step, self.detector
-        )
+        training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
+        return train_step(training, batches, 1e-3, step)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.gpt.named_parameters()
@@ -237,21 +235,3 @@ def test_dense_attention_by_other_kernels(
         found.append((one.step(0), one.gradients()))
     torch.testing.assert_close(found[0][0].loss_sum, found[1][0].loss_sum, rtol=1e-3, atol=0)
     assert worst_difference(found[1][1], found[0][1]) < 0.06
-
-
-def test_a_loaded_choice_of_kernel_does_not_last(trainer: Callable[..., Trainer]) -> None:
-    """AdamW's groups come back from a checkpoint with the flags of the machine that wrote it."""
-    from gsa_train.optim_repairs import unshare_step_counts
-
-    one = trainer(dataclasses.replace(config_of("standard_1.7b")))
-    one.step(0)
-    for inner in one.optimizer.optimizer.chained_optimizers:
-        for group in inner.optimizer.param_groups:
-            group["fused"], group["foreach"] = False, None
-        for state in inner.optimizer.state.values():
-            state["step"] = state["step"].cpu()
-    unshare_step_counts(one.optimizer.optimizer)
-    one.step(1)
-    for inner in one.optimizer.optimizer.chained_optimizers:
-        assert all(group["fused"] for group in inner.optimizer.param_groups)
-        assert {state["step"].item() for state in inner.optimizer.state.values()} == {2.0}

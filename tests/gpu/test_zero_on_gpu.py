@@ -12,7 +12,7 @@ from gsa_train.config import load_config
 from gsa_train.model.build import build_model
 from gsa_train.optim import build_optimizer, close_optimizer
 from gsa_train.spikes import SpikeDetector
-from gsa_train.step import train_step
+from gsa_train.step import Training, train_step
 from helpers.runs import REPOSITORY, SMALL, start
 from helpers.single_rank import random_batches, single_rank
 
@@ -73,7 +73,7 @@ def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]],
             )
             for batch in random_batches(config, step)
         ]
-        result = train_step(model, optimizer, batches, 1e-3, config, parallel, step, detector)
+        result = train_step(Training(model, optimizer, config, parallel, detector), batches, 1e-3, step)
         changed = optimizer.update_norm(result.verdict.applied, parallel)
         loss = result.loss_sum / result.loss_tokens
         records.append((loss.item(), result.grad_norm.item(), changed.item()))

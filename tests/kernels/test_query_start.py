@@ -38,14 +38,13 @@ from gsa_kernels.attention.triton_words import transpose_words
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.lists import triton_block_lists
 from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists
+from gsa_kernels.lists.triton_rows import words_of_rows
 from gsa_kernels.prologue.op import fused_split_rotate_gate
 from gsa_kernels.sampling import RowSample
 from gsa_kernels.selection import op, triton_select_long
 from gsa_kernels.selection.block_op import expand_block_words, select_block_lists
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
 from gsa_kernels.selection.op import mask_from_words, select_keys, words_from_mask
-from gsa_kernels.statistics import lists as list_statistics
-from gsa_kernels.statistics import reference as statistics
 
 documents_or_not = pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"}
@@ -161,7 +160,7 @@ def test_bits_of_a_run_far_from_the_start(device):
     ("documents", "register_keys"), [(False, 32768), (True, 32)], ids=["registers", "groups"]
 )
 def test_selection(device, documents, register_keys, monkeypatch):
-    """Bits, lists, and the lists' statistics. One kernel has a row in registers, one goes by groups of keys."""
+    """Bits, lists, and some of the lists' queries as bits. One kernel has a row in registers, one goes by groups."""
     torch.manual_seed(2)
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
     length, start = 44, 9  # a program per row is slow to interpret
@@ -186,14 +185,8 @@ def test_selection(device, documents, register_keys, monkeypatch):
     for lists in (listed.lists, key_lists_from_words(bits.words, length - start, start)):
         assert torch.equal(mask_from_key_lists(lists), wanted)
     lists = listed.lists
-    assert torch.equal(list_statistics.selected_per_row(lists), wanted.sum(-1))
-    assert torch.equal(list_statistics.selects_key_zero(lists), wanted[..., 0])
-    pairs = [
-        (list_statistics.adjacent_overlap_of_lists(lists), statistics.adjacent_overlap(wanted)),
-        (list_statistics.union_ratio_of_lists(lists), statistics.union_ratio(wanted)),
-    ]
-    for got, want in pairs:
-        torch.testing.assert_close(got, want)
+    rows = torch.tensor([0, 3, length - start - 1], device=device)
+    assert torch.equal(words_of_rows(lists, rows), words_from_mask(wanted[:, rows]))
 
 
 @devices

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "support": (lambda: ops.renormalise_target(ROWS, BOOL[:, :3]), "support has shape"),
     "statistics": (lambda: ops.adjacent_overlap(ROWS), "selected has dtype"),
     "group": (lambda: ops.union_ratio(BOOL, group=0), "group is 0"),
+    "short group": (lambda: ops.union_ratio(BOOL, group=32), "group is 32; pass a divisor"),
 }
 
 

@@ -250,24 +250,24 @@ def test_scores_are_calculated_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_overlap_and_union_ratio() -> None:
-    same = torch.zeros(2, 70, 100, dtype=torch.bool)
+    same = torch.zeros(2, 96, 100, dtype=torch.bool)
     same[:, :, :8] = True
-    assert ops.adjacent_overlap(same) == 1
-    assert ops.union_ratio(same) == 1
+    assert torch.equal(ops.adjacent_overlap(same), torch.ones(2, 95))
+    assert torch.equal(ops.union_ratio(same), torch.ones(2, 3))
 
     disjoint = torch.zeros(1, 64, 64, dtype=torch.bool)
     disjoint[0].fill_diagonal_(True)
-    assert ops.adjacent_overlap(disjoint) == 0
-    assert ops.union_ratio(disjoint) == 32
-    assert ops.union_ratio(disjoint, group=4) == 4
+    assert torch.equal(ops.adjacent_overlap(disjoint), torch.zeros(1, 63))
+    assert torch.equal(ops.union_ratio(disjoint), torch.full((1, 2), 32.0))
+    assert torch.equal(ops.union_ratio(disjoint, group=4), torch.full((1, 16), 4.0))
 
     rows = torch.tensor([[[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]], dtype=torch.bool)
-    torch.testing.assert_close(ops.adjacent_overlap(rows), torch.tensor((1 / 2 + 2 / 3) / 2))
-    torch.testing.assert_close(ops.union_ratio(rows), torch.tensor(4 / (7 / 3)))
-    torch.testing.assert_close(ops.union_ratio(rows, group=2), torch.tensor(3 / 2))
+    torch.testing.assert_close(ops.adjacent_overlap(rows), torch.tensor([[1 / 2, 2 / 3]]))
+    torch.testing.assert_close(ops.union_ratio(rows, group=3), torch.tensor([[4 / (7 / 3)]]))
+    torch.testing.assert_close(ops.union_ratio(rows[:, :2], group=2), torch.tensor([[3 / 2]]))
 
 
 def test_statistics_of_nothing_are_zero() -> None:
-    assert ops.adjacent_overlap(torch.ones(1, 1, 1, dtype=torch.bool)) == 0
-    assert ops.adjacent_overlap(torch.zeros(1, 5, 5, dtype=torch.bool)) == 0
-    assert ops.union_ratio(torch.zeros(1, 5, 5, dtype=torch.bool)) == 0
+    assert ops.adjacent_overlap(torch.ones(1, 1, 1, dtype=torch.bool)).shape == (1, 0)
+    assert torch.equal(ops.adjacent_overlap(torch.zeros(1, 5, 5, dtype=torch.bool)), torch.zeros(1, 4))
+    assert torch.equal(ops.union_ratio(torch.zeros(1, 5, 5, dtype=torch.bool), group=5), torch.zeros(1, 1))

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from gsa_kernels import adjacent_overlap, union_ratio
-from gsa_kernels.statistics.words import adjacent_overlap_of_words, selected_per_row, union_ratio_of_words
+from gsa_kernels import adjacent_overlap, union_ratio, visible_mask
+from gsa_kernels.statistics.words import statistics_of_words
+from gsa_kernels.visibility.words import visible_words
 
 
-def random_mask(length: int, density: float, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(2, length, length, generator=generator) < density
-    return mask & torch.ones(length, length, dtype=torch.bool).tril()
+def random_mask(length: int, keys: int, density: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.rand(2, length, keys, generator=generator) < density
 
 
 def to_words(mask: torch.Tensor) -> torch.Tensor:
@@ -21,17 +21,29 @@ def to_words(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-@pytest.mark.parametrize("length", [1, 2, 31, 33, 100, 2100])
-@pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 33, 96])
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 1.0])
 def test_bits_and_masks_give_the_same(length: int, density: float) -> None:
-    mask = random_mask(length, density, seed=length)
+    mask = random_mask(length, 100, density)
     words = to_words(mask)
-    assert torch.equal(selected_per_row(words), mask.sum(-1))
-    torch.testing.assert_close(adjacent_overlap_of_words(words), adjacent_overlap(mask))
-    for group in (1, 8, 32):
-        torch.testing.assert_close(union_ratio_of_words(words, group), union_ratio(mask, group))
+    for group in (1, 3, 32, length):
+        neighbours = torch.arange(0, length - 1, 2)
+        grouped = torch.arange(length % group, length)
+        found = statistics_of_words(words, neighbours, grouped, group)
+        assert torch.equal(found.sizes, mask.sum(-1))
+        assert torch.equal(found.overlaps, adjacent_overlap(mask)[:, neighbours])
+        if len(grouped) == 0:
+            assert found.union_ratios.shape == (2, 0)
+        else:
+            assert torch.equal(found.union_ratios, union_ratio(mask[:, grouped], group))
 
 
-def test_a_group_must_be_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        union_ratio_of_words(torch.zeros(1, 4, 1, dtype=torch.int32), 12)
+@pytest.mark.parametrize("documents", [False, True])
+def test_visible_bits_are_those_of_the_mask(documents: bool) -> None:
+    length, positions = 100, torch.tensor([0, 1, 31, 32, 63, 64, 70, 99])
+    ids = starts = None
+    if documents:
+        ids = torch.tensor([[0] * 32 + [1] * 33 + [2] * 35, [0] * 99 + [1]])
+        starts = torch.searchsorted(ids, ids[:, positions].contiguous()).int()
+    wanted = visible_mask(length, query_positions=positions, document_ids=ids)
+    assert torch.equal(visible_words(positions, length, starts), to_words(wanted))

@@ -1,24 +1,19 @@
-"""Selections as key lists: from bits, straight from the scores, and their statistics."""
+"""Selections as key lists: from bits, straight from the scores, and back to the bits of some queries."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from random_lists import lists_of, make_mask
 from test_triton_selection import DEVICES, EMA, RULE, Case, make_case
 
 from gsa_kernels.lists.key_lists import KeyLists, key_lists_from_mask, mask_from_key_lists
-from gsa_kernels.statistics.lists import (
-    adjacent_overlap_of_lists,
-    selected_per_row,
-    selects_key_zero,
-    union_ratio_of_lists,
-)
-from gsa_kernels.statistics.reference import adjacent_overlap, union_ratio
 
 pytest.importorskip("triton")
 
-from gsa_kernels.lists import triton_build
+from gsa_kernels.lists import triton_build, triton_rows
+from gsa_kernels.lists.triton_rows import words_of_rows
 from gsa_kernels.selection import candidates, lists_op, op, triton_guess
 
 ON_GPU = [
@@ -117,51 +112,19 @@ def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> No
     check_same(*select_both(case, **changes))
 
 
-def check_statistics(lists: KeyLists, mask: torch.Tensor) -> None:
-    assert torch.equal(selected_per_row(lists), mask.sum(-1))
-    assert torch.equal(selects_key_zero(lists), mask[..., 0])
-    torch.testing.assert_close(adjacent_overlap_of_lists(lists), adjacent_overlap(mask))
-    torch.testing.assert_close(union_ratio_of_lists(lists), union_ratio(mask))
-
-
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 20), (2, 77), (1, 96)])
 @pytest.mark.parametrize("queries", [16, 32])
-def test_statistics_are_those_of_the_mask(batch: int, length: int, queries: int) -> None:
-    mask = random_mask("cpu", batch, length)
-    mask[:, length // 4] = False  # a query that selects nothing
-    lists = key_lists_from_mask(mask, queries)
-    if length % queries and length > queries:
-        last = lists.word_starts[:, -1]
-        lists.words[last] |= 1 << (queries - 1)  # bits of queries beyond L are unspecified
-    check_statistics(lists, mask)
-
-
-def test_statistics_of_other_groups_are_refused() -> None:
-    lists = key_lists_from_mask(torch.ones(1, 40, 40, dtype=torch.bool).tril())
-    with pytest.raises(ValueError, match="group is 16; pass a multiple of 32"):
-        union_ratio_of_lists(lists, 16)
-
-
-def test_statistics_with_full_parts() -> None:
-    """Two keys that all queries of the second tile select, without words."""
-    mask = torch.zeros(1, 64, 64, dtype=torch.bool)
-    mask[:, 32:, 3:5] = True
-    mask[:, 31, 4] = True
-    mask[:, 40:44, 20] = True
-    masked = key_lists_from_mask(mask)
-    lists = KeyLists(
-        keys=masked.keys,
-        words=torch.cat([masked.words[:1], masked.words[-1:]]),
-        key_starts=masked.key_starts,
-        word_starts=torch.tensor([[0, 1]]),
-        full=torch.tensor([[0, 2]], dtype=torch.int32),
-        counts=masked.counts,
-        queries=32,
-        length=64,
-        max_count=3,
-    )
-    assert torch.equal(mask_from_key_lists(lists), mask)
-    check_statistics(lists, mask)
+@pytest.mark.parametrize(("length", "share"), [(1, 1), (20, 2), (77, 1), (96, 2)])
+def test_bits_of_some_queries(
+    device: str, length: int, share: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From lists with full parts, shared keys, gaps and junk in the bits beyond L; in several steps."""
+    monkeypatch.setattr(triton_rows, "_ENTRIES", 32)
+    mask = make_mask(length, 2, share * queries, 5, documents=True, seed=length)
+    lists = lists_of(mask.to(device), queries, share)
+    rows = torch.arange(length)[:: 1 + length // 8].to(device)
+    words = words_of_rows(lists, rows)
+    assert torch.equal(words, op.words_from_mask(mask.to(device)[:, rows]))
+    assert words_of_rows(lists, rows[:0]).shape == (2, 0, words.shape[2])
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,16 @@ class LossWithGradients(torch.autograd.Function):
         scale = upstream[0]
         if scale is None:
             return (None,) * 7
-        scaled = [
-            gradient * scale.to(gradient.dtype) if wanted and gradient is not None else None
-            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        ]
-        return (*scaled, None)
+        scaled: list[torch.Tensor | None] = [None] * 7
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, gradient in enumerate(ctx.saved_tensors):
+            if gradient is not None and ctx.needs_input_grad[index]:
+                by_dtype.setdefault(gradient.dtype, []).append(index)
+        for dtype, indices in by_dtype.items():  # one launch for the small ones with the large
+            products = torch._foreach_mul([ctx.saved_tensors[index] for index in indices], scale.to(dtype))
+            for index, product in zip(indices, products, strict=True):
+                scaled[index] = product
+        return tuple(scaled)
 
 
 def needs_gradients(*tensors: torch.Tensor | None) -> bool:

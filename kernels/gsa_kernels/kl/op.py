@@ -197,7 +197,7 @@ def _value_and_gradients(
         outputs.dw,
         None if score_bias is None else sums[1 + 2 * heads :].to(score_bias.dtype),
         None if weight_bias is None else sums[1 + heads : 1 + 2 * heads].to(weight_bias.dtype),
-        sums[1 : 1 + heads].sum().to(beta.dtype).reshape(beta.shape),
+        sums[1 : 1 + heads].sum().to(beta.dtype).reshape(beta.shape) if beta.requires_grad else None,
     )
     return sums[0].float(), kl_rows, gradients
 

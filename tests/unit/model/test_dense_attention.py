@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from gsa_train.model import dense_attention
 from gsa_train.model.dense_attention import build_dense_attention, dense_attention_name
@@ -32,3 +34,35 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         dense_attention_name(config_with("flash_attn"), torch.bfloat16)
     with pytest.raises(ValueError, match="cudnn: has no fp32; set it to triton"):
         dense_attention_name(config_with("cudnn"), torch.float32)
+
+
+def test_the_backward_pass_sees_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the gradient, whatever the layer behind makes of it."""
+    strides: list[tuple[int, ...]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone(memory_format=torch.preserve_format)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            strides.append(grad.stride())
+            return grad
+
+    plain = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **kwargs: Watched.apply(plain(*args, **kwargs))
+    )
+    monkeypatch.setitem(dense_attention._BACKENDS, "cudnn", SDPBackend.MATH)
+    attend = build_dense_attention("cudnn")
+    assert attend is not None
+    q, k, v = (torch.randn(2, 6, heads, 4, requires_grad=True) for heads in (4, 2, 2))
+    found = []
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)):
+        grad = torch.randn(2, 6, 4, 4, generator=torch.Generator().manual_seed(0))
+        ordered = grad.permute(order).contiguous().permute(tuple(order.index(i) for i in range(4)))
+        found.append(torch.autograd.grad(attend(q, k, v), (q, k, v), ordered))
+    assert len(set(strides)) == 1
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])

@@ -150,7 +150,10 @@ def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
     layer = model.attentions[1]
     seen: dict[str, torch.Tensor] = {}
     layer.register_forward_hook(
-        lambda module, args, kwargs, output: seen.update(h=args[0], out=output[0]), with_kwargs=True
+        lambda module, args, kwargs, output: seen.update(
+            h=args[0], out=output[0], selected=model.runtime.shared_selection[0]
+        ),
+        with_kwargs=True,
     )
     batch = random_batches(config, seed=3)[0]
     assert batch.document_ids is not None
@@ -163,7 +166,7 @@ def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
     weights = unfused(layer, config)
     expected = oracle.gsa_layer(seen["h"][:, 0].double(), weights, options, batch.document_ids[0].tolist())
     torch.testing.assert_close(seen["out"][:, 0].double(), expected["out"], rtol=1e-4, atol=1e-5)
-    assert torch.equal(model.runtime.shared_selection[0][0], expected["selected"])
+    assert torch.equal(seen["selected"][0], expected["selected"])
 
 
 # --- between the oracle's weights and the layer's ---------------------------------------------------------

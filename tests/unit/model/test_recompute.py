@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from gsa_train.config import PhaseConfig
 from gsa_train.optim import build_optimizer
+from gsa_train.phases import enter_phase
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -19,6 +21,7 @@ from helpers.single_rank import (
     take_step,
     tiny_config,
     tiny_model,
+    token_losses,
 )
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -76,3 +79,23 @@ def test_warm_up_trains_every_indexer_and_nothing_else(recompute: str) -> None:
     take_step(model, optimizer, random_batches(config), config, lr=1e-3)
     for name, weight in named_weights(model).items():
         assert torch.equal(weight, before[name]) == (".indexer." not in name), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_selections_go_with_the_backward_pass_though_the_loss_stays(recompute: str) -> None:
+    """At 128K a layer's lists take half a gigabyte, and the schedule holds the loss into the next micro-batch."""
+    config = tiny_config([SPARSE], train={"recompute": recompute})
+    model = tiny_model(config)
+    enter_phase(model, SPARSE)
+    selections: list[weakref.ref[torch.Tensor]] = []
+    for attention in model.attentions:
+        attention.register_forward_hook(
+            lambda *_: selections.append(weakref.ref(model.runtime.shared_selection[0]))
+        )
+    loss = token_losses(model, random_batches(config)[0]).mean()
+    assert model.runtime.shared_selection is None
+    if recompute == "selective":
+        assert all(selection() is not None for selection in selections)
+    loss.backward()
+    assert len(selections) == config.model.num_layers
+    assert all(selection() is None for selection in selections)

@@ -17,11 +17,12 @@ from gsa_kernels.lists.key_lists import mask_from_key_lists
 from gsa_kernels.prologue import op as prologue_op
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
-from gsa_train.model import selecting
+from gsa_train.model import query_sample, selecting
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import LayerSelection, select_for_layer
 from gsa_train.model.supports import SelectedBits, SelectedLists
-from gsa_train.model.triton_core import TritonCore, document_starts
+from gsa_train.model.triton_core import TritonCore
+from gsa_train.phases import enter_phase
 from gsa_train.sequence_cut import QueryRun
 from helpers.single_rank import (
     SPARSE,
@@ -31,6 +32,7 @@ from helpers.single_rank import (
     step_gradients,
     tiny_config,
     tiny_model,
+    token_losses,
 )
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -126,13 +128,19 @@ IN_RUNS = [CASES[0], *CASES[3:6]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "phase"), IN_RUNS, ids=[f"{v}-{p.name}" for v, p in IN_RUNS])
-def test_runs_of_queries_make_the_step_of_the_whole_sequence(variant: str, phase: PhaseConfig) -> None:
+def test_runs_of_queries_make_the_step_of_the_whole_sequence(
+    variant: str, phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of its sampled queries, here 4 to 7 and 16 to 19."""
+    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+        monkeypatch.setattr(query_sample, name, value)
     gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant == "blocks" else (0, 7, 12, 24)
     whole = one_step(gsa, phase, fused=False)
     for fused in (False, True):
         runs = one_step(gsa, phase, fused, cuts=cuts)
-        for name in ("adjacent_overlap", "union_ratio_32"):  # look at neighbours, but not across runs
-            runs[2][name] = whole[2][name]
+        if 7 in cuts:  # through the sampled queries
+            for name in ("adjacent_overlap", "union_ratio_32"):  # look at neighbours, but not across runs
+                runs[2][name] = whole[2][name]
         assert_same_step(runs, whole)
 
 
@@ -212,6 +220,31 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
     assert_same_step(one_step(gsa, DENSE_ALL, fused=True), one_step(gsa, DENSE_ALL, fused=False))
 
 
+def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives no log-sum-exp: our kernel finds those of the sampled queries."""
+    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+        monkeypatch.setattr(query_sample, name, value)
+    config = tiny_config([DENSE_ALL], model={"head_dim": 32}, gsa={"attention": "dense"})
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    found = []
+    for other in (False, True):
+        model = tiny_model(config)
+        enter_phase(model, DENSE_ALL)
+        if other:
+            for attention in model.attentions:
+                attention.core = TritonCore(attention)
+                attention.core.dense = dense
+        model.runtime.measuring = True
+        token_losses(model, random_batches(config, attend_across=True)[0])
+        found.append(read_stats(model)["first_token_attention"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither does where G1's gradient arrives: without recomputation it is in its place and not copied."""
@@ -228,13 +261,3 @@ def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(once[0], twice[0])
     assert all(torch.equal(once[1][name], twice[1][name]) for name in once[1])
     assert once[2] == twice[2]
-
-
-def test_document_starts() -> None:
-    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2]], dtype=torch.int32)
-    expected = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]], dtype=torch.int32)
-    starts = document_starts(ids)
-    assert starts is not None
-    assert torch.equal(starts, expected)
-    assert starts.dtype == torch.int32
-    assert document_starts(None) is None

@@ -1,0 +1,73 @@
+"""Which queries the statistics of attention look at: runs of neighbours, evenly spread over the sequence.
+
+Their positions follow from the sequence's length alone. They are the same in each sequence, layer and step, so that
+what changes between two logged steps is the model, nothing is to be resumed, and no layout counts other queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+RUN = 64
+"""Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
+RUNS = 8
+"""Per sequence. 512 queries, 16 heads and 8 sequences are 65,000 values of a layer's recall."""
+GROUP = 32
+"""Queries whose selections `union_ratio_32` joins."""
+
+
+@dataclass(frozen=True)
+class QuerySample:
+    """The sampled ones among the queries of one piece of a sequence; perhaps none."""
+
+    rows: torch.Tensor
+    """int64 [S], ascending: their numbers among the queries of the piece."""
+    neighbours: torch.Tensor
+    """int64 [P]: the i for which rows[i + 1] follows rows[i] in the sequence."""
+    grouped: torch.Tensor
+    """int64 [G * group]: the i of the rows in whole groups of neighbours, group after group."""
+    group: int
+    """Queries in a group."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def sampled_runs(length: int) -> list[range]:
+    """Positions in a sequence of `length` tokens: all of up to RUN * RUNS, else a run about the middle of each of RUNS
+    equal parts.
+
+    Runs begin at multiples of RUN, so that chunks of context-parallel ranks rarely cut one.
+    """
+    if length <= RUN * RUNS:
+        return [range(length)]
+    middles = [(2 * part + 1) * length // (2 * RUNS) for part in range(RUNS)]
+    starts = [(middle - RUN // 2) // RUN * RUN for middle in middles]
+    return [range(start, start + RUN) for start in starts]
+
+
+def sample_queries(length: int, start: int, end: int, device: torch.device) -> QuerySample:
+    """The sample among the queries start .. end - 1 of a sequence. Waits for the device.
+
+    Neighbours and groups do not reach beyond the piece. A short last group would count for too little and is left
+    out, unless it is all that there is.
+    """
+    rows: list[int] = []
+    neighbours: list[int] = []
+    grouped: list[int] = []
+    for run in sampled_runs(length):
+        held = range(max(run.start, start), min(run.stop, end))
+        first = len(rows)
+        rows += [position - start for position in held]
+        neighbours += range(first, len(rows) - 1)
+        grouped += range(first, first + len(held) // GROUP * GROUP)
+    group = GROUP
+    if not grouped and len(neighbours) + 1 == len(rows):  # one run, shorter than a group
+        grouped, group = list(range(len(rows))), len(rows)
+
+    def numbers(each: list[int]) -> torch.Tensor:
+        return torch.tensor(each, dtype=torch.int64, device=device)
+
+    return QuerySample(numbers(rows), numbers(neighbours), numbers(grouped), group)

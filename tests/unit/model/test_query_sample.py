@@ -1,0 +1,104 @@
+"""Which queries the statistics of attention look at, and that they are the plain statistics of these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gsa_train.config import PhaseConfig
+from gsa_train.model import query_sample
+from gsa_train.model.query_sample import sample_queries, sampled_runs
+from gsa_train.phases import enter_phase
+from gsa_train.sequence_cut import SequenceCut, query_runs
+from helpers.single_rank import SPARSE, WARM_UP, random_batches, tiny_config, tiny_model, token_losses
+
+CPU = torch.device("cpu")
+
+
+def test_short_sequences_are_measured_whole() -> None:
+    for length in (1, 31, 100, 512):
+        assert sampled_runs(length) == [range(length)]
+    sample = sample_queries(100, 0, 100, CPU)
+    assert sample.rows.tolist() == list(range(100))
+    assert sample.neighbours.tolist() == list(range(99))
+    assert (sample.grouped.tolist(), sample.group) == (list(range(96)), 32)
+    alone = sample_queries(20, 0, 20, CPU)
+    assert (alone.grouped.tolist(), alone.group) == (list(range(20)), 20)
+
+
+@pytest.mark.parametrize("length", [513, 640, 1000, 4096, 131072])
+def test_long_sequences_have_a_run_in_each_eighth(length: int) -> None:
+    runs = sampled_runs(length)
+    positions = [position for run in runs for position in run]
+    assert len(set(positions)) == 512
+    assert positions == sorted(positions)
+    assert positions[0] >= 0
+    assert positions[-1] < length
+    for part, run in enumerate(runs):
+        assert len(run) == 64
+        assert run.start % 64 == 0
+        middle = (part + 0.5) * length / 8
+        assert abs((run.start + run.stop) / 2 - middle) <= 64
+    assert [run.start for run in sampled_runs(4096)] == [192, 704, 1216, 1728, 2240, 2752, 3264, 3776]
+
+
+@pytest.mark.parametrize(("length", "size"), [(4096, 1), (4096, 2), (4096, 8), (4096, 16), (1200, 3)])
+def test_context_parallel_ranks_share_the_sample_out(length: int, size: int) -> None:
+    whole = sample_queries(length, 0, length, CPU)
+    positions: list[int] = []
+    pairs: list[tuple[int, int]] = []
+    groups: list[list[int]] = []
+    for rank in range(size):
+        for run in query_runs(length // size, SequenceCut(rank, size)):
+            sample = sample_queries(length, run.start, run.end, CPU)
+            held = sample.rows + run.start
+            positions += held.tolist()
+            pairs += zip(held[sample.neighbours].tolist(), held[sample.neighbours + 1].tolist(), strict=True)
+            groups += held[sample.grouped].view(-1, sample.group).tolist() if len(sample.grouped) else []
+    assert sorted(positions) == whole.rows.tolist()
+    assert all(second == first + 1 for first, second in pairs)
+    assert all(group == list(range(group[0], group[0] + 32)) for group in groups)
+    if length == 4096:  # no border of a chunk cuts a run
+        assert len(pairs) == len(whole.neighbours) == 8 * 63
+        assert len(groups) == 16
+
+
+def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """What the first layer adds to its statistics in one forward pass."""
+    config = tiny_config(
+        gsa={"local_window": 2}, train={"seq_len_tokens": 24, "micro_batch_size": 2, "global_batch_size": 2}
+    )
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, phase)
+    model.runtime.measuring = True
+    added: dict[str, torch.Tensor] = {}
+
+    def add(name: str, layer: int, values: torch.Tensor) -> None:
+        if layer == 0:
+            assert name not in added
+            added[name] = values.detach()
+
+    monkeypatch.setattr(model.runtime.stats, "add", add)
+    token_losses(model, random_batches(config)[0])
+    return added
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_a_sample_has_the_values_of_its_queries(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = measured(phase, monkeypatch)
+    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+        monkeypatch.setattr(query_sample, name, value)
+    some = measured(phase, monkeypatch)
+    rows = torch.tensor([4, 5, 6, 7, 16, 17, 18, 19])
+    assert every.keys() == some.keys()
+    for name in ("recall", "first_token_attention", "random_recall", "selected_keys"):
+        assert torch.equal(some[name], every[name][:, rows]), name
+    assert every["recall"].min() < 0.9  # keys are left out
+    for gate in ("value_gate", "output_gate"):
+        assert torch.equal(some[f"{gate}_mean"], every[f"{gate}_mean"][rows])
+        assert torch.equal(some[f"{gate}_low"], every[f"{gate}_low"][rows])
+    pairs = torch.tensor([5, 6, 7, 17, 18, 19]) - 1
+    assert torch.equal(some["adjacent_overlap"], every["adjacent_overlap"][:, pairs])
+    assert some["union_ratio_32"].shape == (2, 4)
+    for name in ("k_mean", "variance", "indexer_kl"):
+        assert torch.equal(some[name], every[name]), name
