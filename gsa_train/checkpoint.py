@@ -18,7 +18,6 @@ import numpy as np
 import psutil  # noqa: F401 - without it megatron-core's writer fails each save; better to fail at the start
 import torch
 import torch.distributed as dist
-import yaml
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -28,22 +27,27 @@ from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint_files import MANIFEST, faults_in, is_complete, read_manifest, share_of
 from gsa_train.checkpoint_optimizer import (
-    saved_format,
-    saved_multipliers,
+    from_main_weights,
+    has_main_weights,
+    names_of_others,
+    parts_with_main_weights,
+    saved_state,
     step_count,
     wanted_state,
-    wanted_weights,
 )
 from gsa_train.model.build import Model
-from gsa_train.optim import lr_multipliers
 from gsa_train.parallel import Parallel
-from gsa_train.phase_optimizer import PhaseOptimizer
+from gsa_train.phase_optimizer import MAIN_WEIGHT, PhaseOptimizer
 
-FORMAT_VERSION = 2
-"""2: with a manifest. 1 had none, and loads unverified."""
-READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+"""3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
+READABLE_VERSIONS = (1, 2, 3)
 
 logger = logging.getLogger(__name__)
+
+
+class StateError(ValueError):
+    """A checkpoint whose optimizer state is not that of its weights."""
 
 
 @dataclass(frozen=True)
@@ -149,54 +153,60 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh. Otherwise
-            parallel.distributed_optimizer, parallel.strategy, train.precision and the phase's multipliers of the
-            learning rate may be others than the checkpoint's.
+        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh, but from the
+            fp32 weights of what both phases train. Otherwise parallel.distributed_optimizer, parallel.strategy,
+            train.precision and the phase's multipliers of the learning rate may be others than the checkpoint's.
+
+    Raises:
+        StateError: the fp32 weights in the optimizer's state are not the model's.
     """
     metadata = _loading_metadata(checkpoint, parallel)
+    saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
     with phase_optimizer.whole_weights(changes=True):
-        if not with_optimizer:
-            _load(checkpoint, model, sharded_state(model, None, metadata, is_loading=True), parallel)
-        else:
-            loaded = _load_with_optimizer(checkpoint, model, phase_optimizer, parallel, metadata)
-    if not with_optimizer:
-        phase_optimizer.start_from_weights()
-    elif "optimizer" in loaded:
-        phase_optimizer.load_sharded_state(loaded["optimizer"])
-    else:
-        phase_optimizer.fill(loaded["state"], loaded["step_count"])
+        weights = sharded_state(model, None, metadata)
+        from_mains = from_main_weights(weights, saved) if has_main_weights(saved) else {}
+        wanted = wanted_state(phase_optimizer, dict(weights), saved, moments=with_optimizer)
+        parts = parts_with_main_weights(phase_optimizer, dict(weights), saved)
+        _load(checkpoint, model, weights, parallel)
+        before = [part.weight() for _, part in parts]
+        if from_mains and not model.mcore_config.bf16:  # the optimizer's weights are the model's
+            _load(checkpoint, model, from_mains, parallel, all_weights=False)
+        mains = [
+            part.tensors[MAIN_WEIGHT] if MAIN_WEIGHT in part.tensors else part.weight() for _, part in parts
+        ]
+    phase_optimizer.start_from_weights()
+    targets = {name: box.data for name, box in wanted.items()}
+    # A rank that loads nothing finds nothing.
+    shared = phase_optimizer.state_group is None
+    for name, tensor in _read(checkpoint, {"state": wanted}, parallel, shared).get("state", {}).items():
+        targets[name].copy_(tensor)  # mostly itself
+    _refuse_other_weights(
+        checkpoint, names_of_others([name for name, _ in parts], mains, before, saved), parallel
+    )
+    if with_optimizer:
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        phase_optimizer.set_step_count(step_count(common["optimizer"]))
 
 
-def _load_with_optimizer(
-    checkpoint: Path,
-    model: Model,
-    phase_optimizer: PhaseOptimizer,
-    parallel: Parallel,
-    metadata: dict[str, Any],
-) -> dict[str, Any]:
-    """Fill the model, and return what its optimizer is to go on from: `optimizer` where the checkpoint has it in this
-    one's format, else `state` (parameter by parameter) and `step_count`."""
-    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    saved_config = yaml.safe_load(common["run"]["config_yaml"])
-    saved_keys = set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
-    saved = saved_format(saved_config["parallel"], saved_keys)
-    multipliers = saved_multipliers(saved_config["phases"][common["run"]["phase_index"]])
-    # By its multiplier megatron-core finds a group again.
-    same_groups = multipliers == lr_multipliers(phase_optimizer.phase)
-    if saved == phase_optimizer.state_format != "zero" and same_groups:
-        wanted = sharded_state(model, phase_optimizer, metadata, is_loading=True)
-        return _load(checkpoint, model, wanted, parallel)
-    wanted = sharded_state(model, None, metadata, is_loading=True)
-    # The fp32 weights of a plain optimizer are the model's, which a bf16 model rounds.
-    rounds = saved == "plain" and model.mcore_config.bf16
-    weights = wanted_weights(phase_optimizer, dict(wanted)) if rounds else {}
-    wanted["state"] = wanted_state(phase_optimizer, dict(wanted), saved_keys)
-    # A rank that loads none of them finds nothing.
-    state = _load(checkpoint, model, wanted, parallel).get("state", {})
-    if rounds:
-        read = _read(checkpoint, {"weights": weights}, parallel).get("weights", {})
-        state = {name: {**tensors, "param": read[name]} for name, tensors in state.items()}
-    return {"state": state, "step_count": step_count(common["optimizer"])}
+def _refuse_other_weights(checkpoint: Path, mine: list[str], parallel: Parallel) -> None:
+    """
+    Args:
+        mine: parameters of which this rank found other weights in the optimizer's state.
+
+    Raises:
+        StateError: some rank found one, on all ranks.
+    """
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, mine)
+    names = sorted({name for each in found for name in each})
+    if names:
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        raise StateError(
+            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(names[:3])}{more} are not those of the model. "
+            "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
+            "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
+            f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
+        )
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[str] | None = None) -> None:
@@ -205,7 +215,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
     Args:
         names: on disk, of the tensors to load; the model's others stay as they are. None: all.
     """
-    wanted = sharded_state(model, None, _loading_metadata(checkpoint, parallel), is_loading=True)
+    wanted = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
     if names is not None:
         wanted = {
             chunk: {name: tensor for name, tensor in state.items() if tensor.key in names}
@@ -225,7 +235,7 @@ def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
 
 def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[str, tuple[int, ...]]:
     """The same of the whole model, all ranks together. Collective."""
-    chunks = sharded_state(model, None, _loading_metadata(checkpoint, parallel), is_loading=True)
+    chunks = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
     apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
     tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
     mine = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
@@ -244,30 +254,39 @@ def _load(
 ) -> dict[str, Any]:
     content = _read(checkpoint, wanted, parallel)
     for name, chunk in _named_chunks(model).items():
-        chunk.load_state_dict(content[name], strict=all_weights)
+        # A rank of whose weights none is wanted finds nothing.
+        chunk.load_state_dict(content[name] if all_weights else content.get(name, {}), strict=all_weights)
     return content
 
 
-def _read(checkpoint: Path, wanted: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+def _read(
+    checkpoint: Path, wanted: dict[str, Any], parallel: Parallel, shared: bool = True
+) -> dict[str, Any]:
+    """
+    Args:
+        shared: data-parallel ranks want the same, so each reads a part of it for all.
+    """
+    strategy = get_default_load_sharded_strategy(str(checkpoint))
     content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),
-        FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(checkpoint)), parallel.groups.dp_cp
-        ),
+        FullyParallelLoadStrategyWrapper(strategy, parallel.groups.dp_cp) if shared else strategy,
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )
     return content
 
 
 def sharded_state(
-    model: Model, phase_optimizer: PhaseOptimizer | None, metadata: dict[str, Any], is_loading: bool
+    model: Model, phase_optimizer: PhaseOptimizer | None, metadata: dict[str, Any]
 ) -> dict[str, Any]:
     state = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model).items()
     }
     if phase_optimizer is not None:
-        state["optimizer"] = phase_optimizer.sharded_state(dict(state), is_loading, metadata)
+        state["optimizer"] = {
+            "state": saved_state(phase_optimizer, dict(state)),
+            "common_step": phase_optimizer.step_count(),
+        }
     return state
 
 
@@ -280,10 +299,8 @@ def _named_chunks(model: Model) -> dict[str, GPTModel]:
 
 def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",  # tensor and pipeline sizes may change, too
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,  # layers that reuse a selection have no indexer
-        "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel.groups.dp_cp,
     }
 

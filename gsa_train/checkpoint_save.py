@@ -36,6 +36,7 @@ from gsa_train.checkpoint import RunState, sharded_state, sharding_metadata
 from gsa_train.checkpoint_files import prune, publish, step_folder, write_manifest
 from gsa_train.checkpoint_write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
+from gsa_train.host_memory import HostMemory
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
@@ -95,7 +96,7 @@ class CheckpointSaver:
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._host_memory = _HostMemory()
+        self._host_memory = HostMemory()
         self._save: _Save | None = None
         self._retry_step: int | None = None
         self.durable_step = durable_step
@@ -129,7 +130,7 @@ class CheckpointSaver:
         if error is None:
             with phase_optimizer.whole_weights(changes=False):
                 _plan(save, model, phase_optimizer, self._parallel)
-                error = self._agree(self._host_memory.copy_into(save))
+                error = self._agree(self._copy(save))
         save.stall_seconds = time.perf_counter() - began
         if error is not None:
             if self._parallel.is_main:
@@ -159,7 +160,8 @@ class CheckpointSaver:
             if not done.item():
                 return []
         self._save = None
-        self._host_memory.release(keep=self._config.async_save)
+        if not self._config.async_save:
+            self._host_memory.release()
         result = replace(save.future.result(), stall_seconds=save.stall_seconds)
         return [self._count(result, now)]
 
@@ -199,6 +201,16 @@ class CheckpointSaver:
             self.last_error = result.error
             self._retry_step = now + self._config.retry_after_steps * 2 ** (self.failures - 1)
         return result
+
+    def _copy(self, save: _Save) -> str | None:
+        """Replace the tensors of the plan by copies; says why not where there is no memory for them."""
+        try:
+            self._host_memory.copy([tensors for _, _, (_, tensors) in save.buckets])
+        except (RuntimeError, MemoryError) as error:
+            save.buckets = []
+            self._host_memory.release()
+            return f"rank {self._parallel.rank}: no copy in host memory: {error}"
+        return None
 
     def _agree(self, error: str | None) -> str | None:
         """The first rank's error, on every rank. Only while no thread uses the group."""
@@ -285,7 +297,7 @@ def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: 
     """Fill in who writes what, and what the main rank writes of the rest. Collective; writes nothing."""
     metadata = sharding_metadata(parallel)
     content = {
-        **sharded_state(model, phase_optimizer, metadata, is_loading=False),
+        **sharded_state(model, phase_optimizer, metadata),
         "run": {each.name: getattr(save.state, each.name) for each in fields(save.state)},
         "content_metadata": {key: value for key, value in metadata.items() if key != "dp_cp_group"},
     }
@@ -301,52 +313,3 @@ def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: 
     FullyParallelSaveStrategyWrapper(planner, parallel.groups.dp_cp).async_save(sharded, save.folder)
     save.writer, save.metadata = planner.writer, planner.metadata
     save.buckets, planner.writer.write_buckets = planner.writer.write_buckets, None
-
-
-class _HostMemory:
-    """The copies from which a save writes. Those of GPU tensors are pinned, and kept from save to save, because
-    pinning takes longer than copying."""
-
-    def __init__(self) -> None:
-        self._pinned: dict[tuple[str, int], torch.Tensor] = {}
-
-    def copy_into(self, save: _Save) -> str | None:
-        """Replace the tensors of the plan by copies; says why not where there is no memory for them."""
-        previous, self._pinned = self._pinned, {}
-        try:
-            save.buckets = [
-                (
-                    path,
-                    name,
-                    (
-                        objects,
-                        [
-                            (item, self._copy(tensor.detach(), (name, number), previous))
-                            for number, (item, tensor) in enumerate(tensors)
-                        ],
-                    ),
-                )
-                for path, name, (objects, tensors) in save.buckets
-            ]
-            if self._pinned:
-                torch.cuda.synchronize()
-        except (RuntimeError, MemoryError) as error:
-            save.buckets = []
-            self._pinned = {}
-            return f"rank {dist.get_rank()}: no copy in host memory: {error}"
-        return None
-
-    def _copy(
-        self, tensor: torch.Tensor, key: tuple[str, int], previous: dict[tuple[str, int], torch.Tensor]
-    ) -> torch.Tensor:
-        if not tensor.is_cuda:
-            return tensor.clone()
-        kept = previous.pop(key, None)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._pinned[key] = kept
-        return kept.copy_(tensor, non_blocking=True)
-
-    def release(self, keep: bool) -> None:
-        if not keep:
-            self._pinned = {}

@@ -26,12 +26,12 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
+from gsa_train.adamw_state import create_state, inner_optimizers
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.optim_norms import clipped_step, reduce_grad_norm, update_norm
-from gsa_train.optim_repairs import inner_optimizers, repair_for_checkpoints, unshare_step_counts
 from gsa_train.parallel import Parallel
-from gsa_train.phase_optimizer import PhaseOptimizer
+from gsa_train.phase_optimizer import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
 from gsa_train.phases import enter_phase
 from gsa_train.work_time import WorkTime
 
@@ -50,9 +50,11 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         self.modules = self.ddps
         self.local_backward = self.phase.train == "indexer"
         ddp = self.ddps[0]
-        self.state_format = "plain_bf16" if ddp.config.bf16 else "plain"
+        self.state_group, self.state_copy = None, None
         if ddp.ddp_config.use_distributed_optimizer:
-            self.state_format = "distributed"
+            self.state_group = ddp.intra_dp_cp_group
+            instances = ddp.ddp_config.num_distributed_optimizer_instances
+            self.state_copy = ddp.inter_dist_opt_group.rank() if instances > 1 else 0
 
     def begin_step(self) -> None:
         for ddp in self.ddps:
@@ -87,50 +89,43 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
                 ddp.enable_forward_pre_hook()
         return nullcontext()
 
-    def sharded_state(
-        self, model_state: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
-    ) -> dict[str, Any]:
-        state: dict[str, Any] = self.optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=metadata
-        )
-        return state
-
-    def load_sharded_state(self, loaded: dict[str, Any]) -> None:
-        of_config = [
-            {name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups
-        ]
-        self.optimizer.load_state_dict(loaded)
-        for group, values in zip(self.optimizer.param_groups, of_config, strict=True):
-            group.update(values)  # a checkpoint brings its own along
-        unshare_step_counts(self.optimizer)
-
-    def loaded_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for number, ddp in enumerate(self.ddps):
-            for name, parameter in ddp.named_parameters():
-                if parameter.requires_grad:
-                    yield f"{number}.{name}", parameter
-
     @torch.no_grad()
-    def fill(self, loaded: dict[str, dict[str, torch.Tensor]], step_count: float) -> None:
-        (inner,) = inner_optimizers(self.optimizer)
-        for name, parameter in self.loaded_parameters():
-            tensors = {"param": parameter.detach(), **loaded[name]}
-            if isinstance(inner, DistributedOptimizer):
-                if parameter not in inner.model_param_group_index_map:
-                    continue  # all of it is other ranks'
-                part = inner._get_model_param_range_map(parameter)["param"]
-                flat = {kind: tensor.flatten()[part.start : part.end] for kind, tensor in tensors.items()}
-                inner._set_main_param_and_optimizer_states(parameter, flat)
-            else:
-                main = getattr(parameter, "main_param", parameter)
-                main.data.copy_(tensors["param"])
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    inner.optimizer.state[main][moment].copy_(tensors[moment])
-        for state in inner.optimizer.state.values():
-            state["step"].fill_(step_count)
+    def state_parts(self) -> Iterator[StatePart]:
+        for inner in inner_optimizers(self.optimizer):
+            for ddp in self.ddps:
+                for parameter in ddp.parameters():
+                    main, start = _main_weight(inner, parameter)
+                    if main is not None:
+                        state = inner.optimizer.state[main]
+                        tensors = {moment: state[moment].view(-1) for moment in MOMENTS}
+                        if parameter.dtype != torch.float32:
+                            tensors[MAIN_WEIGHT] = main.detach().view(-1)
+                        yield StatePart(parameter, start, tensors)
+
+    def step_count(self) -> float:
+        return next(float(state["step"]) for state in self._adam_states())
+
+    def set_step_count(self, count: float) -> None:
+        for state in self._adam_states():
+            state["step"].fill_(count)
+
+    def _adam_states(self) -> Iterator[dict[str, torch.Tensor]]:
+        for inner in inner_optimizers(self.optimizer):
+            yield from inner.optimizer.state.values()
 
     def start_from_weights(self) -> None:
         self.optimizer.reload_model_params()
+
+
+def _main_weight(inner: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    """What megatron-core's optimizer updates of a parameter on this rank, and where in the flat parameter it begins."""
+    if not isinstance(inner, DistributedOptimizer):
+        return (getattr(parameter, "main_param", parameter) if parameter.requires_grad else None), 0
+    if parameter not in inner.model_param_group_index_map:
+        return None, 0  # frozen, or all of it is other ranks'
+    group, order = inner.model_param_group_index_map[parameter]
+    start: int = inner._get_model_param_range_map(parameter)["param"].start
+    return inner.optimizer.param_groups[group]["params"][order], start
 
 
 def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOptimizer:
@@ -187,7 +182,7 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
         ddps,
         config_overrides=_group_overrides(phase),
     )
-    repair_for_checkpoints(optimizer)
+    create_state(optimizer)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
     model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
     no_sync = [ddp.no_sync for ddp in ddps]

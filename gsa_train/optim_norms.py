@@ -5,7 +5,6 @@ Nothing here makes the host wait for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from gsa_train.optim_repairs import chained, inner_optimizers
+from gsa_kernels.adamw.reference import squared_update
+from gsa_train.adamw_state import chained, inner_optimizers
 from gsa_train.parallel import Parallel
 
 
@@ -71,14 +71,15 @@ def clipped_step(
 def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
 
-    From AdamW's moments after the step, some tensors at a time: nothing is kept from before it. Collective.
+    From AdamW's moments after the step: nothing is kept from before it. Collective.
     """
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for inner in inner_optimizers(optimizer):
         adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
         for group in adam.param_groups:
-            for part in _parts([p for p in group["params"] if id(p) in counted]):
-                squares += squared_change([adam.state[p] for p in part], group, part, parallel.device)
+            parameters = [p for p in group["params"] if id(p) in counted]
+            if parameters:
+                squares += squared_change([adam.state[p] for p in parameters], group, parameters)
     squares = torch.where(applied, squares / _copies(optimizer, parallel), 0)
     dist.all_reduce(squares)
     return squares.sqrt().float()
@@ -95,33 +96,24 @@ def squared_change(
     states: list[dict[str, torch.Tensor]],
     group: dict[str, Any],
     parameters: list[torch.Tensor],
-    device: torch.device,
 ) -> torch.Tensor:
-    """0-d fp64: of parameters of one group, by AdamW's states after the step.
+    """0-d fp64: of parameters of one group, all on one device, by AdamW's states after the step.
 
     w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay).
     """
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
     correction = (1 - beta2**step).sqrt()
-    roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-    torch._foreach_add_(roots, group["eps"] * correction)
-    changes = torch._foreach_div([state["exp_avg"] for state in states], roots)
-    torch._foreach_mul_(changes, correction / (1 - beta1**step))
+    rate, eps = correction / (1 - beta1**step), group["eps"] * correction
     lr, decay = group["lr"], group["weight_decay"]
-    torch._foreach_add_(changes, parameters, alpha=decay)
-    return sum_of_squares(list(changes), device) * (lr / (1 - lr * decay)) ** 2
+    averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    if parameters[0].is_cuda:
+        from gsa_kernels.adamw.op import squared_updates  # imports Triton
 
-
-def _parts(tensors: list[torch.Tensor], elements: int = 1 << 26) -> Iterator[list[torch.Tensor]]:
-    """In order, about as many elements at a time: temporary copies of them stay below half a gigabyte."""
-    part: list[torch.Tensor] = []
-    for tensor in tensors:
-        if part and sum(each.numel() for each in part) + tensor.numel() > elements:
-            yield part
-            part = []
-        part.append(tensor)
-    if part:
-        yield part
+        total = squared_updates(parameters, averages, squares, rate, eps, decay)
+    else:
+        parts = zip(parameters, averages, squares, strict=True)
+        total = torch.stack([squared_update(*part, rate, eps, decay) for part in parts]).sum()
+    return total * (lr / (1 - lr * decay)) ** 2
 
 
 def counts_for_norms(parameter: torch.Tensor) -> bool:

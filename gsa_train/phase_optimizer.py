@@ -5,13 +5,36 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from gsa_train.config import PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN_WEIGHT = "param"
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """What a rank keeps of one parameter's optimizer state: all of it, or a stretch of the flat parameter."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    """First element."""
+    tensors: dict[str, torch.Tensor]
+    """MOMENTS and, where the model's weight is not in fp32, MAIN_WEIGHT: in fp32, flat, the optimizer's own."""
+
+    @property
+    def in_parameter(self) -> slice:
+        return slice(self.start, self.start + self.tensors[MOMENTS[0]].numel())
+
+    def weight(self) -> torch.Tensor:
+        """A copy of this part of the model's weight, flat, where that is whole."""
+        return self.parameter.detach().flatten()[self.in_parameter].clone()
 
 
 class PhaseOptimizer(ABC):
@@ -22,9 +45,10 @@ class PhaseOptimizer(ABC):
     """The model's chunks as the schedule is to call them."""
     local_backward: bool
     """The warm-up's layers differentiate the indexer loss on the spot; else the schedule runs a backward pass."""
-    state_format: str
-    """How its state lies in a checkpoint: `distributed`, `plain`, `plain_bf16` (with fp32 weights beside the model's
-    bf16 ones) or `zero`."""
+    state_group: dist.ProcessGroup | None
+    """The ranks over which each parameter's state is cut; None: every data-parallel rank has all of it."""
+    state_copy: int | None
+    """Number of this rank's group among those that hold the same; None without a group."""
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -78,28 +102,17 @@ class PhaseOptimizer(ABC):
         """
 
     @abstractmethod
-    def sharded_state(
-        self, model_state: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
-    ) -> dict[str, Any]:
-        """megatron-core's sharded state dict of the optimizer, given that of the model. Collective."""
+    def state_parts(self) -> Iterator[StatePart]:
+        """All that this rank keeps, by parameter."""
 
     @abstractmethod
-    def load_sharded_state(self, loaded: dict[str, Any]) -> None:
-        """Go on from what `sharded_state` asked for; of the same `state_format`."""
+    def step_count(self) -> float:
+        """Updates made, which all parameters share."""
 
     @abstractmethod
-    def loaded_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Name and parameter of the states that this rank is to load whole for `fill`."""
-
-    @abstractmethod
-    def fill(self, loaded: dict[str, dict[str, torch.Tensor]], step_count: float) -> None:
-        """Go on from states of another `state_format`, after the model has its weights. Collective.
-
-        Args:
-            loaded: name -> fp32 `exp_avg`, `exp_avg_sq` and, where the checkpoint has it, `param`, in the parameter's
-                tensor-parallel shape.
-        """
+    def set_step_count(self, count: float) -> None:
+        """Go on from there."""
 
     @abstractmethod
     def start_from_weights(self) -> None:
-        """The model has other weights: the optimizer's own copies follow."""
+        """The model has other weights: the optimizer's own copies follow. Collective."""

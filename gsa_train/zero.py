@@ -25,14 +25,13 @@ import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
-from gsa_train.checkpoint_optimizer import MAIN_WEIGHTS, MOMENTS, PREFIX, by_parameter, fp32_like, only_copy
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model
 from gsa_train.optim import lr_multipliers
 from gsa_train.optim_norms import counts_for_norms, squared_change, sum_of_squares
 from gsa_train.parallel import Parallel
-from gsa_train.phase_optimizer import PhaseOptimizer
-from gsa_train.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember, share_out, whole_shape
+from gsa_train.phase_optimizer import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+from gsa_train.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember
 
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
@@ -151,7 +150,7 @@ def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) 
 
 
 class ZeroPhaseOptimizer(PhaseOptimizer):
-    state_format = "zero"
+    state_copy = 0
     # ZeRO-2 and 3 reduce at the end of a backward pass, and 3 brings the weights for it.
     local_backward = False
 
@@ -175,7 +174,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             else self._zero.single_partition_of_fp32_groups
         )
         self._pieces = list(pieces_of_shards(self._zero) if self._shards_weights else pieces(self._zero))
-        self._owners = share_out(trained, parallel.data_size)
+        self.state_group = parallel.groups.dp
         self._norm = torch.zeros(())
         for flat in self._flat:
             self._adam.state[flat].update(
@@ -301,7 +300,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
                 flat, state = self._flat[piece.group], self._adam.state[self._flat[piece.group]]
                 own = {"step": state["step"], **{moment: state[moment][piece.in_group] for moment in MOMENTS}}
                 weights = [flat.detach()[piece.in_group]]
-                total += squared_change([own], self._group_of(piece.group), weights, device)
+                total += squared_change([own], self._group_of(piece.group), weights)
         squares = torch.where(applied, total.to(parallel.device), 0)
         dist.all_reduce(squares)
         return squares.sqrt().float()
@@ -319,8 +318,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self._take_off()
 
     # --- a checkpoint ------------------------------------------------------------------------------------
-    # In megatron-core's format, under the names of its plain optimizer, so that either strategy reads the other's.
-    # The state of a parameter is gathered on one of the data-parallel ranks, its owner, which writes or reads it.
 
     @contextmanager
     def whole_weights(self, changes: bool) -> Iterator[None]:
@@ -333,70 +330,21 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             yield
 
     @torch.no_grad()
-    def sharded_state(
-        self, model_state: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
-    ) -> dict[str, Any]:
-        assert not is_loading, "it is loaded parameter by parameter"
-        entries = by_parameter(model_state)
-        state: dict[str, Any] = {}
-        names = {"param": MAIN_WEIGHTS[1], **{moment: moment for moment in MOMENTS}}
-        for name, parameter in self._trained.items():
-            like = entries[id(parameter)]
-            for kind, saved_as in names.items():
-                whole = self._gather(name, kind)
-                if whole is not None:
-                    key = f"{PREFIX}.{saved_as}.{like.key}"
-                    state[f"{name}.{kind}"] = only_copy(fp32_like(like, key, whole))
-        counts = [state["step"].item() for state in self._adam.state.values()]
-        return {"state": state, "common_step": counts[0]}
+    def state_parts(self) -> Iterator[StatePart]:
+        for piece in self._pieces:
+            if piece.length > 0:
+                flat = self._flat[piece.group]
+                tensors = {moment: self._adam.state[flat][moment][piece.in_group] for moment in MOMENTS}
+                if piece.parameter.dtype != torch.float32:
+                    tensors[MAIN_WEIGHT] = flat.detach()[piece.in_group]
+                yield StatePart(piece.parameter, piece.start, tensors)
 
-    def load_sharded_state(self, loaded: dict[str, Any]) -> None:
-        raise AssertionError("it is loaded parameter by parameter")
+    def step_count(self) -> float:
+        return next(float(state["step"]) for state in self._adam.state.values())
 
-    def loaded_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, parameter in self._trained.items():
-            if self._owners[name] == self._parallel.data_rank:
-                yield name, parameter
-
-    @torch.no_grad()
-    def fill(self, loaded: dict[str, dict[str, torch.Tensor]], step_count: float) -> None:
-        self.start_from_weights()
-        for name in self._trained:
-            self._scatter(name, loaded.get(name))
+    def set_step_count(self, count: float) -> None:
         for state in self._adam.state.values():
-            state["step"].fill_(step_count)
+            state["step"].fill_(count)
 
     def start_from_weights(self) -> None:
         self._zero.refresh_fp32_params()
-
-    def _tensor(self, piece: Piece, kind: str) -> torch.Tensor:
-        """Flat view of the fp32 weight (`param`) or of a moment."""
-        flat = self._flat[piece.group]
-        return (flat.detach() if kind == "param" else self._adam.state[flat][kind])[piece.in_group]
-
-    def _gather(self, name: str, kind: str) -> torch.Tensor | None:
-        """The whole tensor, on the host of its owner. Bits are added up, of which all but one rank have 0."""
-        parameter = self._trained[name]
-        whole = torch.zeros(whole_shape(parameter), device=self._parallel.device)
-        for piece in self._pieces_of(parameter):
-            whole.view(-1)[piece.in_parameter] = self._tensor(piece, kind)
-        group, owner = self._parallel.groups.dp, self._owners[name]
-        dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, owner), group=group)
-        return whole.cpu() if owner == self._parallel.data_rank else None
-
-    def _scatter(self, name: str, loaded: dict[str, torch.Tensor] | None) -> None:
-        """Each rank's part of what the owner has loaded."""
-        parameter, group = self._trained[name], self._parallel.groups.dp
-        source = dist.get_global_rank(group, self._owners[name])
-        has_weights: list[Any] = [loaded is not None and "param" in loaded]
-        dist.broadcast_object_list(has_weights, source, group=group)
-        for kind in (*MOMENTS, "param")[: 3 if has_weights[0] else 2]:
-            whole = torch.empty(whole_shape(parameter), device=self._parallel.device)
-            if loaded is not None:
-                whole.copy_(loaded[kind])
-            dist.broadcast(whole, source, group=group)
-            for piece in self._pieces_of(parameter):
-                self._tensor(piece, kind).copy_(whole.view(-1)[piece.in_parameter])
-
-    def _pieces_of(self, parameter: torch.nn.Parameter) -> list[Piece]:
-        return [piece for piece in self._pieces if piece.parameter is parameter]

@@ -66,12 +66,6 @@ class Piece:
         return slice(self.start, self.start + self.length)
 
 
-def whole_shape(parameter: Any) -> torch.Size:
-    """The whole parameter's; with stage 3 its tensor is empty most of the time."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 def pieces(zero: Any) -> Iterator[Piece]:
     """Stages 1 and 2: each flat group is cut into one part per rank, wherever that cuts a parameter."""
     rank = dist.get_rank(zero.dp_process_group)
@@ -95,16 +89,6 @@ def pieces_of_shards(zero: Any) -> Iterator[Piece]:
             start = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
             yield Piece(parameter, group, number, start, min(size, parameter.ds_numel - start), offset)
             offset += size
-
-
-def share_out(trained: dict[str, torch.nn.Parameter], ranks: int) -> dict[str, int]:
-    """Parameter -> data-parallel rank, about as many elements on each."""
-    held, owners = [0] * ranks, {}
-    for name, parameter in trained.items():
-        owner = held.index(min(held))
-        held[owner] += whole_shape(parameter).numel()
-        owners[name] = owner
-    return owners
 
 
 def remember(module: torch.nn.Module) -> Callable[[], None]:

@@ -101,7 +101,7 @@ def test_latest_must_name_a_complete_checkpoint(lost, save, tmp_path):
 def test_another_format_version_is_refused(save, monkeypatch):
     folder = save(1)
     monkeypatch.setattr(checkpoint, "READABLE_VERSIONS", (7,))
-    with pytest.raises(ValueError, match="has format version 2, this code reads 7"):
+    with pytest.raises(ValueError, match="has format version 3, this code reads 7"):
         read_run_state(folder)
 
 

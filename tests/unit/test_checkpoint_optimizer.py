@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train import optim
-from gsa_train.checkpoint import load_checkpoint
+from gsa_train import checkpoint_save, optim
+from gsa_train.adamw_state import inner_optimizers
+from gsa_train.checkpoint import (
+    StateError,
+    load_checkpoint,
+    load_weights,
+    saved_weights,
+    sharded_state,
+    sharding_metadata,
+)
+from gsa_train.checkpoint_optimizer import boxes, saved_state, wanted_state
 from gsa_train.config import Config
+from gsa_train.memory import checkpoint_bytes
 from gsa_train.model.build import Model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.optim_repairs import inner_optimizers
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
@@ -41,11 +53,13 @@ def state_by_name(model: Model, phase_optimizer: PhaseOptimizer) -> dict[str, di
 
 
 def write_trained(
-    config: Config, steps: int, folder: Path
+    config: Config, steps: int, folder: Path, prepare: Callable[[PhaseOptimizer], None] | None = None
 ) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
     """A checkpoint after some steps, and its state by name."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
+    if prepare is not None:
+        prepare(optimizer)
     for seed in range(steps):
         take_step(model, optimizer, random_batches(config, seed), config, lr=1e-2)
     checkpoint = write_checkpoint(folder, steps, model, optimizer, config)
@@ -91,10 +105,44 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
         assert_arrives(folder, 3, before, config_of(*kind))
 
 
-def test_they_arrive_from_several_buckets_of_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As large models have them with overlap_grad_reduce: each ends in padding, behind which the next begins."""
+def parts_by_name(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
+    return {
+        f"{names[id(part.parameter)]}.{kind}": tensor.clone()
+        for part in optimizer.state_parts()
+        for kind, tensor in part.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_s_arrive_too(stage: int, tmp_path: Path) -> None:
+    """In bf16, whose fp32 weights are beside the model's; and those of the others in DeepSpeed's."""
+    zero = {"strategy": "deepspeed", "zero_stage": stage, "offload_optimizer": stage == 2}
+    configs = [tiny_config([SPARSE], parallel=each, train={"precision": "bf16"}) for each in (zero, {})]
+    for config, other in (configs, configs[::-1]):
+        model = tiny_model(config)
+        optimizer = build_optimizer(model, SPARSE, config)
+        for seed in range(2):
+            take_step(model, optimizer, random_batches(config, seed), config, lr=1e-3)
+        folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
+        before = parts_by_name(model, optimizer)
+        close_optimizer(model, optimizer)
+        for reader in (config, other):
+            loaded = tiny_model(reader)
+            resumed = build_optimizer(loaded, SPARSE, reader)
+            load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=True)
+            after = parts_by_name(loaded, resumed)
+            assert after.keys() == before.keys()
+            for name, tensor in after.items():
+                assert torch.equal(tensor, before[name]), name
+            assert resumed.step_count() == 2
+            close_optimizer(loaded, resumed)
+
+
+@pytest.fixture
+def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gradients, as large models have them with overlap_grad_reduce: each ends in padding, behind which the next
+    begins."""
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=300)
     monkeypatch.setattr(optim, "DistributedDataParallelConfig", small_buckets)
     config = tiny_config([SPARSE], parallel={"overlap_grad_reduce": True})
@@ -107,9 +155,113 @@ def test_they_arrive_from_several_buckets_of_gradients(
     ]
     assert sum(end % 128 > 0 for end in ends[:-1]) > 3
     close_optimizer(model, optimizer)
-    folder, before = write_trained(config, 2, tmp_path)
-    for other in (config, config_of(False, "fp32")):
+
+
+def overlapped(precision: str) -> Config:
+    return tiny_config([SPARSE], parallel={"overlap_grad_reduce": True}, train={"precision": precision})
+
+
+@pytest.mark.usefixtures("several_buckets")
+def test_they_arrive_from_several_buckets_of_gradients(tmp_path: Path) -> None:
+    folder, before = write_trained(overlapped("fp32"), 2, tmp_path)
+    for other in (overlapped("fp32"), config_of(False, "fp32")):
         assert_arrives(folder, 2, before, other)
+
+
+# --- each rank its own part ----------------------------------------------------------------------------------
+
+
+def test_a_stretch_of_a_tensor_is_a_few_boxes() -> None:
+    draw = random.Random(1)
+    for shape in [(), (7,), (5, 8), (3, 1, 4), (2, 3, 4), (1, 6), (6, 1)]:
+        elements = torch.arange(math.prod(shape)).view(shape)
+        for _ in range(40):
+            start, end = sorted(draw.randrange(elements.numel() + 1) for _ in range(2))
+            found = []
+            for offset, size in boxes(shape, start, end):
+                box = elements[tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))]
+                assert tuple(box.shape) == size
+                assert all(size) or not size
+                found.append(box.flatten())
+            assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(start, end)), (
+                shape,
+                start,
+                end,
+            )
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "deepspeed"], ids=str)
+def test_a_save_and_a_load_name_the_optimizer_s_own_tensors(kind: tuple[bool, str] | str) -> None:
+    """Nothing is copied or gathered for them, so no rank holds more than its part."""
+    zero = {"parallel": {"strategy": "deepspeed"}, "train": {"precision": "bf16"}}
+    config = tiny_config([SPARSE], **zero) if kind == "deepspeed" else config_of(*kind)
+    model = tiny_model(config)
+    weights = sum(parameter.nbytes for parameter in model.gpt.parameters())
+    optimizer = build_optimizer(model, SPARSE, config)
+    state = sharded_state(model, None, sharding_metadata(single_rank()))
+    own = {tensor.data_ptr(): tensor for part in optimizer.state_parts() for tensor in part.tensors.values()}
+    boxes_of_a_save = saved_state(optimizer, dict(state))
+    saved = {box.key: box for box in boxes_of_a_save.values()}
+    boxes_of_a_load = wanted_state(optimizer, dict(state), saved, moments=True)
+    for found in (boxes_of_a_save, boxes_of_a_load):
+        assert own.keys() <= {box.data.data_ptr() for box in found.values()}
+        inside = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+        assert {box.data.untyped_storage().data_ptr() for box in found.values()} <= inside
+        assert sum(box.data.nbytes for box in found.values()) == sum(each.nbytes for each in own.values())
+    assert weights + sum(each.nbytes for each in own.values()) == checkpoint_bytes(config, SPARSE)
+    close_optimizer(model, optimizer)
+
+
+# --- checkpoints of earlier versions ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_format_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the distributed optimizer's state as megatron-core does."""
+    fully_reshardable = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+
+    def by_megatron(model: Model, phase_optimizer: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+        state = sharded_state(model, None, metadata)
+        inner: Any = phase_optimizer.optimizer
+        state["optimizer"] = inner.sharded_state_dict(dict(state), metadata=metadata | fully_reshardable)
+        return state
+
+    monkeypatch.setattr(checkpoint_save, "sharded_state", by_megatron)
+
+
+def keep_padding(phase_optimizer: Any) -> None:
+    """What versions since the repair did: without, megatron-core packs buckets without their padding, and looks
+    parameters up where they are with it."""
+    (inner,) = inner_optimizers(phase_optimizer.optimizer)
+    for buffer in inner.buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+
+
+@pytest.mark.usefixtures("several_buckets", "as_format_2")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_state_from_the_wrong_place_is_refused(precision: str, tmp_path: Path) -> None:
+    """But not one that was saved from the right place."""
+    config = overlapped(precision)
+    good, before = write_trained(config, 2, tmp_path / "good", keep_padding)
+    bad, _ = write_trained(config, 2, tmp_path / "bad")
+    for other in (config, *(config_of(*kind) for kind in KINDS)):
+        assert_arrives(good, 2, before, other)
+        model = tiny_model(other)
+        optimizer = build_optimizer(model, SPARSE, other)
+        for inside_phase in (True, False):
+            with pytest.raises(
+                StateError, match=r"fp32 weights of .*layers.* and \d+ more are not those of the model"
+            ):
+                load_checkpoint(bad, model, optimizer, single_rank(), with_optimizer=inside_phase)
+        close_optimizer(model, optimizer)
+    assert saved_weights(bad)  # which a new run may begin with
+    load_weights(bad, tiny_model(config), single_rank())
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])

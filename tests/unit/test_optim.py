@@ -12,6 +12,7 @@ import torch
 
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.config import PhaseConfig
+from gsa_train.main_weights import carry_over, keep_main_weights
 from gsa_train.model.build import Model
 from gsa_train.optim import (
     PhaseOptimizer,
@@ -326,7 +327,7 @@ def test_a_loaded_optimizer_goes_on_as_if_it_had_not_stopped(sharded: bool, tmp_
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str, tmp_path: Path) -> None:
-    """In bf16 the optimizer has its own fp32 weights, which must follow the loaded ones."""
+    """Whether it begins in the same process or by a resume. In bf16 the optimizer's own fp32 weights go on, too."""
     config = tiny_config([WARM_UP, SPARSE], train={"precision": precision})
     model = tiny_model(config)
     warm_up = build_optimizer(model, WARM_UP, config)
@@ -336,9 +337,11 @@ def test_the_next_phase_takes_weights_and_averages_but_no_moments(precision: str
     loaded_optimizer = build_optimizer(loaded, SPARSE, config)
     load_checkpoint(folder, loaded, loaded_optimizer, single_rank(), with_optimizer=False)
     assert_same_weights(model, loaded)
+    kept = keep_main_weights(model, warm_up)
     close_optimizer(model, warm_up)
-    pairs = ((model, build_optimizer(model, SPARSE, config)), (loaded, loaded_optimizer))
-    for either, optimizer in pairs:
+    sparse = build_optimizer(model, SPARSE, config)
+    carry_over(kept, sparse)
+    for either, optimizer in ((model, sparse), (loaded, loaded_optimizer)):
         take_step(either, optimizer, random_batches(config, seed=5), config, LR)
     assert step_counts(loaded_optimizer) == {1.0}
     assert_same_weights(model, loaded)

@@ -1,0 +1,118 @@
+"""The fp32 weights of a phase in bf16 go on in the next one, in the same process or through a checkpoint. More ranks:
+tests/distributed/test_many_layouts.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.batches import TrainBatches
+from gsa_train.checkpoint import load_checkpoint, read_run_state
+from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.config import Config
+from gsa_train.main_weights import carry_over, keep_main_weights
+from gsa_train.model.build import Model
+from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.phase_optimizer import MAIN_WEIGHT
+from gsa_train.phases import phase_spans
+from gsa_train.resume import Start
+from gsa_train.train import train_phases
+from helpers.checkpoints import write_checkpoint
+from helpers.runs import numbers_of
+from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
+from helpers.tiny_run import tiny_run
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample"
+FIRST = dataclasses.replace(SPARSE, name="first", steps=3, lr=1e-4, min_lr=1e-4)
+BASE = dataclasses.replace(FIRST, name="base", train="base")
+"""Does not train all that the first one does."""
+ZERO = {"strategy": "deepspeed"}
+KINDS: dict[str, dict[str, Any]] = {
+    "distributed": {},
+    "replicated": {"distributed_optimizer": False},
+    "ZeRO-1": {**ZERO, "zero_stage": 1},
+    "ZeRO-3": {**ZERO, "zero_stage": 3},
+    "in host memory": {**ZERO, "zero_stage": 2, "offload_optimizer": True},
+}
+
+
+def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
+    """Parameter -> fp32 weight, flat; one rank has all of each."""
+    names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
+    return {names[id(part.parameter)]: part.tensors[MAIN_WEIGHT].clone() for part in optimizer.state_parts()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    config = tiny_config([FIRST, BASE], train={"precision": "bf16"}, parallel=KINDS[kind])
+    model = tiny_model(config)
+    first = build_optimizer(model, FIRST, config)
+    for seed in range(3):
+        take_step(model, first, random_batches(config, seed), config, lr=1e-4)
+    folder = write_checkpoint(tmp_path, 3, model, first, config)
+    before = main_weights(model, first)
+    assert sum(not torch.equal(weight, weight.bfloat16().float()) for weight in before.values()) > 10
+    kept = keep_main_weights(model, first)
+    close_optimizer(model, first)
+    second = build_optimizer(model, BASE, config)
+    carry_over(kept, second)
+
+    loaded = tiny_model(config)
+    resumed = build_optimizer(loaded, BASE, config)
+    load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=False)
+    for each, optimizer in ((model, second), (loaded, resumed)):
+        after = main_weights(each, optimizer)
+        assert after.keys() == {name for name in before if "indexer" not in name}
+        for name, weight in after.items():
+            assert torch.equal(weight, before[name]), name
+        assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
+        assert optimizer.step_count() == 0
+        close_optimizer(each, optimizer)
+
+
+def train(config: Config, folder: Path, resume_from: Path | None = None) -> list[dict[str, Any]]:
+    """The records of all phases, or of those behind the checkpoint at the end of one."""
+    tokenizer, records = Tokenizer(config.data.tokenizer), []
+    start = Start()
+    if resume_from is not None:
+        state = read_run_state(resume_from)
+        start = Start(resume_from, state, phase_index=state.phase_index + 1)
+    run = tiny_run(
+        config,
+        tiny_model(config),
+        batches=TrainBatches(config, single_rank(), tokenizer, start.data_state),
+        tokenizer=tokenizer,
+        saver=CheckpointSaver(folder, config.checkpoint, single_rank()),
+        sinks=Mock(log=records.append),
+        step=start.step,
+        tokens=start.tokens,
+        monitor=start.monitor,
+    )
+    assert train_phases(run, start, phase_spans(config.phases)) is None
+    run.saver.close()
+    return numbers_of(records)
+
+
+def test_a_run_resumed_between_two_phases_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    config = tiny_config(
+        [FIRST, dataclasses.replace(FIRST, name="second")],
+        model={"vocab_size": 4096},
+        data={
+            "train_dir": str(SAMPLE / "train"),
+            "tokenizer": str(SAMPLE / "tokenizer.model"),
+            "num_lanes": 1,
+        },
+        train={"precision": "bf16"},
+        checkpoint={"every_steps": 3, "async_save": False},
+        logging={"every_steps": 1},
+    )
+    whole = train(config, tmp_path / "whole")
+    assert [record["step"] for record in whole] == [1, 2, 3, 4, 5, 6]
+    resumed = train(config, tmp_path / "resumed", tmp_path / "whole" / "step_00000003")
+    assert resumed == whole[3:]
