@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import DataFault, Reading
-from gsa_data.pack import FILLER, document_ids, loss_mask
+from gsa_data.pack import FILLER, document_ids, document_starts, loss_mask
 from gsa_data.source_weights import never_met
 from gsa_data.stream import (
     BlockStream,
@@ -47,6 +47,18 @@ class MicroBatch:
     """int32 [B, L], or None when attention crosses documents"""
     loss_mask: torch.Tensor
     """float32 [B, L]: 0 where nothing is to be predicted"""
+
+    def visible_keys(self) -> torch.Tensor:
+        """How many keys each query sees, of its document and not behind it: int32 [B, L]."""
+        length, device = self.tokens.shape[1], self.tokens.device
+        before = torch.arange(1, length + 1, dtype=torch.int32, device=device).expand_as(self.tokens)
+        return before if self.document_ids is None else before - document_starts(self.document_ids)
+
+
+def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Over all queries: fp64, 0-d, on the device."""
+    counts = [batch.visible_keys() for batch in micro_batches]
+    return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
@@ -103,7 +115,7 @@ def stream_config(config: Config) -> StreamConfig:
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """Raises TokenizerError when there is none, or the model's embedding is too small for it."""
-    tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None)
+    tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
     if tokenizer.vocab_size > config.model.vocab_size:
         raise TokenizerError(
             f"model.vocab_size = {config.model.vocab_size}: {config.data.tokenizer} has {tokenizer.vocab_size} "

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gsa_train.config_load import problem_line
+from gsa_train.file_checks import longest_read_seconds, validation_fields
 from gsa_train.kernel_checks import check_kernels
 from gsa_train.layout_checks import (
     check_layout,
@@ -46,23 +45,21 @@ ABOVE_ZERO = frozenset(
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
-# As gsa_data has them, whose import would load torch.
-DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
-LARGEST_SOURCE_WEIGHT = 100.0
-PREPARED_TOKENS = ("tokens.json", "tokens.journal")
+LARGEST_SOURCE_WEIGHT = 100.0  # as gsa_data has it, whose import would load torch
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
 
 def check_config(config: Config, world_size: int) -> list[str]:
     """Everything that is wrong with the values of a config on `world_size` ranks; empty when it can run.
 
-    Files are left to `check_data`.
+    Files are left to `file_checks.check_data`.
     """
     return [
         *_check_ranges(config),
         *_check_run_name(config),
         *_check_validation_sets(config.data),
         *_check_order(config.data),
+        *_check_reading(config),
         *_check_model(config),
         *_check_gsa(config),
         *check_kernels(config),
@@ -72,31 +69,6 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_monitor(config, data_parallel_size(config, world_size)),
         *_check_profile(config, world_size),
     ]
-
-
-def check_data(data: DataConfig) -> list[str]:
-    """Local files that a run needs and that are missing; addresses with `://` are left to the reader."""
-    lines = []
-    for field, folder in {"data.train_dir": data.train_dir, **_validation_fields(data)}.items():
-        if not folder or "://" in folder:
-            continue
-        if not Path(folder).is_dir():
-            lines.append(problem_line(field, folder, "no such folder", f"create it, or set {field}"))
-        elif not _holds_text(Path(folder)):
-            wanted = f"holds no *{', *'.join(DATA_FORMATS)}"
-            lines.append(problem_line(field, folder, wanted, f"put shards there, or set {field}"))
-    if data.tokenizer and "://" not in data.tokenizer and not Path(data.tokenizer).is_file():
-        lines.append(
-            problem_line("data.tokenizer", data.tokenizer, "no such file", "set it to a tokenizer file")
-        )
-    return lines
-
-
-def check_initial_weights(config: Config) -> list[str]:
-    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
-    if not folder or Path(folder).is_dir():
-        return []
-    return [problem_line(field, folder, "no such folder", "name a checkpoint or a run, or leave it out")]
 
 
 def check_packages(config: Config) -> list[str]:
@@ -109,23 +81,8 @@ def check_packages(config: Config) -> list[str]:
     return []
 
 
-def _holds_text(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in PREPARED_TOKENS) or any(folder.glob("*.idx")):
-        return True
-    return any(
-        name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder, followlinks=True) for name in names
-    )
-
-
-def _validation_fields(data: DataConfig) -> dict[str, str]:
-    """Field -> folder of the validation sets."""
-    if not data.validation_sets:
-        return {"data.validation_dir": data.validation_dir}
-    return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}
-
-
 def _check_validation_sets(data: DataConfig) -> list[str]:
-    empty = [field for field, folder in _validation_fields(data).items() if not folder.strip()]
+    empty = [field for field, folder in validation_fields(data).items() if not folder.strip()]
     return [problem_line(field, "", "empty", "give a folder") for field in empty]
 
 
@@ -142,6 +99,20 @@ def _check_order(data: DataConfig) -> list[str]:
         remedy = "set it to false, or data.packing to concatenate"
         lines.append(problem_line("data.packing", data.packing, wrong, remedy))
     return lines
+
+
+def _check_reading(config: Config) -> list[str]:
+    """Reading is given up before the watch gives up the rank that reads: what data.on_bad_shard says is done."""
+    data, limit_minutes = config.data, config.parallel.timeout_minutes
+    longest_seconds = longest_read_seconds(data)
+    if data.read_timeout_seconds <= 0 or not 0 < limit_minutes * 60 < longest_seconds < math.inf:
+        return []
+    wrong = (
+        f"with data.read_retries = {data.read_retries} a read fails after {longest_seconds:g} s, when "
+        f"parallel.timeout_minutes = {limit_minutes:g} has ended the run"
+    )
+    remedy = "lower one of the first two, or raise the third"
+    return [problem_line("data.read_timeout_seconds", data.read_timeout_seconds, wrong, remedy)]
 
 
 def _check_ranges(config: Config) -> list[str]:

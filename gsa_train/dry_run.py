@@ -1,4 +1,4 @@
-"""What a run would be, told before it starts: layout, parameters, operations, memory and tokens.
+"""What a run would be, told before it starts: layout, parameters, operations, memory, tokens and checkpoints.
 
 Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
 boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory.py, which says what
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from gsa_train.config import Config
-from gsa_train.config_checks import check_data, check_initial_weights
+from gsa_train.file_checks import check_files
 from gsa_train.layout_checks import data_parallel_size
-from gsa_train.memory import estimate_memory, fields_of
+from gsa_train.memory import checkpoint_bytes, estimate_memory, fields_of
 from gsa_train.model.flops import count_parameters, flops_per_token
 from gsa_train.pipeline_layout import stage_chunks, stage_layers
 
@@ -29,7 +29,8 @@ def describe(config: Config, world_size: int) -> str:
         "Tokens": _tokens(config),
         "Floating-point operations per token (training, in 1e9)": _flops(config),
         "Memory per rank (in GiB)": _memory(config, world_size),
-        "Data": check_data(config.data) + check_initial_weights(config) or ["the local files are there"],
+        "Checkpoint (in GiB)": _checkpoint(config, world_size),
+        "Data": check_files(config) or ["the local files are there"],
     }
     title = f"{config.run.name} on {world_size} {'rank' if world_size == 1 else 'ranks'}"
     blocks = ["\n  ".join([name, *lines]) for name, lines in sections.items()]
@@ -143,6 +144,11 @@ def _memory(config: Config, world_size: int) -> list[str]:
             rows = rows or [["phase", "stage", *parts]]
             rows.append([phase.name, str(stage), *(f"{part / GIB:.2f}" for part in parts.values())])
     return [f"recompute: {config.train.recompute}", *_table(rows)]
+
+
+def _checkpoint(config: Config, world_size: int) -> list[str]:
+    size = max(checkpoint_bytes(config, phase) for phase in config.phases) / GIB
+    return [f"{size:.2f}; while it is written, about {size / world_size:.2f} of each rank's host memory"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -24,6 +24,7 @@ from gsa_train.run_folder import STOPPED
 from gsa_train.sinks import write_atomically
 from gsa_train.stop_signals import EXIT_STOPPED, Stopped, reason_in_words
 from gsa_train.trainer import Run, newest_save, validate
+from gsa_train.watch import Watch
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
@@ -91,7 +92,7 @@ def leave(run: Run, stop: Stopped) -> None:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
         run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
-    _close(run)
+    _close(run, EXIT_STOPPED)
 
 
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
@@ -115,12 +116,29 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
     _close(run, EXIT_CORRUPTED)
 
 
-def _close(run: Run, wandb_code: int = 0) -> None:
+def _close(run: Run, exit_code: int) -> None:
+    run.watch.note(run.step, "ending")
+    run.watch.exit_code = exit_code
     run.batches.close()
     run.stop_vote.close()
     if run.sinks is not None and run.progress is not None:
         run.progress.close()
-        run.sinks.close(wandb_code)
-    run.watch.close()
-    dist.barrier()  # torchrun ends all ranks when the first one ends
-    shutdown_parallel()
+        run.sinks.close(0 if exit_code == EXIT_STOPPED else exit_code)  # to W&B a stop is no failure
+    leave_world(run.watch)
+
+
+def leave_world(watch: Watch) -> None:
+    """Leave the process group, watched to the last moment. Collective.
+
+    Twice: at the first barrier the watch names a rank that does not come, at the second no rank asks the store of
+    torch.distributed any more, so that the first one to go may take it along. torchrun ends all ranks when the first
+    one ends.
+    """
+    try:
+        dist.barrier()
+        watch.begin_to_leave()
+        dist.barrier()
+        shutdown_parallel()
+    except RuntimeError as error:  # of gloo and NCCL
+        watch.end_saved(f"leaving its process group failed, as where a peer has died ({error})")
+    watch.close()

@@ -11,12 +11,12 @@ class _InjectLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activations: torch.Tensor, loss: torch.Tensor, grad_scale: float) -> torch.Tensor:
         ctx.grad_scale = grad_scale
-        ctx.loss_like = torch.ones_like(loss)
+        ctx.of_loss = {"dtype": loss.dtype, "device": loss.device}
         return activations.view_as(activations)
 
     @staticmethod
     def backward(ctx: Any, grad_activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad_activations, ctx.loss_like * ctx.grad_scale, None
+        return grad_activations, torch.full((), ctx.grad_scale, **ctx.of_loss), None
 
 
 def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: float) -> torch.Tensor:

@@ -70,6 +70,8 @@ class Reduced:
 
     layers: dict[str, list[float]]
     loss: float
+    visible_keys: float | None
+    """Mean over the queries of all replicas; None for a validation."""
     data_wait: float
     """Largest share over the ranks of the interval spent waiting for text."""
     data_totals: dict[str, int]
@@ -94,6 +96,7 @@ def reduce_step(
     data_totals: Mapping[str, int] | None = None,
     checksum: int = 0,
     worked: Worked | None = None,
+    visible_keys: torch.Tensor | None = None,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
@@ -104,8 +107,9 @@ def reduce_step(
         data_totals: what this process read and left out of the text; the same names on every rank.
         checksum: of this process's part of the step's text.
         worked: what this rank's WorkTime read; None for a validation.
+        visible_keys: 0-d, mean over this replica's queries, of which all have as many; None on every rank or on none.
     """
-    on_gpu = parallel.device.type == "cuda"
+    on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
     data_totals = data_totals or {}
     memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
@@ -113,10 +117,13 @@ def reduce_step(
     parts = {"data_wait": interval.wait_seconds if interval else 0.0, **worked.parts}
     work = torch.zeros(parallel.world_size, dtype=torch.float64)
     work[parallel.rank] = worked.seconds
+    device_sums = torch.stack(
+        [loss_sum, torch.zeros_like(loss_sum) if visible_keys is None else visible_keys]
+    )
     host_sums = torch.cat([torch.tensor([checksum, *data_totals.values()], dtype=torch.float64), work])
     layers, sums, maxima = stats.reduce(
         # fp64 holds the sum of two million CRC-32s exactly.
-        torch.cat([loss_sum.double().reshape(1), host_sums.to(loss_sum.device)]),
+        torch.cat([device_sums, host_sums.to(loss_sum.device)]),
         torch.tensor([wait, *memory, *parts.values()], dtype=torch.float64, device=parallel.device),
     )
     stats.reset()
@@ -124,9 +131,10 @@ def reduce_step(
         layers=layers,
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
-        data_totals={name: int(total) for name, total in zip(data_totals, sums[2:], strict=False)},
-        data_checksum=int(sums[1]),
-        work_seconds=sums[2 + len(data_totals) :],
+        visible_keys=None if visible_keys is None else sums[1] / parallel.world_size,
+        data_totals={name: int(total) for name, total in zip(data_totals, sums[3:], strict=False)},
+        data_checksum=int(sums[2]),
+        work_seconds=sums[3 + len(data_totals) :],
         part_seconds=dict(zip(parts, maxima[3:], strict=True)),
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
@@ -189,7 +197,12 @@ def step_record(
     tokens_per_second = interval.tokens / interval.seconds
     attention = attention_metrics(reduced.layers)
     flops = flops_per_token(
-        config.model, config.gsa, phase, config.train.seq_len_tokens, attention.get("selected_keys")
+        config.model,
+        config.gsa,
+        phase,
+        config.train.seq_len_tokens,
+        attention.get("selected_keys"),
+        reduced.visible_keys,
     )
     per_device = tokens_per_second / parallel.world_size
     peak = None
@@ -202,6 +215,7 @@ def step_record(
         "loss": reduced.loss,
         "indexer_kl": None,
         "recall": None,
+        "visible_keys": reduced.visible_keys,
         **attention,
         "grad_norm": grad_norm,
         "lr": max(lrs.values()) if "base" not in lrs else lrs["base"],

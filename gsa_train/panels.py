@@ -71,6 +71,7 @@ TITLES = {
     "checkpoints": "Checkpoints",
     "data": "Data",
 }
+KEYS = {"visible_keys": "visible", "selected_keys": "selected"}
 RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall": "random choice"}
 GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
@@ -102,6 +103,7 @@ PANELS = (
     Panel("gsa", "indexer", "KL divergence (nats)", {"indexer_kl": "indexer KL"}),
     Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
     Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
+    Panel("gsa", "budget", "keys per query", KEYS, "log"),
     Panel("gsa", "budget", "average score variance", {"variance_ema": "variance"}, "log"),
     Panel("gsa", "selection", "keys shared with the neighbour", {"adjacent_overlap": "overlap"}, "share"),
     Panel("gsa", "selection", "union of 32 queries / mean k_t", {"union_ratio_32": "union of 32"}),

@@ -4,6 +4,7 @@ const data = JSON.parse(document.getElementById("numbers").textContent);
 const COLORS = ["#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#b0343c", "#7a7a7a", "#0f8b8d", "#a07a00"];
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 const W = 600, H = 230, LEFT = 58, RIGHT = 18, TOP = 16, BOTTOM = 24;
+const LETTER = 8;  // width of one of a phase's name, at most
 const several = data.runs.length > 1;
 const view = { axis: data.axis, range: null };
 const charts = [];
@@ -161,7 +162,11 @@ function namePhases(parent, X) {
   const run = data.runs[0], starts = run.phases.map(([step]) => X(xOf(0, step)));
   run.phases.forEach(([, name], at) => {
     const ends = at + 1 < starts.length ? starts[at + 1] : X(xOf(0, run.last));
-    if (ends > LEFT + 1 && starts[at] < W - RIGHT) text(parent, Math.max(starts[at], LEFT) + 3, TOP - 5, name);
+    if (ends <= LEFT + 1 || starts[at] >= W - RIGHT) return;
+    const from = Math.max(starts[at], LEFT) + 3, fits = Math.floor((ends - from) / LETTER);
+    const isLast = at + 1 === starts.length;  // nothing follows it
+    if (isLast || name.length <= fits) text(parent, from, TOP - 5, name);
+    else if (fits > 2) text(parent, from, TOP - 5, name.slice(0, fits - 1) + "…");
   });
 }
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gsa_train.batches import MicroBatch
+from gsa_train.batches import MicroBatch, mean_visible_keys
 from gsa_train.config import Config
 from gsa_train.corruption import Computed, CorruptionCheck
 from gsa_train.losses import indexer_kl_grad_scale
@@ -23,6 +23,20 @@ from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.sequence_cut import SequenceCut
 from gsa_train.spikes import SpikeDetector, Verdict
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the steps of a phase have in common."""
+
+    model: Model
+    optimizer: PhaseOptimizer
+    config: Config
+    parallel: Parallel
+    detector: SpikeDetector
+    """Judges each step before its update."""
+    check: CorruptionCheck | None = None
+    """Computes a step again, or compares the replicas' weights, where that is due; both raise CorruptionFound."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +51,12 @@ class StepResult:
     """0-d: global gradient norm before clipping."""
     verdict: Verdict
     """Whether the step changed anything, and why not."""
+    visible_keys: torch.Tensor | None
+    """0-d: keys that a query sees, mean over this replica's; None where the attention is not measured."""
 
 
 def train_step(
-    model: Model,
-    phase_optimizer: PhaseOptimizer,
-    micro_batches: Sequence[MicroBatch],
-    lr: float,
-    config: Config,
-    parallel: Parallel,
-    step: int,
-    detector: SpikeDetector,
-    check: CorruptionCheck | None = None,
-    saves: bool = False,
+    training: Training, micro_batches: Sequence[MicroBatch], lr: float, step: int, saves: bool = False
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
@@ -58,17 +65,17 @@ def train_step(
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
-        detector: judges the step before its update.
-        check: computes it again, or compares the replicas' weights, where that is due; both raise CorruptionFound.
         saves: what the step makes of the weights will be saved.
     """
+    model, optimizer, config = training.model, training.optimizer, training.config
+    detector, check, groups = training.detector, training.check, training.parallel.groups
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     model.work_time.end()
-    dist.all_reduce(loss_tokens, group=parallel.groups.dp)
+    dist.all_reduce(loss_tokens, group=groups.dp)
     model.work_time.begin()
-    phase_optimizer.set_learning_rate(lr, config.train.weight_decay)
+    optimizer.set_learning_rate(lr, config.train.weight_decay)
 
-    compute = partial(_compute, model, phase_optimizer, micro_batches, loss_tokens, config, parallel, step)
+    compute = partial(_compute, training, micro_batches, loss_tokens, step)
     computed = compute() if check is None else check.compute(step + 1, compute)
     verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
     if check is not None:
@@ -78,25 +85,24 @@ def train_step(
             verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
         check.compare_replicas(step + 1, saves)
     with model.work_time.part("optimizer"):
-        phase_optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
-        update_variance_emas(
-            model.attentions, config.gsa.variance_ema_decay, parallel.groups.dp_cp, verdict.applied
-        )
+        optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
+        update_variance_emas(model.attentions, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied)
     model.runtime.shared_selection = None
-    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict)
+    visible_keys = mean_visible_keys(micro_batches) if model.runtime.measuring else None
+    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, visible_keys)
 
 
 def _compute(
-    model: Model,
-    phase_optimizer: PhaseOptimizer,
-    micro_batches: Sequence[MicroBatch],
-    loss_tokens: torch.Tensor,
-    config: Config,
-    parallel: Parallel,
-    step: int,
+    training: Training, micro_batches: Sequence[MicroBatch], loss_tokens: torch.Tensor, step: int
 ) -> Computed:
     """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
-    runtime, phase, local = model.runtime, phase_optimizer.phase, phase_optimizer.local_backward
+    model, optimizer, config, parallel = (
+        training.model,
+        training.optimizer,
+        training.config,
+        training.parallel,
+    )
+    runtime, phase, local = model.runtime, optimizer.phase, optimizer.local_backward
     runtime.evaluating, runtime.local_backward = False, local
     runtime.begin_step(
         f"{config.run.seed} {step} {parallel.data_rank * parallel.context_size + parallel.context_rank}"
@@ -109,19 +115,19 @@ def _compute(
             config.train.global_batch_size * blocks_per_sequence,
             parallel.data_size * parallel.context_size,
         )
-    phase_optimizer.begin_step()
+    optimizer.begin_step()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with model.work_time.part("forward_backward"):
         with torch.no_grad() if local else nullcontext():
-            modules = phase_optimizer.modules
+            modules = optimizer.modules
             losses = _run_schedule(modules, micro_batches, loss_tokens, config, parallel, forward_only=local)
         if local:
-            phase_optimizer.reduce_gradients()
+            optimizer.reduce_gradients()
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
-        grad_norm, loss = phase_optimizer.reduce_grad_norm(loss_share, parallel)
+        grad_norm, loss = optimizer.reduce_grad_norm(loss_share, parallel)
     return Computed(loss_sum, grad_norm, loss)
 
 

@@ -11,8 +11,6 @@ import gc
 from dataclasses import asdict, replace
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from gsa_train.batches import load_tokenizer, shared_validation_sets
 from gsa_train.checkpoint import load_checkpoint
 from gsa_train.checkpoint_save import CheckpointSaver
@@ -20,12 +18,13 @@ from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.corruption import CorruptionFound
 from gsa_train.evaluate import describe
-from gsa_train.finish import finish, give_up, give_up_corrupted, leave
+from gsa_train.finish import finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.initial_weights import load_initial_weights
+from gsa_train.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.model.build import build_model
 from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.optim import build_optimizer, close_optimizer
-from gsa_train.parallel import collective_timeout, init_parallel, shutdown_parallel
+from gsa_train.parallel import collective_timeout, init_parallel
 from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.profiler import StepProfiler
 from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
@@ -62,8 +61,11 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     )
     profiler = StepProfiler(config.profile, run_dir(config) / "profile", parallel.rank, parallel.device)
     tokenizer = load_tokenizer(config)
+    watch.note(start.step, "starting")  # each read has limits of its own
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
+    watch.note(start.step, "starting")
     batches = open_batches(config, arguments, start, tokenizer, parallel)
+    watch.note(start.step, "starting")
     model = build_model(config, parallel)
     if start.checkpoint is None and config.checkpoint.initial_weights:
         load_initial_weights(config, model, tokenizer, parallel)
@@ -128,9 +130,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         run.profiler.close()
     lock.close()
     run.stop_vote.close()
-    run.watch.close()
-    dist.barrier()  # the first one to leave may take the store along
-    shutdown_parallel()
+    leave_world(run.watch)
 
 
 def freeze() -> None:
@@ -142,6 +142,7 @@ def freeze() -> None:
 
 def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound | None:
     """From the start to the last checkpoint, or to a spike that asks for a rewind."""
+    kept: MainWeights | None = None
     for span in spans[start.phase_index :]:
         # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
         phase_optimizer = build_optimizer(run.model, span.phase, run.config)
@@ -150,9 +151,12 @@ def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound |
                 start.checkpoint, run.model, phase_optimizer, run.parallel, with_optimizer=start.inside_phase
             )
             start.restore_rng(run.parallel)
+        if kept is not None:
+            carry_over(kept, phase_optimizer)
         found = run_phase(run, span, phase_optimizer)
         if found is None and span is spans[-1]:
             save_the_end(run, span, phase_optimizer)
+        kept = None if span is spans[-1] else keep_main_weights(run.model, phase_optimizer)
         close_optimizer(run.model, phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.

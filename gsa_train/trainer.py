@@ -28,7 +28,7 @@ from gsa_train.progress import Progress
 from gsa_train.schedule import learning_rate
 from gsa_train.sinks import Sinks
 from gsa_train.spans import span as part
-from gsa_train.step import StepResult, train_step
+from gsa_train.step import StepResult, Training, train_step
 from gsa_train.stop_signals import Stopped
 from gsa_train.stop_vote import StopVote
 from gsa_train.watch import Watch
@@ -86,7 +86,7 @@ class _Phase:
     optimizer: PhaseOptimizer
     monitor: Monitor
     clock: IntervalClock
-    check: CorruptionCheck | None
+    training: Training
 
 
 def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Phase:
@@ -96,7 +96,8 @@ def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Phase:
     if needs_check(config):
         modules = optimizer.modules
         check = CorruptionCheck(config, run.model, modules, run.parallel, run.log, span.phase.name)
-    return _Phase(span, optimizer, monitor, IntervalClock(device), check)
+    training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check)
+    return _Phase(span, optimizer, monitor, IntervalClock(device), training)
 
 
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
@@ -188,18 +189,7 @@ def _train(run: Run, phase: _Phase, lr: float, logged: bool) -> StepResult:
     with part("data"):
         micro_batches = run.batches.next_step()
     run.watch.note(run.step, "training")
-    result = train_step(
-        run.model,
-        phase.optimizer,
-        micro_batches,
-        lr,
-        config,
-        run.parallel,
-        run.step,
-        phase.monitor.detector,
-        phase.check,
-        run.saver.is_due(run.step + 1),
-    )
+    result = train_step(phase.training, micro_batches, lr, run.step, saves=run.saver.is_due(run.step + 1))
     run.step += 1
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     run.tokens += tokens
@@ -233,6 +223,7 @@ def _log(run: Run, phase: _Phase, lr: float, result: StepResult) -> None:
         data_totals(run.batches.counters, config.data),
         run.batches.checksum(),
         run.model.work_time.read_and_reset(),
+        result.visible_keys,
     )
     if parallel.is_main:
         run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))

@@ -5,6 +5,9 @@ thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). 
 `timeout_minutes`, it writes a report, W&B alerts, and every rank that still can writes its stacks; then all end with
 exit code 1, and torchrun or Slurm starts them again from the last checkpoint. That start says so, too: rank 0, which
 holds W&B, may have been the one that hung.
+
+At the very end the first rank to go may take the store along. There each rank has only its own clock: one that is kept
+from leaving, as by a peer that died on the way out, says so and ends with the exit code that the run has.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -38,6 +41,7 @@ LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
 """For W&B to send its alert, while all ranks hang anyway."""
 REPORT = "report.txt"
+ALL_SAFE = "the run was over, and its newest checkpoint is safe"
 NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
 """A rank in a report that holds up the others."""
 
@@ -102,6 +106,8 @@ def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
     lines = [f"no progress for {timeout_seconds:.0f} s. {what.capitalize()}: {', '.join(map(str, named))}"]
     for rank, age in enumerate(ages):
         lines.append(f"  {_where(rank, age)}{' <--' if rank in named else ''}")
+    if ACTIVITIES[min(age.beat.activity for age in ages)] == "ending":
+        lines.append(f"  {ALL_SAFE}")
     return "\n".join(lines)
 
 
@@ -139,6 +145,9 @@ class Watch:
         """
         self.on_hang: Callable[[int, str], None] | None = None
         """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
+        self.exit_code = 1
+        """Of a rank that is ended here."""
+        self._last_stretch: threading.Timer | None = None
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._timeout_seconds = timeout.total_seconds()
         self._interval = min(LONGEST_BEAT_SECONDS, self._timeout_seconds / BEATS_PER_TIMEOUT)
@@ -161,10 +170,31 @@ class Watch:
         self._place = (step, ACTIVITIES.index(activity))
         self._progress += 1
 
-    def close(self) -> None:
-        """Stop watching. Before the process group is left, which may end the store."""
+    def begin_to_leave(self) -> None:
+        """Ask the store no more, and let this rank leave within the time that every step has. No rank may leave before
+        all have done this: the store may go with it."""
+        self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
+        self._last_stretch.daemon = True
+        self._last_stretch.start()
         self._over.set()
         self._thread.join()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._over.set()
+        self._thread.join()
+        if self._last_stretch is not None:
+            self._last_stretch.cancel()
+
+    def _end_leaving(self) -> None:
+        folder = self._folder / time.strftime("%Y%m%d-%H%M%S")
+        self._write_stacks(folder)
+        limit = f"{self._timeout_seconds:g} s"
+        self.end_saved(f"it could not leave its process group within {limit}; a peer hangs; stacks: {folder}")
+
+    def end_saved(self, why: str) -> NoReturn:
+        """At the end of the run: at once, with the run's exit code."""
+        self._end(f"{why}; {ALL_SAFE}")
 
     def _beat(self) -> None:
         beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid())
@@ -228,24 +258,27 @@ class Watch:
     def _dump_and_end(self) -> None:
         name, frozen = json.loads(self._store.get("fault"))
         folder = self._folder / name
-        try:
-            folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
-            with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            print(f"rank {self._rank}: no stacks: {error}", file=sys.stderr, flush=True)
+        self._write_stacks(folder)
         for each in (Beat(*beat) for beat in frozen):  # torchrun would wait half a minute for their answer
             if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
                 os.kill(each.pid, signal.SIGKILL)
         time.sleep(2 * self._interval)  # the first to end makes torchrun end the others
         self._end(f"the run hangs; stacks: {folder}")
 
-    def _end(self, why: str) -> None:
+    def _write_stacks(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
+            with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            print(f"rank {self._rank}: no stacks: {error}", file=sys.stderr, flush=True)
+
+    def _end(self, why: str) -> NoReturn:
         """At once, with all children: the main thread may never come back to see an exception."""
         print(f"rank {self._rank} on {self._host} ends: {why}", file=sys.stderr, flush=True)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(1)
+        os._exit(self.exit_code)
 
 
 def _connect(timeout: timedelta) -> dist.Store:

@@ -13,6 +13,11 @@ Tokens are random and weights new, or with --text and --checkpoint those of a co
 selection for each query, what neighbours select alike decides the time at long contexts, and random tokens share
 nothing.
 
+With the documents of a text a long sequence is not a long context: a query sees the keys of its own document alone, the
+kernels of our models skip the others, and `visible` is how many it sees in the mean, of which MFU counts the `attended`
+ones (of GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context, as it is
+with random tokens and, whatever the documents, for megatron-core's model.
+
 --breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
 of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the
 ranks beside it) and how long nothing ran (`idle`). These add up to the traced step, which is slower than the measured
@@ -118,6 +123,8 @@ def cells_of(result: Result) -> dict[str, Any]:
         "model": result.model,
         "layout": result.layout,
         "dp": result.data_parallel,
+        "visible": result.visible_keys,
+        "attended": result.attended_keys,
         "step_ms": result.step_ms,
         "low": result.step_ms_low,
         "high": result.step_ms_high,

@@ -54,6 +54,7 @@ def main() -> int:
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
+    from gsa_train.checkpoint import StateError
     from gsa_train.checkpoint_save import CheckpointError
     from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
     from gsa_train.corruption import CorruptionFound
@@ -68,7 +69,7 @@ def main() -> int:
         train(config, arguments, request)
     except Stopped:
         return EXIT_STOPPED
-    except (ResumeError, RunFolderError, TokenizerError, ProfileError) as error:
+    except (ResumeError, StateError, RunFolderError, TokenizerError, ProfileError) as error:
         return refuse(error, is_main)
     except SpikeAhead as error:
         return refuse(error, is_main, EXIT_CODE)

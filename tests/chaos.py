@@ -332,7 +332,10 @@ def main() -> int:
             f"phases.1.steps={arguments.steps - 10}",
             f"data.train_dir={scratch / 'text'}",
         )
-        command += (f"parallel.timeout_minutes={arguments.timeout_minutes}",)
+        command += (
+            f"parallel.timeout_minutes={arguments.timeout_minutes}",
+            f"data.read_timeout_seconds={4 * arguments.timeout_minutes}",  # all tries in less
+        )
         if os.geteuid() != 0:
             return go(scratch, scratch, command, plan, arguments)
         with disk(scratch / "disk", DISK_BYTES) as folder:

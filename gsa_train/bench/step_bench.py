@@ -20,7 +20,7 @@ from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel
 from gsa_train.spikes import SpikeDetector
-from gsa_train.step import train_step
+from gsa_train.step import Training, train_step
 
 NO_TOKEN = -1
 """End-of-document id that no random token equals: one document per sequence."""
@@ -79,16 +79,8 @@ class OurTrainee:
         load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
 
     def step(self, batches: list[MicroBatch]) -> None:
-        self.result = train_step(
-            self.model,
-            self.optimizer,
-            batches,
-            self.phase.lr,
-            self.config,
-            self.parallel,
-            0,
-            self.detector,
-        )
+        training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
+        self.result = train_step(training, batches, self.phase.lr, step=0)
 
     def loss(self) -> float:
         total = self.result.loss_sum.double()

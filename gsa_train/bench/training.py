@@ -32,10 +32,11 @@ from gsa_train.bench.step_bench import (
 from gsa_train.bench.step_trace import in_columns, trace_steps
 from gsa_train.checkpoint_files import MEGATRON_METADATA
 from gsa_train.config import Config, GSAConfig, PhaseConfig, load_config
-from gsa_train.config_checks import check_data, check_packages
+from gsa_train.config_checks import check_packages
 from gsa_train.config_load import ConfigError
+from gsa_train.file_checks import check_data
 from gsa_train.memory import estimate_memory
-from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from gsa_train.model.flops import flops_per_token, mean_selected_keys, peak_flops_per_second
 from gsa_train.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.step_breakdown import Breakdown
 
@@ -76,6 +77,16 @@ class Variant:
         """Of one step, on the device, and the same for every step."""
         return (text_batches if self.text else random_batches)(self.config, parallel)
 
+    def mean_keys(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """Keys that a query of the batches sees, and to how many of these it attends with a budget of k_base."""
+        if self.attention:  # it knows no documents
+            batches = [replace(batch, document_ids=None) for batch in batches]
+        visible = torch.cat([batch.visible_keys() for batch in batches])
+        mean_visible = float(visible.sum()) / visible.numel()
+        if self.phase.attention == "dense":
+            return mean_visible, mean_visible
+        return mean_visible, mean_selected_keys(self.config.gsa, visible.tolist())
+
 
 @dataclass
 class Result:
@@ -89,13 +100,17 @@ class Result:
     """Per optimizer step, over all ranks."""
     seq_len_tokens: int = 0
     num_layers: int = 0
+    visible_keys: float = float("nan")
+    """That a query sees, mean over the batch: less than half of a sequence where its documents end."""
+    attended_keys: float = float("nan")
+    """Of these, what `mfu` counts: all, or with sparse attention a budget of k_base and the local window."""
     step_ms: float = float("nan")
     """Median."""
     step_ms_low: float = float("nan")
     step_ms_high: float = float("nan")
     tokens_per_second_per_device: float = float("nan")
     mfu: float = float("nan")
-    """Products of matrices of the model at hand, sparse attention counted as sparse, over the device's peak."""
+    """Products of matrices of the model at hand over the device's peak, of attention those of `attended_keys`."""
     peak_gib: list[float] = field(default_factory=list)
     """Allocated, by rank."""
     peak_reserved_gib: list[float] = field(default_factory=list)
@@ -289,10 +304,14 @@ def _fill(
         seconds = time_steps(lambda: trainee.step(batches), steps, device)
         peak = peak_memory(device)
         result.loss = trainee.loss()
-        every = over_ranks([peak.allocated / 2**30, peak.reserved / 2**30, *seconds], parallel)
+        memory = (peak.allocated / 2**30, peak.reserved / 2**30)
+        every = over_ranks([*memory, *variant.mean_keys(batches), *seconds], parallel)
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
-        _add_speed(result, variant, parallel, [row[2:] for row in every])
+        # All replicas have as many queries.
+        result.visible_keys = statistics.fmean(row[2] for row in every)
+        result.attended_keys = statistics.fmean(row[3] for row in every)
+        _add_speed(result, variant, parallel, [row[4:] for row in every])
         if traced_steps:
             _add_breakdown(
                 result, trace_steps(lambda: trainee.step(batches), traced_steps), traced_steps, parallel
@@ -312,7 +331,14 @@ def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: li
     if device.type == "cuda":
         precision = "fp32" if config.train.precision == "fp32" else "bf16"
         rate = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
-        flops = flops_per_token(config.model, config.gsa, variant.phase, config.train.seq_len_tokens)
+        flops = flops_per_token(
+            config.model,
+            config.gsa,
+            variant.phase,
+            config.train.seq_len_tokens,
+            result.attended_keys,
+            result.visible_keys,
+        )
         if rate is not None:
             result.mfu = result.tokens_per_second_per_device * flops.total / rate
 

@@ -21,7 +21,7 @@ from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.spikes import SpikeDetector
-from gsa_train.step import train_step
+from gsa_train.step import Training, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, EOS, random_blocks
 
@@ -50,9 +50,8 @@ def take_step(
     share = config.train.global_batch_size // parallel.data_size
     blocks = random_blocks(config, seed=step)[parallel.data_rank * share : (parallel.data_rank + 1) * share]
     batches = [to_micro_batch(part, EOS, False) for part in blocks.split(config.train.micro_batch_size)]
-    result = train_step(
-        model, optimizer, batches, LR, config, parallel, step, SpikeDetector(config.monitor, parallel.device)
-    )
+    detector = SpikeDetector(config.monitor, parallel.device)
+    result = train_step(Training(model, optimizer, config, parallel, detector), batches, LR, step)
     loss = result.loss_sum.double()
     dist.all_reduce(loss)
     return loss.item() / result.loss_tokens.item(), result.grad_norm.item()

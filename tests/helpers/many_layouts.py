@@ -26,12 +26,15 @@ from gsa_train.checkpoint import load_checkpoint
 from gsa_train.checkpoint_save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config_checks import check_config
+from gsa_train.main_weights import carry_over, keep_main_weights
 from gsa_train.metrics import reduce_step
+from gsa_train.model import query_sample
 from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from gsa_train.phase_optimizer import MAIN_WEIGHT
 from gsa_train.spikes import SpikeDetector
-from gsa_train.step import evaluation_step, train_step
+from gsa_train.step import Training, evaluation_step, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
@@ -59,6 +62,11 @@ INSTANCES = {"optimizer_instances": 2}
 ZERO_1 = {"strategy": "deepspeed", "zero_stage": 1}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
+
+
+SAMPLE = {"RUN": 4, "RUNS": 4, "GROUP": 2}
+"""Of gsa_train.model.query_sample: half of the 32 queries are measured, as of a long sequence. With four
+context-parallel ranks every second chunk is a run."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +150,20 @@ RESHARDED = {
         [{"tensor": 2, **INTERLEAVED}, {"tensor": 4, **ZERO_3}],
         {**TIED, "model": {**TIED["model"], "num_kv_heads": 4}},
     ),
-    "context": Reshard(
-        {"context": 2}, [{"context": 4, "context_chunks": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]
-    ),
+    "context": Reshard({"context": 2}, [{"context": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
     "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
     # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
 }
+
+BOUNDARIES = {
+    "sharded": {},
+    "two optimizer instances": {**INSTANCES, **OVERLAP},
+    "deepspeed 3 x tensor": {"tensor": 2, **ZERO_3},
+}
+"""In bf16, where one phase's optimizer cuts its fp32 weights otherwise than the next one's."""
+BASE = dataclasses.replace(SPARSE, train="base")
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
@@ -214,10 +228,12 @@ def take_step(
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     if backwards:
         batches.reverse()
-    result = train_step(model, optimizer, batches, lr, config, parallel, step, detector)
-    reduced = reduce_step(model.runtime.stats, result.loss_sum, result.loss_tokens.item(), None, parallel)
+    result = train_step(Training(model, optimizer, config, parallel, detector), batches, lr, step)
+    tokens, visible = result.loss_tokens.item(), result.visible_keys
+    reduced = reduce_step(model.runtime.stats, result.loss_sum, tokens, None, parallel, visible_keys=visible)
     return {
         "loss": reduced.loss,
+        "visible_keys": reduced.visible_keys,
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
         "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
@@ -245,16 +261,49 @@ def go_on(
     return records
 
 
+def cross_boundary(
+    config: Config, parallel: Parallel, folder: Path, resumes: bool
+) -> tuple[list[dict[str, Any]], bool]:
+    """Two steps of each of two phases, with a checkpoint between them; or those of the second one from there. With
+    whether this rank went on from fp32 weights that bf16 does not hold."""
+    model = build_model(config, parallel)
+    kept = None
+    if not resumes:
+        first = build_optimizer(model, SPARSE, config)
+        for step in range(2):
+            take_step(step, model, first, config, parallel)
+        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
+        (result,) = saver.begin(run_state(2, config, parallel.layout), model, first)
+        saver.close()
+        assert result.error is None, result.error
+        kept = keep_main_weights(model, first)
+        close_optimizer(model, first)
+        del first
+        gc.collect()
+    second = build_optimizer(model, BASE, config)
+    if kept is None:
+        load_checkpoint(folder / "step_00000002", model, second, parallel, with_optimizer=False)
+    else:
+        carry_over(kept, second)
+    weights = [part.tensors[MAIN_WEIGHT] for part in second.state_parts()]
+    finer = any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights)
+    records = [take_step(step, model, second, config, parallel) for step in (2, 3)]
+    close_optimizer(model, second)
+    return records, finer
+
+
 def main(folder: Path) -> None:
     from gsa_train import zero  # here, where the ranks run: the tests read the tables above
 
     torch.set_num_threads(1)
     gc.freeze()  # each layout ends with a collection, which needs not search what was imported
     zero.PERSISTENT_ELEMENTS = 0  # else ZeRO-3 would cut none of these small parameters
+    for name, value in SAMPLE.items():
+        setattr(query_sample, name, value)
     # Overlapped reductions go in several buckets, as those of large models do.
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
     patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
-    trained, resumed = {}, {}
+    trained, resumed, crossed = {}, {}, {}
     for name, case in CASES.items():
         config = case.config(**case.train)
         parallel = init_parallel(config.parallel, seed=1)
@@ -268,9 +317,17 @@ def main(folder: Path) -> None:
             records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
             resumed.setdefault(name, []).append([str(layout), records])
             leave_layout()
+    for name, layout in BOUNDARIES.items():
+        config = Case(layout).config(precision="bf16")
+        for resumes in (False, True):
+            parallel = init_parallel(config.parallel, seed=1)
+            found = cross_boundary(config, parallel, folder / f"boundary of {name}", resumes)
+            crossed.setdefault(name, []).append(found)
+            leave_layout()
     parallel = init_parallel(CASES["context"].config().parallel, seed=1)
     if parallel.is_main:
-        (folder / "results.json").write_text(json.dumps({"trained": trained, "resumed": resumed}))
+        results = {"trained": trained, "resumed": resumed, "crossed": crossed}
+        (folder / "results.json").write_text(json.dumps(results))
     shutdown_parallel()
 
 

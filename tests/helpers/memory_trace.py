@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
+from gsa_kernels import sampling
 from gsa_kernels.attention import triton_gathered_backward
-from gsa_kernels.kl import triton_gathered_launch
+from gsa_kernels.kl import gathered, triton_gathered_launch
 from gsa_kernels.lists import triton_build
 from gsa_kernels.lists.triton_build import CountedKeys
 from gsa_kernels.lists.triton_reduce_keys import split_tiles
@@ -137,6 +138,10 @@ def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     return count
 
 
+def _implementation(config: Config, device: torch.device) -> str:
+    return "triton" if config.gsa.attention_impl == "auto" else config.gsa.attention_impl
+
+
 @contextmanager
 def _as_on_a_gpu(config: Config) -> Iterator[None]:
     longest = _longest_lists(32 * (config.gsa.k_base + config.gsa.local_window))
@@ -145,7 +150,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
         for target, name, other in (
             (interpreter.InterpretedFunction, "run", lambda self, *args, **kwargs: None),
             (mcore_config, "uses_fused_ops", lambda config, device: config.train.fused_ops != "none"),
-            (build, "attention_implementation", lambda config, device: "triton"),
+            (build, "attention_implementation", _implementation),
             (build, "initialize_weights", lambda chunk, config, parallel: None),
             (
                 torch.nn.Module,
@@ -158,6 +163,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (dist, "all_gather_object", _all_alike),
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
+            (sampling, "systematic", _with_contents(sampling.systematic)),
+            (gathered, "systematic", _with_contents(gathered.systematic)),
             (selecting, "union_density", _with_contents(selecting.union_density)),
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
@@ -178,7 +185,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
 def traced_peak(
     config: Config, rank: int, world_size: int, phase: int = -1, steps: int = 1
 ) -> dict[str, int]:
-    """Bytes before the first step, and at the peak of the last of `steps` steps."""
+    """Bytes of parameters and their state, and of all at the peak of the last of `steps` steps."""
     cpu_backend.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     new_group = dist.new_group
@@ -195,12 +202,12 @@ def traced_peak(
     with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_model(config, parallel)
         optimizer = build_optimizer(model, config.phases[phase], config)
-        batches = random_batches(config, parallel)
         static = live.now
+        batches = random_batches(config, parallel)
         for _ in range(steps):
             live.peak = live.now
             detector = SpikeDetector(config.monitor, parallel.device)
-            step.train_step(model, optimizer, batches, 1e-3, config, parallel, 0, detector)
+            step.train_step(step.Training(model, optimizer, config, parallel, detector), batches, 1e-3, 0)
         peak = live.peak
         close_optimizer(model, optimizer)
     leave_layout()

@@ -16,7 +16,7 @@ from gsa_train.model.build import Model, build_model
 from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel
 from gsa_train.spikes import SpikeDetector
-from gsa_train.step import StepResult, train_step
+from gsa_train.step import StepResult, Training, train_step
 
 EOS = 0
 
@@ -100,7 +100,7 @@ def take_step(
     detector: SpikeDetector | None = None,
 ) -> StepResult:
     detector = detector or SpikeDetector(config.monitor, single_rank().device)
-    return train_step(model, optimizer, batches, lr, config, single_rank(), step, detector)
+    return train_step(Training(model, optimizer, config, single_rank(), detector), batches, lr, step)
 
 
 def step_gradients(

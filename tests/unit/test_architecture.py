@@ -17,7 +17,7 @@ PACKAGES = (TRAIN, KERNELS, DATA)
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 MAY_IMPORT_MEGATRON = ("parallel.py", "cpu_backend.py", "model/", "optim.py", "step.py")
-MAY_IMPORT_MEGATRON += ("optim_norms.py", "optim_repairs.py")
+MAY_IMPORT_MEGATRON += ("optim_norms.py", "adamw_state.py")
 MAY_IMPORT_MEGATRON += (
     "checkpoint.py",
     "checkpoint_save.py",
@@ -29,6 +29,7 @@ CONFIG_MODULES = (
     "config",
     "config_checks",
     "config_load",
+    "file_checks",
     "kernel_checks",
     "layout_checks",
     "monitor_checks",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_train.batches import to_micro_batch
 from gsa_train.bench import training
 from gsa_train.bench.failures import Failure, RankFailed, difference
 from gsa_train.bench.layout_names import layout_list, layout_overrides
@@ -79,6 +80,12 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
     assert not torch.equal(first.tokens, second.tokens)
     random = replace(trained, text=False).batches(parallel)
     assert not torch.equal(random[0].tokens, first.tokens)
+    short = replace(trained.config.gsa, k_base=4)
+    few = replace(trained, config=replace(trained.config, gsa=short))
+    assert few.mean_keys(random) == (33 / 2, (1 + 2 + 3 + 4 * 29) / 32)
+    result = Result("demo", "tp=1", 1, sequences=2, seq_len_tokens=32)
+    training._measure(result, few, 0, parallel, 1, 0, 0)
+    assert (result.visible_keys, result.attended_keys) == few.mean_keys([first, second])
 
     trainee = trained.build(parallel)
     trainee.step([first, second])
@@ -97,6 +104,19 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
         variants([DEMO], None, (), ["tp=1"], sizes, 1, {"standard": tmp_path})
     with pytest.raises(ValueError, match="no checkpoint; name a step_"):
         variants([DEMO], None, (), ["tp=1"], sizes, 1, {"demo": tmp_path})
+
+
+def test_keys_that_the_queries_of_a_text_see() -> None:
+    """Where documents end; megatron-core's model sees across."""
+    sizes = Sizes(1, seq_len_tokens=8, num_layers=1, overrides=["gsa.k_min=1", "gsa.k_base=2"])
+    ours, megatron = variants([DEMO], DEMO, ["sdpa"], ["tp=1"], sizes, 1)
+    blocks = torch.tensor([[5, 6, 0, 7, 8, 9, 1, 1, 1], [5] * 9], dtype=torch.int32)
+    batches = [to_micro_batch(part, 0, False) for part in blocks.split(1)]
+    assert ours.mean_keys(batches[:1]) == ((1 + 2 + 3 + 1 + 2 + 3 + 4 + 5) / 8, (1 + 2 + 2 + 1 + 4 * 2) / 8)
+    assert ours.mean_keys(batches) == ((21 + 36) / 16, (14 + 15) / 16)
+    dense = replace(ours, config=plain(ours.config))
+    assert dense.mean_keys(batches) == ((21 + 36) / 16,) * 2
+    assert megatron.mean_keys(batches) == (9 / 2, 9 / 2)
 
 
 def row(world_size: int, speed: float | None, **other: object) -> dict[str, object]:

@@ -1,6 +1,9 @@
 """Reading a config: the file, the overrides, the types, and every mistake in one message."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import math
 import random
 import struct
@@ -330,6 +333,21 @@ def test_floats_survive_bit_for_bit(write):
         read = load_config(write(config_to_yaml(config)))
         assert [struct.pack("d", p.lr) for p in read.phases] == [struct.pack("d", value) for value in values]
         assert read == config
+
+
+def test_each_field_is_described_in_the_file_of_its_section():
+    for section in dataclasses.fields(Config):
+        example = getattr(Config(), section.name)
+        section_class = PhaseConfig if section.name == "phases" else type(example)
+        assert section_class.__module__ == f"gsa_train.config.{section.name}"
+        (tree,) = ast.parse(inspect.getsource(section_class)).body
+        names = [each.name for each in dataclasses.fields(section_class)]
+        described = [
+            field.target.id
+            for field, text in itertools.pairwise(tree.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and text.value.value.strip()
+        ]
+        assert described == names
 
 
 def test_the_config_cannot_be_changed():

@@ -307,6 +307,14 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
     (["run.slurm_margin_minutes=-1"], ["run.slurm_margin_minutes = -1.0", "negative"]),
     (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
+    (
+        ["data.read_timeout_seconds=98"],
+        [
+            "data.read_timeout_seconds = 98",
+            "data.read_retries = 5",
+            "fails after 603.5 s, when parallel.timeout",
+        ],
+    ),
     (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
     (["run.dir=' '"], ["run.dir", "empty"]),
     *[

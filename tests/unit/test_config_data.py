@@ -1,9 +1,14 @@
 """The checks of the folders and files that a config names."""
 
+import logging
+import re
+import threading
+from pathlib import Path
+
 import pytest
 
 from gsa_train.config import DataConfig
-from gsa_train.config_checks import check_data
+from gsa_train.file_checks import check_data
 
 
 def test_data_files(tmp_path):
@@ -58,3 +63,52 @@ def test_every_validation_set_must_be_there(tmp_path):
     hollow, gone = check_data(data)
     assert hollow.startswith(f"data.validation_sets.hollow = {tmp_path / 'empty'}: holds no ")
     assert gone.startswith(f"data.validation_sets.gone = {tmp_path / 'no'}: no such folder")
+
+
+def test_a_share_that_does_not_answer_is_waited_for_and_then_named(tmp_path, monkeypatch, caplog):
+    """Its server is gone, and calls to it never end: here for far longer than all tries of a read take."""
+    good, dead, model = tmp_path / "good", tmp_path / "dead", tmp_path / "tokenizer.model"
+    for folder in (good, dead):
+        folder.mkdir()
+        (folder / "a.jsonl").touch()
+    model.touch()
+    is_dir, server_is_back = Path.is_dir, threading.Event()
+
+    def patient(path):
+        if path == dead:
+            server_is_back.wait(30)
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", patient)
+    data = DataConfig(
+        str(dead), str(good), tokenizer=str(model), read_timeout_seconds=0.1, read_retries=1
+    )  # 0.7 s together
+    (problem,) = check_data(data)
+    assert problem.startswith(f"data.train_dir = {dead}: no answer for 0.7 s; see that it is mounted")
+
+    timer = threading.Timer(0.4, server_is_back.set)
+    timer.start()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert check_data(data) == []
+    (told,) = caplog.messages
+    assert re.fullmatch(rf"data\.train_dir = {dead}: no answer for \d s", told)
+    timer.join()
+
+
+def test_a_folder_that_may_not_be_read_is_a_problem(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "t.model").touch()
+    monkeypatch.setattr(Path, "is_dir", refused)
+    (problem,) = check_data(DataConfig(str(tmp_path), "s3://a", tokenizer=str(tmp_path / "t.model")))
+    assert problem.startswith(
+        f"data.train_dir = {tmp_path}: cannot be read ([Errno 13] Permission denied); check"
+    )
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan"), 1e300])
+def test_without_a_usable_limit_no_file_is_looked_for(tmp_path, seconds):
+    """The limit itself is a mistake, of which the ranges speak."""
+    assert check_data(DataConfig(str(tmp_path / "no"), read_timeout_seconds=seconds)) == []

@@ -4,14 +4,15 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
 from gsa_train.model.flops import (
+    causal_mean_keys,
     count_parameters,
     flops_per_token,
     mean_scored_keys,
     mean_selected_keys,
-    mean_visible_keys,
     peak_flops_per_second,
 )
 
@@ -79,8 +80,15 @@ def test_the_plain_model_has_no_overhead():
 # ---- operations
 
 
-def brute_force(model: ModelConfig, gsa: GSAConfig, phase: PhaseConfig) -> dict[str, float]:
-    """Multiply-adds of one sequence, counted query by query, times 2, over the tokens."""
+def brute_force(
+    model: ModelConfig, gsa: GSAConfig, phase: PhaseConfig, starts: list[int] | None = None
+) -> dict[str, float]:
+    """Multiply-adds of one sequence, counted query by query, times 2, over the tokens.
+
+    Args:
+        starts: of each query's document; without it there is one document.
+    """
+    starts = starts or [0] * LENGTH
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     heads, dim, block = gsa.indexer_heads, gsa.indexer_dim, gsa.selection_block
     forward = dict.fromkeys(("projections", "gates", "mlp", "output", "attention"), 0)
@@ -88,12 +96,11 @@ def brute_force(model: ModelConfig, gsa: GSAConfig, phase: PhaseConfig) -> dict[
     learned_scores = target = dense = 0
     for query in range(LENGTH):
         first = query - query % block
-        visible = set(range(query + 1))
+        visible = set(range(starts[query], query + 1))
         # The indexer may take any k_base keys up to the block's first query; here the oldest, which overlap the
         # window least.
-        selected = set(range(min(gsa.k_base, first + 1))) | {
-            s for s in visible if query - s < gsa.local_window
-        }
+        chosen = set(range(starts[first], first + 1)[: gsa.k_base])
+        selected = visible & (chosen | {s for s in visible if query - s < gsa.local_window})
         attended = selected if phase.attention == "sparse" else visible
         forward["output"] += d * model.vocab_size
         for layer in range(model.num_layers):
@@ -159,8 +166,9 @@ def test_shared_selections_score_fewer_queries():
 def test_a_measured_selection_replaces_the_assumed_one():
     phase = PhaseConfig(attention="sparse", train="all")
     assumed = flops_per_token(MODEL, GSA, phase, LENGTH)
-    same = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=mean_selected_keys(GSA, LENGTH))
-    half = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=mean_selected_keys(GSA, LENGTH) / 2)
+    selected = mean_selected_keys(GSA, ONE_DOCUMENT.tolist())
+    same = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=selected)
+    half = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=selected / 2)
     assert same == assumed
     assert half.attention == pytest.approx(assumed.attention / 2)
     assert half.kl_target == pytest.approx(assumed.kl_target / 2)
@@ -168,14 +176,69 @@ def test_a_measured_selection_replaces_the_assumed_one():
 
 
 def test_mean_keys():
-    assert mean_visible_keys(4) == (1 + 2 + 3 + 4) / 4
-    assert mean_scored_keys(GSA, 4) == mean_visible_keys(4)
-    assert mean_scored_keys(dataclasses.replace(GSA, selection_block=2), 5) == (1 + 3 + 5) / 5
-    assert mean_selected_keys(GSA, 7) == (1 + 2 + 3 + 4 + 5 + 5 + 5) / 7
+    assert causal_mean_keys(4) == (1 + 2 + 3 + 4) / 4
+    assert mean_scored_keys(GSA, 4, causal_mean_keys(4)) == causal_mean_keys(4)
+    blocks = dataclasses.replace(GSA, selection_block=2)
+    assert mean_scored_keys(blocks, 5, causal_mean_keys(5)) == (1 + 3 + 5) / 5
+    assert mean_selected_keys(GSA, ONE_DOCUMENT[:, :7].tolist()) == (1 + 2 + 3 + 4 + 5 + 5 + 5) / 7
     windowed = dataclasses.replace(GSA, k_base=1, local_window=2)
-    assert mean_selected_keys(windowed, 5) == (1 + 2 + 3 + 3 + 3) / 5
+    assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
     everything = dataclasses.replace(GSA, k_base=1000)
-    assert mean_selected_keys(everything, LENGTH) == mean_visible_keys(LENGTH)
+    assert mean_selected_keys(everything, ONE_DOCUMENT.tolist()) == causal_mean_keys(LENGTH)
+
+
+# ---- documents
+
+ONE_DOCUMENT = torch.arange(1, LENGTH + 1)[None]
+STARTS = [0] * 9 + [9] * 12 + [21] * 2
+"""Of three documents; the blocks of the first two with 4 queries hold the end of one and the beginning of another."""
+THREE_DOCUMENTS = ONE_DOCUMENT - torch.tensor([STARTS])
+
+
+@pytest.mark.parametrize(("model", "gsa", "phase"), RUNS)
+def test_operations_where_documents_end(model, gsa, phase):
+    selected, visible = (
+        mean_selected_keys(gsa, THREE_DOCUMENTS.tolist()),
+        float(THREE_DOCUMENTS.double().mean()),
+    )
+    assert visible == (9 * 10 / 2 + 12 * 13 / 2 + 3) / LENGTH
+    count = flops_per_token(model, gsa, phase, LENGTH, selected, visible)
+    assert dataclasses.asdict(count) == pytest.approx(brute_force(model, gsa, phase, STARTS))
+    whole = flops_per_token(model, gsa, phase, LENGTH)
+    assert count.dense_equivalent < whole.dense_equivalent
+    assert count.total < whole.total
+    assert flops_per_token(model, gsa, phase, LENGTH, mean_visible=causal_mean_keys(LENGTH)) == whole
+
+
+def test_both_models_count_the_same_keys_where_everything_is_selected():
+    """What made their MFU incomparable: attention of one over the sequence, of the other over the documents."""
+    standard = GSAConfig(attention="dense", value_gate=False, output_gate=False)
+    dense, sparse = PhaseConfig(attention="dense", train="all"), PhaseConfig(attention="sparse", train="all")
+    plain = flops_per_token(MODEL, standard, dense, LENGTH, mean_visible=6.0)
+    for measured in (None, 6.0, 6.5):  # measured: of a sample of the queries, whose mean may lie higher
+        gsa = dataclasses.replace(GSA, k_base=1000)
+        assert flops_per_token(MODEL, gsa, sparse, LENGTH, measured, 6.0).attention == plain.attention
+
+
+def test_selected_keys_of_blocks_that_hold_two_documents():
+    # Documents of 3 and 4 keys, blocks of two: the query at 3 is in another document than the first of its block.
+    gsa = dataclasses.replace(GSA, k_base=1, selection_block=2, local_window=2)
+    visible = torch.tensor([[1, 2, 3, 1, 2, 3, 4]])
+    assert mean_selected_keys(gsa, visible.tolist()) == (1 + 2 + 3 + 1 + 2 + 3 + 3) / 7
+    assert mean_selected_keys(gsa, [[1, 2, 3, 1, 2, 3, 4], [1] * 7]) == (15 + 7) / 14
+    # Documents of 1 and 6 keys, blocks of four: the query at 3 has its window, and nothing of what its block chose.
+    visible = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
+    gsa = dataclasses.replace(gsa, selection_block=4)
+    assert mean_selected_keys(gsa, visible.tolist()) == (1 + 1 + 2 + 2 + 3 + 3 + 3) / 7
+
+
+def test_scores_of_blocks_of_queries_are_near_those_of_the_loops():
+    gsa, length = dataclasses.replace(GSA, selection_block=16), 4096
+    opens = torch.rand(length, generator=torch.Generator().manual_seed(0)) < 1 / 300
+    position = torch.arange(length)
+    visible = position + 1 - torch.where(opens, position, 0).cummax(0).values
+    exact = float(visible[::16].sum()) / length
+    assert mean_scored_keys(gsa, length, float(visible.double().mean())) == pytest.approx(exact, rel=0.01)
 
 
 def test_peaks_are_known_or_none():

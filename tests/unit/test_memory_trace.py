@@ -1,4 +1,8 @@
-"""What a dry run says of memory against the step itself, traced without contents at the size of gsa_1.7b's layers."""
+"""What a dry run says of memory against the step itself, traced without contents.
+
+Layers, vocabulary and lengths are those of the configs that come with it: in small ones what grows with the tokens,
+with the weights and with neither would have other shares. Few layers, so that what is not a layer's shows.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,17 @@ from gsa_train.memory import WORKSPACE_BYTES, estimate_memory
 from helpers.runs import ENVIRONMENT, REPOSITORY
 
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"
+GSA_7B, GSA_128K = "configs/gsa_7b.yaml", "configs/gsa_1.7b_128k.yaml"
 WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
-# Config, overrides, rank, ranks, phase. Two layers, for which static memory counts little; two micro-batches.
+PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tensor=4"
+TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
+CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
+SHORT = ["train.micro_batch_size=2", "train.global_batch_size=16"]
+
+# Config, overrides, rank, ranks, phase. Two layers and two micro-batches where nothing else is said.
 CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "one rank": (GSA, [], 0, 1, SPARSE),
     "one rank, warm-up": (GSA, [], 0, 1, WARM_UP),
@@ -39,17 +49,74 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "context 2": (GSA, ["parallel.context=2"], 0, 2, SPARSE),
     "first stage of 2": (GSA, ["parallel.pipeline=2"], 0, 2, SPARSE),
     "last stage of 2": (GSA, ["parallel.pipeline=2"], 1, 2, SPARSE),
+    "inner stage of 4, standard": (STANDARD, [PP_4, "model.num_layers=4", *SHORT], 1, 4, SPARSE),
+    "inner stage of 4, tensor 8": (
+        GSA_7B,
+        [PP_4, "parallel.tensor=8", "model.num_layers=4", *TWO_MICRO_BATCHES],
+        8,
+        32,
+        SPARSE,
+    ),
+    "first stage of 2, warm-up": (GSA, [PP_2], 0, 2, WARM_UP),
+    "first stage of 2, tensor 4, warm-up": (GSA, [PP_2, TP_4], 0, 8, WARM_UP),
+    "first stage of 2, tensor 2, over lists": (
+        GSA,
+        [PP_2, "parallel.tensor=2", "gsa.attention_kernel=gathered", *SHORT],
+        0,
+        4,
+        SPARSE,
+    ),
+    "first stage of 2, small, recomputed": (
+        STANDARD,
+        [PP_2, "parallel.context=4", "train.recompute=full", "train.global_batch_size=4"],
+        0,
+        8,
+        SPARSE,
+    ),
+    "interleaved, inner stage, recomputed": (
+        GSA,
+        [PP_4, "parallel.virtual_pipeline=2", "model.num_layers=8", "train.recompute=full", *SHORT],
+        2,
+        4,
+        SPARSE,
+    ),
+    "interleaved, last stage": (
+        STANDARD,
+        [PP_4, "parallel.virtual_pipeline=2", "model.num_layers=8", *SHORT],
+        3,
+        4,
+        SPARSE,
+    ),
+    "tensor 4 without, recompute full": (
+        GSA,
+        [TP_4, "parallel.sequence=off", "train.recompute=full"],
+        0,
+        4,
+        SPARSE,
+    ),
+    "tensor 8, warm-up": (GSA_7B, ["parallel.tensor=8"], 0, 8, WARM_UP),
+    "norms of Q and K": (GSA, ["model.qk_norm=on", PP_2], 0, 2, SPARSE),
+    "8 indexer heads": (GSA, ["gsa.indexer_heads=8", PP_2], 0, 2, SPARSE),
     "standard": (STANDARD, [], 0, 1, SPARSE),
     "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
     "shared selections": (GSA, ["gsa.selection_block=32", "gsa.local_window=64"], 0, 1, SPARSE),
     # The rank in the middle, whose lists are the longest; two micro-batches, of which only one's are there.
-    "128K tokens, context 8": ("configs/gsa_1.7b_128k.yaml", ["train.global_batch_size=2"], 7, 8, SPARSE),
-    "128K tokens, context 2": (
-        GSA,
-        ["train.seq_len_tokens=131072", *LONG[1:], "parallel.context=2"],
-        1,
-        2,
+    "128K tokens, context 8": (GSA_128K, ["train.global_batch_size=2"], 7, 8, SPARSE),
+    # Without graph: lists of the last layer would be there beside the logits.
+    "128K tokens, context 4, tensor 4, warm-up": (GSA_128K, [*CONTEXT_4, TP_4], 4, 16, WARM_UP),
+    "128K tokens, context 4, tensor 4, recompute selective": (
+        GSA_128K,
+        [*CONTEXT_4, TP_4, "train.recompute=selective"],
+        4,
+        16,
         SPARSE,
+    ),
+    "128K tokens, context 2, tensor 2, first stage of 2, warm-up": (
+        GSA_128K,
+        [*TWO_MICRO_BATCHES, "parallel.context=2", "parallel.tensor=2", PP_2, "model.num_layers=4"],
+        2,
+        8,
+        WARM_UP,
     ),
     "64K tokens, first stage of 2": (GSA, [*LONG, "parallel.pipeline=2"], 0, 2, SPARSE),
     "16K tokens": (
@@ -96,14 +163,16 @@ def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
-    """The peak within 5%, parameters and their state within 0.5%. Workspaces of cuBLAS are not in a trace."""
+    """What the step adds to parameters and their state: not more than 3% short, since a run would be out of memory that
+    was to fit, nor 9% over; these within 0.5%. Workspaces of cuBLAS are not in a trace."""
     config_path, _, rank, world_size, phase = case = CASES[name]
     config = load_config(REPOSITORY / config_path, overrides_of(case), world_size=world_size, need_data=False)
     stage = rank * config.parallel.pipeline // world_size
     estimate = estimate_memory(config, config.phases[phase], world_size, stage)
     static = estimate.weights + estimate.gradients + estimate.optimizer
     assert static == pytest.approx(traced[name]["static"], rel=0.005)
-    assert estimate.total - WORKSPACE_BYTES == pytest.approx(traced[name]["peak"], rel=0.05)
+    added = traced[name]["peak"] - traced[name]["static"]
+    assert 0.97 <= (estimate.total - static - WORKSPACE_BYTES) / added <= 1.09
 
 
 def test_the_trace_names_the_large_logits(traced: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from gsa_data import listing, source_weights, token_files
-from gsa_data.faults import DataFault
+from gsa_data.faults import DataFault, Reading
 from gsa_data.stream import whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet
@@ -23,8 +23,9 @@ from gsa_train.batches import (
     read_validation_sets,
     shared_validation_sets,
 )
-from gsa_train.config import Config
-from gsa_train.config_checks import DATA_FORMATS, LARGEST_SOURCE_WEIGHT, PREPARED_TOKENS
+from gsa_train.config import Config, DataConfig
+from gsa_train.config_checks import LARGEST_SOURCE_WEIGHT
+from gsa_train.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
 from gsa_train.resume import ResumeError, Start, open_batches
 from helpers.single_rank import CONFIG, single_rank
 
@@ -225,3 +226,8 @@ def test_names_that_the_config_repeats() -> None:
     assert listing.FORMATS == DATA_FORMATS
     assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS
     assert source_weights.MAX_WEIGHT == LARGEST_SOURCE_WEIGHT
+    for retries in (0, 5, 12):
+        reading = Reading(retries=retries, timeout_seconds=7.0)
+        data = DataConfig(read_retries=retries, read_timeout_seconds=7.0)
+        assert longest_read_seconds(data) == reading.longest_wait_seconds
+    assert Reading().longest_wait_seconds == longest_read_seconds(DataConfig())

@@ -231,8 +231,8 @@ def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
     row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
     train_step = trainer.train_step
 
-    def step(*args: Any) -> StepResult:
-        return dataclasses.replace(train_step(*args), verdict=Verdict(torch.tensor(False), row))
+    def step(*args: Any, **options: Any) -> StepResult:
+        return dataclasses.replace(train_step(*args, **options), verdict=Verdict(torch.tensor(False), row))
 
     monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "_is_logged", lambda *_: False)

@@ -1,0 +1,103 @@
+"""Every field a user can set, and the one path by which it is set.
+
+    dataclass defaults <- YAML file <- key=value on the command line
+
+`section.field` is in `section.py` of this folder. The text under a field says what it means; a name carries its unit
+(`_tokens`, `_steps`, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import yaml
+
+from gsa_train.config.checkpoint import CheckpointConfig
+from gsa_train.config.data import DataConfig
+from gsa_train.config.evaluate import EvaluateConfig
+from gsa_train.config.gsa import GSAConfig
+from gsa_train.config.logging import LoggingConfig
+from gsa_train.config.model import ModelConfig
+from gsa_train.config.monitor import MonitorConfig
+from gsa_train.config.parallel import ParallelConfig
+from gsa_train.config.phases import PhaseConfig
+from gsa_train.config.profile import ProfileConfig
+from gsa_train.config.run import RunConfig
+from gsa_train.config.train import TrainConfig
+from gsa_train.config_checks import check_config, check_packages
+from gsa_train.config_load import ConfigError, Problems, apply_override, build, read_yaml
+from gsa_train.file_checks import check_files
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EvaluateConfig",
+    "GSAConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "ParallelConfig",
+    "PhaseConfig",
+    "ProfileConfig",
+    "RunConfig",
+    "TrainConfig",
+    "config_to_yaml",
+    "load_config",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sections; each is described in a file of its name."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gsa: GSAConfig = field(default_factory=GSAConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    phases: list[PhaseConfig] = field(default_factory=list)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, need_data: bool = True
+) -> Config:
+    """The config of a run: defaults <- the YAML file <- `key=value` overrides.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.field=value`, or `phases.0.field=value` for an item of a list; the last one wins.
+        world_size: ranks of the run; with it the fields are also checked against each other. None only reads
+            and types the file, as for the saved config of a finished run.
+        need_data: with a world size, also check that the local data files exist, and the packages that the run needs.
+
+    Raises:
+        ConfigError: lists everything that is wrong, a line each.
+    """
+    tree = read_yaml(path)
+    problems = Problems(Config)
+    for override in overrides:
+        apply_override(tree, override, problems)
+    config = build(Config, tree, problems)
+    if world_size is not None:
+        found = check_config(config, world_size)
+        if need_data:
+            found += check_files(config) + check_packages(config)
+        problems.lines += [line for line in found if not problems.explain(line)]
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    return config
+
+
+def config_to_yaml(config: Config) -> str:
+    """Every field as YAML; `load_config` reads it back equal, floats bit for bit."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,32 @@
+"""`phases.*`: the phases of training, one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    name: str = "sparse"
+    """Name in logs, metrics and checkpoints; unique."""
+    steps: int = 1000
+    """Optimizer steps of this phase."""
+    attention: Literal["dense", "sparse"] = "sparse"
+    """Attend to all visible keys, or to the selected ones."""
+    train: Literal["all", "base", "indexer"] = "all"
+    """`indexer` freezes the rest (warm-up); `base` leaves the indexer as it is; `all` trains both."""
+    lr: float = 3e-4
+    """Peak learning rate of the base (of the indexer when train is `indexer`)."""
+    min_lr: float = 3e-5
+    """Learning rate at the end of the phase."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0. Each phase starts with fresh moments of AdamW."""
+    decay: Literal["cosine", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    indexer_lr_mult: float = 10.0
+    """Learning rate of the indexer over that of the base, when both are trained (table 3)."""
+    gate_lr_mult: float = 1.0
+    """Learning rate of the gates over that of the base (table 3)."""
+    kl_coeff: float = 1.0
+    """Weight lambda of the indexer loss (eq. 15)."""

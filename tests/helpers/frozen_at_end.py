@@ -1,0 +1,103 @@
+"""Two ranks at the end of a run, of which one freezes: python frozen_at_end.py FOLDER
+
+Each case has a folder with `rank_N.err`, what that rank wrote, and the reports of the watch in `faults`. Prints JSON:
+the exit code of rank 0 by case; null where it still hangs long after the watch's limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from gsa_train.finish import leave_world
+from gsa_train.watch import Watch
+
+LIMIT_SECONDS = 2.0
+LONGEST_WAIT_SECONDS = 60.0
+CASES = {
+    # Where rank 1 freezes, and the exit code that the run is to have.
+    "before": ("the first barrier", 13),
+    "between": ("the second barrier", 75),
+    "never": ("", 0),
+}
+
+
+def leave(rank: int, port: int, case: str, folder: Path) -> int:
+    """What a rank does after its last step."""
+    place, exit_code = CASES[case]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(minutes=5)
+    )
+    watch = Watch(rank, 2, timedelta(seconds=LIMIT_SECONDS), folder / "faults", step=7)
+    watch.note(7, "ending")
+    watch.exit_code = exit_code
+    barrier, barriers = dist.barrier, iter(["the first barrier", "the second barrier"])
+
+    def freezing_barrier() -> None:
+        if next(barriers) == place and rank == 1:
+            time.sleep(0.5)  # for a heartbeat that says where it is
+            os.kill(os.getpid(), signal.SIGSTOP)
+        barrier()
+
+    with patch.object(dist, "barrier", freezing_barrier):
+        leave_world(watch)
+    return exit_code
+
+
+def fork(rank: int, port: int, case: str, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    # The watch has a connection of its own to the store.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    log = os.open(folder / f"rank_{rank}.err", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    code = 99
+    try:
+        code = leave(rank, port, case, folder)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def code_of(child: int, deadline: float) -> int | None:
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def main() -> None:
+    children: dict[str, list[int]] = {}
+    for case in CASES:
+        folder = Path(sys.argv[1]) / case
+        folder.mkdir(parents=True)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+        del store  # free again, for rank 0
+        children[case] = [fork(rank, port, case, folder) for rank in (0, 1)]
+    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+    codes = {case: code_of(first, deadline) for case, (first, _) in children.items()}
+    for _, second in children.values():
+        code_of(second, 0.0)
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The record of a logged step: what its speed is counted from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gsa_train.batches import MicroBatch, mean_visible_keys, to_micro_batch
+from gsa_train.config import PhaseConfig
+from gsa_train.metrics import Interval, data_totals, reduce_step, step_record
+from gsa_train.model.flops import flops_per_token
+from gsa_train.optim import build_optimizer
+from helpers.single_rank import (
+    DENSE,
+    EOS,
+    SPARSE,
+    WARM_UP,
+    random_batches,
+    single_rank,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+
+def test_visible_keys_of_two_documents() -> None:
+    blocks = torch.tensor([[5, 6, EOS, 7, 8, 9, 1, 1], [5, 6, 7, 8, EOS, EOS, 9, 1]], dtype=torch.int32)
+    batch = to_micro_batch(blocks, EOS, attend_across_documents=False)
+    expected = [[1, 2, 3, 1, 2, 3, 4], [1, 2, 3, 4, 5, 1, 1]]
+    assert batch.visible_keys().tolist() == expected
+    assert mean_visible_keys([batch]) == (16 + 17) / 14
+    across = to_micro_batch(blocks, EOS, attend_across_documents=True)
+    assert across.visible_keys().tolist() == [[1, 2, 3, 4, 5, 6, 7]] * 2
+    assert mean_visible_keys([across]) == (7 + 1) / 2
+    assert mean_visible_keys([batch, across]) == (16 + 17 + 2 * 28) / 28
+
+
+def by_loops(batches: list[MicroBatch]) -> float:
+    counts = []
+    for row in torch.cat([batch.tokens for batch in batches]).tolist():
+        seen = 0
+        for token in row:
+            seen += 1
+            counts.append(seen)
+            seen = 0 if token == EOS else seen
+    return sum(counts) / len(counts)
+
+
+STANDARD = {"attention": "dense", "value_gate": False, "output_gate": False}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("phase", "gsa"), [(SPARSE, {}), (WARM_UP, {}), (DENSE, STANDARD)], ids="swd")
+def test_a_step_is_counted_by_the_keys_that_its_queries_see(
+    phase: PhaseConfig, gsa: dict[str, object], size: int
+) -> None:
+    config = tiny_config([phase], gsa=gsa, train={"micro_batch_size": size})
+    model, parallel = tiny_model(config, variance_ema=0.02), single_rank()
+    optimizer, batches = build_optimizer(model, phase, config), random_batches(config)
+    assert take_step(model, optimizer, batches, config, lr=0.0).visible_keys is None
+    model.runtime.measuring = True
+    result = take_step(model, optimizer, batches, config, lr=0.0)
+    interval = Interval(steps=2, tokens=3000, seconds=1.5, wait_seconds=0.0)
+    stats, tokens, visible = model.runtime.stats, result.loss_tokens.item(), result.visible_keys
+    totals = data_totals({}, config.data)
+    reduced = reduce_step(stats, result.loss_sum, tokens, interval, parallel, totals, visible_keys=visible)
+    record = step_record(1, phase, {"base": 0.0}, 1.0, 64, reduced, interval, config, parallel, "fp32")
+
+    visible = record["visible_keys"]
+    assert visible == pytest.approx(by_loops(batches), rel=1e-12)
+    assert 1 < visible < (16 + 1) / 2 - 1
+    sections = (config.model, config.gsa, phase, 16)
+    flops = flops_per_token(*sections, record.get("selected_keys"), visible)
+    assert record["tflops_per_second"] == pytest.approx(2000 * flops.total / 1e12)
+    assert record["tflops_per_second_dense_equivalent"] == pytest.approx(2000 * flops.dense_equivalent / 1e12)
+    assert flops.dense_equivalent < flops_per_token(*sections).dense_equivalent
+    if phase is SPARSE:
+        assert record["selected_keys"] <= visible
+
+
+def test_a_validation_has_no_mean_of_visible_keys() -> None:
+    stats = tiny_model(tiny_config(gsa=STANDARD, phases=[DENSE])).runtime.stats
+    reduced = reduce_step(stats, torch.ones(()), 2.0, None, single_rank(), {"a": 3}, checksum=5)
+    assert (reduced.loss, reduced.visible_keys) == (0.5, None)
+    assert (reduced.data_totals, reduced.data_checksum) == ({"a": 3}, 5)
+    assert len(reduced.work_seconds) == 1

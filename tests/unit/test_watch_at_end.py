@@ -1,0 +1,43 @@
+"""A hang at the end of a run is named, and ends with the exit code that the run has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gsa_train.watch import ALL_SAFE, REPORT, newest_hang
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
+
+
+def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
+    """Without the watch the other one waits for it as long as a collective may take, here five minutes."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "cases")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(run.stdout.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
+    told = {
+        case: (tmp_path / "cases" / case / "rank_0.err").read_text()
+        for case in ("before", "between", "never")
+    }
+
+    (report,) = (tmp_path / "cases" / "before" / "faults").glob(f"*/{REPORT}")
+    assert report.read_text() in told["before"]
+    assert "Frozen or gone (not even a heartbeat): 1" in told["before"]
+    assert f"  {ALL_SAFE}\n" in report.read_text()
+    hang = newest_hang(tmp_path / "cases" / "before" / "faults", 0.0)
+    assert hang is not None
+    assert "ending after step 7" in hang.split("; rank 1 on ")[1]
+
+    assert (
+        f"it could not leave its process group within 2 s; a peer hangs; stacks: {tmp_path}"
+        in told["between"]
+    )
+    assert told["between"].endswith(f"; {ALL_SAFE}\n")
+    (stacks,) = (tmp_path / "cases" / "between" / "faults").glob("*/rank_00000.txt")
+    assert "leave_world" in stacks.read_text()
+
+    assert told["never"] == ""
