@@ -1,7 +1,7 @@
 """What a run would be, told before it starts: layout, parameters, operations, memory, tokens and checkpoints.
 
 Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
-boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory.py, which says what
+boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory/, which says what
 is not in it), whose column `total` is the peak: `working` and `logits` are not in use at once.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from gsa_train.config import Config
-from gsa_train.file_checks import check_files
-from gsa_train.layout_checks import data_parallel_size
-from gsa_train.memory import checkpoint_bytes, estimate_memory, fields_of
+from gsa_train.config.file_checks import check_files
+from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.memory.estimate import checkpoint_bytes, estimate_memory, fields_of
 from gsa_train.model.flops import count_parameters, flops_per_token
 from gsa_train.pipeline_layout import stage_chunks, stage_layers
 

@@ -15,7 +15,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet
 from gsa_train.batches import MicroBatch, replay_training_blocks, to_micro_batch
 from gsa_train.config import Config
-from gsa_train.metrics import Reduced, attention_metrics, reduce_step
+from gsa_train.metrics.record import Reduced, attention_metrics, reduce_step
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.step import evaluation_step

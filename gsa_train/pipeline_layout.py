@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Layers of each model chunk, in the order of the model; empty if the sizes do not fit (config_checks says why).
+    """Layers of each model chunk, in the order of the model; empty if the sizes do not fit (layout_checks.py says why).
 
     Chunk i is on stage i % pipeline, as the (i // pipeline)-th of its virtual_pipeline chunks (interleaved 1F1B).
     """

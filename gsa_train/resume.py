@@ -16,12 +16,12 @@ import yaml
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import RunState, find_damage, read_run_state, restore_rng
-from gsa_train.checkpoint_files import find_checkpoint, pass_over, recover_folder, resume_candidates
+from gsa_train.checkpoint.files import find_checkpoint, pass_over, recover_folder, resume_candidates
+from gsa_train.checkpoint.load import RunState, find_damage, read_run_state, restore_rng
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.monitor import MonitorState, state_of
-from gsa_train.monitor_stop import refuse_same_spike
+from gsa_train.monitor.monitor import MonitorState, state_of
+from gsa_train.monitor.stop import refuse_same_spike
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
 

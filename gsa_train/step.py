@@ -14,15 +14,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gsa_train.batches import MicroBatch, mean_visible_keys
 from gsa_train.config import Config
-from gsa_train.corruption import Computed, CorruptionCheck
 from gsa_train.losses import indexer_kl_grad_scale
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
+from gsa_train.monitor.corruption import Computed, CorruptionCheck
+from gsa_train.monitor.spikes import SpikeDetector, Verdict
+from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
-from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.sequence_cut import SequenceCut
-from gsa_train.spikes import SpikeDetector, Verdict
 
 
 @dataclass(frozen=True)

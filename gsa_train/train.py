@@ -12,30 +12,30 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 
 from gsa_train.batches import load_tokenizer, shared_validation_sets
-from gsa_train.checkpoint import load_checkpoint
-from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.corruption import CorruptionFound
 from gsa_train.evaluate import describe
-from gsa_train.finish import finish, give_up, give_up_corrupted, leave, leave_world
-from gsa_train.initial_weights import load_initial_weights
-from gsa_train.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.model.build import build_model
-from gsa_train.monitor import MonitorStop, SpikeFound
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.monitor.corruption import CorruptionFound
+from gsa_train.monitor.monitor import MonitorStop, SpikeFound
+from gsa_train.monitor.rewind import known_rewinds, rewind, skipped_steps
+from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import collective_timeout, init_parallel
 from gsa_train.phases import PhaseSpan, phase_spans
-from gsa_train.profiler import StepProfiler
+from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
-from gsa_train.rewind import known_rewinds, rewind, skipped_steps
-from gsa_train.run_folder import open_run_folder
-from gsa_train.run_lock import RunLock
-from gsa_train.stop_signals import Stopped, StopRequest
-from gsa_train.stop_vote import StopVote
+from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
+from gsa_train.run.folder import open_run_folder
+from gsa_train.run.lock import RunLock
+from gsa_train.run.stop_signals import Stopped, StopRequest
+from gsa_train.run.stop_vote import StopVote
+from gsa_train.run.watch import Watch
+from gsa_train.run.work_time import StragglerWarning
 from gsa_train.trainer import Run, report_saves, run_phase, save_the_end
-from gsa_train.watch import Watch
-from gsa_train.work_time import StragglerWarning
 
 
 def train(config: Config, arguments: Arguments, request: StopRequest) -> None:

@@ -11,28 +11,28 @@ from typing import Any, NoReturn
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import RunState, gather_rng
-from gsa_train.checkpoint_save import CheckpointSaver, SaveResult
+from gsa_train.checkpoint.load import RunState, gather_rng
+from gsa_train.checkpoint.save import CheckpointSaver, SaveResult
 from gsa_train.config import Config, config_to_yaml
-from gsa_train.corruption import CorruptionCheck, needs_check
 from gsa_train.evaluate import evaluate
-from gsa_train.metrics import IntervalClock, data_totals, reduce_step, step_record
+from gsa_train.metrics.progress import Progress
+from gsa_train.metrics.record import IntervalClock, data_totals, reduce_step, step_record
+from gsa_train.metrics.sinks import Sinks
 from gsa_train.model.build import Model
-from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFound
-from gsa_train.optim import lr_multipliers
+from gsa_train.monitor.corruption import CorruptionCheck, needs_check
+from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState, SpikeFound
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.optimizer.mcore import lr_multipliers
 from gsa_train.parallel import Parallel
-from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.phases import PhaseSpan
-from gsa_train.profiler import StepProfiler
-from gsa_train.progress import Progress
+from gsa_train.profiling.profiler import StepProfiler
+from gsa_train.profiling.spans import span as part
+from gsa_train.run.stop_signals import Stopped
+from gsa_train.run.stop_vote import StopVote
+from gsa_train.run.watch import Watch
+from gsa_train.run.work_time import StragglerWarning, slowest
 from gsa_train.schedule import learning_rate
-from gsa_train.sinks import Sinks
-from gsa_train.spans import span as part
 from gsa_train.step import StepResult, Training, train_step
-from gsa_train.stop_signals import Stopped
-from gsa_train.stop_vote import StopVote
-from gsa_train.watch import Watch
-from gsa_train.work_time import StragglerWarning, slowest
 
 
 @dataclass

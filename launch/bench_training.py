@@ -21,7 +21,8 @@ with random tokens and, whatever the documents, for megatron-core's model.
 --breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
 of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the
 ranks beside it) and how long nothing ran (`idle`). These add up to the traced step, which is slower than the measured
-one. Communication beside other kernels (`overlapped`) is in the parts' time. gsa_train/step_breakdown.py has the rules.
+one. Communication beside other kernels (`overlapped`) is in the parts' time. The rules are in
+gsa_train/profiling/step_breakdown.py.
 
 A variant that runs out of memory on all ranks alike says so, and the next one follows. If only some ranks fail, the
 others wait for them in a collective: then all end at once with exit code 1, and the last row of the results says why.

@@ -31,7 +31,7 @@ def main() -> int:
         return 2
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.shards import DataFault
-    from gsa_train.export_indexer import export_indexer
+    from gsa_train.checkpoint.export_indexer import export_indexer
 
     try:
         export_indexer(config, arguments.run_dir, arguments.seq_len_tokens, arguments.layers, arguments.out)

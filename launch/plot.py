@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_train.plots import write_comparison, write_plots
-from gsa_train.report import write_report
-from gsa_train.sinks import read_records
+from gsa_train.metrics.sinks import read_records
+from gsa_train.report.page import write_report
+from gsa_train.report.plots import write_comparison, write_plots
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from gsa_train.cli import parse_arguments
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
-from gsa_train.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
+from gsa_train.run.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
 
 HEAD_START_SECONDS = 5
 """Of rank 0 in a start that fails on every rank."""
@@ -54,15 +54,15 @@ def main() -> int:
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
-    from gsa_train.checkpoint import StateError
-    from gsa_train.checkpoint_save import CheckpointError
-    from gsa_train.corruption import EXIT_CODE as EXIT_CORRUPTED
-    from gsa_train.corruption import CorruptionFound
-    from gsa_train.monitor import EXIT_CODE, MonitorStop
-    from gsa_train.monitor_stop import SpikeAhead
-    from gsa_train.profiler import ProfileError
+    from gsa_train.checkpoint.load import StateError
+    from gsa_train.checkpoint.save import CheckpointError
+    from gsa_train.monitor.corruption import EXIT_CODE as EXIT_CORRUPTED
+    from gsa_train.monitor.corruption import CorruptionFound
+    from gsa_train.monitor.monitor import EXIT_CODE, MonitorStop
+    from gsa_train.monitor.stop import SpikeAhead
+    from gsa_train.profiling.profiler import ProfileError
     from gsa_train.resume import ResumeError
-    from gsa_train.run_lock import RunFolderError
+    from gsa_train.run.lock import RunFolderError
     from gsa_train.train import train
 
     try:

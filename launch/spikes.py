@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from gsa_train.config import MonitorConfig, load_config
-from gsa_train.sinks import read_records
-from gsa_train.spike_trials import FAULTS, OLMO, table, try_rule
+from gsa_train.metrics.sinks import read_records
+from gsa_train.monitor.spike_trials import FAULTS, OLMO, table, try_rule
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 

@@ -1,8 +1,8 @@
 """A W&B workspace with the panels of a run: python launch/wandb_workspace.py --entity NAME [--project P] [--print]
 
-Sections training, GSA attention, stability, system and data over tokens: those of gsa_train/panels.py, as in the HTML
-report and in TensorBoard. Creates a saved view of the project and prints its address; `--print` prints what it would
-create, and needs neither key nor network. Needs the extra `workspace`; creating needs a W&B API key.
+Sections training, GSA attention, stability, system and data over tokens: those of gsa_train/report/panels.py, as in the
+HTML report and in TensorBoard. Creates a saved view of the project and prints its address; `--print` prints what it
+would create, and needs neither key nor network. Needs the extra `workspace`; creating needs a W&B API key.
 
 Exit code 2: wrong use, no key, or W&B refuses.
 """
@@ -16,8 +16,8 @@ import sys
 from typing import Any
 
 from gsa_train.config import LoggingConfig
-from gsa_train.panels import LAYERS, PANELS, SECTIONS, Panel, tag_of
-from gsa_train.wandb_sink import has_wandb_key
+from gsa_train.metrics.wandb_sink import has_wandb_key
+from gsa_train.report.panels import LAYERS, PANELS, SECTIONS, Panel, tag_of
 
 try:
     import wandb_workspaces.reports.v2 as wr

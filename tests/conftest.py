@@ -23,7 +23,7 @@ LONGEST_FILES = (
     "distributed/test_layouts.py",
     "distributed/test_many_layouts.py",
     "resume/test_faults.py",
-    "resume/test_spikes.py",
+    "resume/test_runs_with_spikes.py",
     "resume/test_data_survives_kills.py",
     "resume/test_kills.py",
     "resume/test_stops.py",

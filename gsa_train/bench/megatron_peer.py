@@ -33,7 +33,7 @@ from gsa_train.batches import MicroBatch
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.named_parts import NamedGPTModel, NamedTransformerLayer
 from gsa_train.parallel import Parallel
-from gsa_train.spans import span
+from gsa_train.profiling.spans import span
 
 ATTENTIONS = ("local", "sdpa")
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.batches import MicroBatch, TrainBatches, load_tokenizer, to_micro_batch
-from gsa_train.checkpoint import load_checkpoint
+from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel
-from gsa_train.spikes import SpikeDetector
 from gsa_train.step import Training, train_step
 
 NO_TOKEN = -1

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from gsa_train.step_breakdown import Breakdown, breakdown
-from gsa_train.trace_events import OTHER, STEP, device_intervals, host_events, traced_span
+from gsa_train.profiling.step_breakdown import Breakdown, breakdown
+from gsa_train.profiling.trace_events import OTHER, STEP, device_intervals, host_events, traced_span
 
 COLUMNS = {
     "attention": ("attention",),

@@ -30,15 +30,15 @@ from gsa_train.bench.step_bench import (
     time_steps,
 )
 from gsa_train.bench.step_trace import in_columns, trace_steps
-from gsa_train.checkpoint_files import MEGATRON_METADATA
+from gsa_train.checkpoint.files import MEGATRON_METADATA
 from gsa_train.config import Config, GSAConfig, PhaseConfig, load_config
-from gsa_train.config_checks import check_packages
-from gsa_train.config_load import ConfigError
-from gsa_train.file_checks import check_data
-from gsa_train.memory import estimate_memory
+from gsa_train.config.checks import check_packages
+from gsa_train.config.file_checks import check_data
+from gsa_train.config.load import ConfigError
+from gsa_train.memory.estimate import estimate_memory
 from gsa_train.model.flops import flops_per_token, mean_selected_keys, peak_flops_per_second
 from gsa_train.parallel import Parallel, init_parallel, leave_layout
-from gsa_train.step_breakdown import Breakdown
+from gsa_train.profiling.step_breakdown import Breakdown
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,12 @@ from pathlib import Path
 import yaml
 
 from gsa_train.config.checkpoint import CheckpointConfig
+from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.data import DataConfig
 from gsa_train.config.evaluate import EvaluateConfig
+from gsa_train.config.file_checks import check_files
 from gsa_train.config.gsa import GSAConfig
+from gsa_train.config.load import ConfigError, Problems, apply_override, build, read_yaml
 from gsa_train.config.logging import LoggingConfig
 from gsa_train.config.model import ModelConfig
 from gsa_train.config.monitor import MonitorConfig
@@ -26,9 +29,6 @@ from gsa_train.config.phases import PhaseConfig
 from gsa_train.config.profile import ProfileConfig
 from gsa_train.config.run import RunConfig
 from gsa_train.config.train import TrainConfig
-from gsa_train.config_checks import check_config, check_packages
-from gsa_train.config_load import ConfigError, Problems, apply_override, build, read_yaml
-from gsa_train.file_checks import check_files
 
 __all__ = [
     "CheckpointConfig",

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
-from gsa_train.kernel_checks import unsupported_by_kernels
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.init import initialize_weights
@@ -22,7 +22,7 @@ from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
 from gsa_train.parallel import Parallel
-from gsa_train.work_time import WorkTime
+from gsa_train.run.work_time import WorkTime
 
 logger = logging.getLogger(__name__)
 

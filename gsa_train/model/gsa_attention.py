@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels import sigmoid_gate
-from gsa_train.kernel_checks import KERNEL_HEAD_SIZES
+from gsa_train.config.kernel_checks import KERNEL_HEAD_SIZES
 from gsa_train.model.attention_core import build_core, indexer_graph, train_indexer
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
@@ -35,8 +35,8 @@ from gsa_train.model.norm import RMSNorm
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.rotary import sequence_cut
 from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.profiling.spans import span
 from gsa_train.sequence_cut import QueryRun, query_runs
-from gsa_train.spans import span
 
 
 @dataclass(frozen=True)

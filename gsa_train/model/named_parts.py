@@ -1,4 +1,4 @@
-"""megatron-core's layer and model with the names of their parts in traces (gsa_train.spans)."""
+"""megatron-core's layer and model with the names of their parts in traces (gsa_train.profiling.spans)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from gsa_train.spans import span
+from gsa_train.profiling.spans import span
 
 
 class NamedTransformerLayer(TransformerLayer):

@@ -30,7 +30,7 @@ from gsa_kernels.sampling import sample_rows
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.query_sample import QuerySample
-from gsa_train.spans import span
+from gsa_train.profiling.spans import span
 
 if TYPE_CHECKING:
     from gsa_train.model.gsa_attention import GSASelfAttention

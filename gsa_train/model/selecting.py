@@ -12,7 +12,7 @@ from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_train.config import GSAConfig
-from gsa_train.kernel_checks import MASKED_MAX_TOKENS
+from gsa_train.config.kernel_checks import MASKED_MAX_TOKENS
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.supports import Selected, SelectedBits, SelectedLists
 

@@ -18,7 +18,7 @@ from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
 from gsa_train.model.supports import AllVisible, LossInputs, Selected, SelectedLists, Support, sampled_lse
-from gsa_train.spans import span
+from gsa_train.profiling.spans import span
 
 if TYPE_CHECKING:
     from gsa_train.model.gsa_attention import GSASelfAttention

@@ -20,11 +20,11 @@ import harness
 
 from gsa_train.bench.step_bench import OurTrainee, random_batches, time_steps
 from gsa_train.config import Config, load_config
-from gsa_train.metrics import reduce_step
-from gsa_train.monitor import READ_DELAY_STEPS, Monitor, MonitorState
+from gsa_train.metrics.record import reduce_step
+from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
+from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_spans
-from gsa_train.spikes import Verdict
 
 MOST = 0.005
 """Of a step's time, for all that watches it."""

@@ -14,7 +14,7 @@ from gsa_train.bench.step_bench import OurTrainee, random_batches
 from gsa_train.bench.step_trace import in_columns, trace_steps
 from gsa_train.config import ProfileConfig, load_config
 from gsa_train.cuda_connections import VARIABLE, compute_capability
-from gsa_train.profiler import StepProfiler
+from gsa_train.profiling.profiler import StepProfiler
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
 

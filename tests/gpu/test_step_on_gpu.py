@@ -12,8 +12,8 @@ import triton
 from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.spikes import SpikeDetector
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.step import StepResult, Training, train_step
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from gsa_train.finish import leave_world
-from gsa_train.watch import Watch
+from gsa_train.run.finish import leave_world
+from gsa_train.run.watch import Watch
 
 LIMIT_SECONDS = 2.0
 LONGEST_WAIT_SECONDS = 60.0

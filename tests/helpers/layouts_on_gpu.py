@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from gsa_train.bench.step_bench import release_memory
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.config_checks import check_config, check_packages
+from gsa_train.config.checks import check_config, check_packages
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel

@@ -20,20 +20,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from gsa_train import optim
 from gsa_train.batches import MicroBatch, to_micro_batch
-from gsa_train.checkpoint import load_checkpoint
-from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig
-from gsa_train.config_checks import check_config
-from gsa_train.main_weights import carry_over, keep_main_weights
-from gsa_train.metrics import reduce_step
+from gsa_train.config.checks import check_config
+from gsa_train.metrics.record import reduce_step
 from gsa_train.model import query_sample
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer import mcore as optim
+from gsa_train.optimizer.interface import MAIN_WEIGHT
+from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from gsa_train.phase_optimizer import MAIN_WEIGHT
-from gsa_train.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
@@ -293,7 +293,7 @@ def cross_boundary(
 
 
 def main(folder: Path) -> None:
-    from gsa_train import zero  # here, where the ranks run: the tests read the tables above
+    from gsa_train.optimizer import zero  # here, where the ranks run: the tests read the tables above
 
     torch.set_num_threads(1)
     gc.freeze()  # each layout ends with a collection, which needs not search what was imported

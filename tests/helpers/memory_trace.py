@@ -38,15 +38,16 @@ from gsa_kernels.lists import triton_build
 from gsa_kernels.lists.triton_build import CountedKeys
 from gsa_kernels.lists.triton_reduce_keys import split_tiles
 from gsa_kernels.selection import lists_op
-from gsa_train import cpu_backend, optim, step
+from gsa_train import cpu_backend, step
 from gsa_train.bench.step_bench import random_batches
 from gsa_train.config import Config, load_config
 from gsa_train.model import build, mcore_config, selecting, weight_gradients
 from gsa_train.model.build import build_model
 from gsa_train.model.norm import RMSNorm
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer import mcore as optim
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import init_parallel, leave_layout
-from gsa_train.spikes import SpikeDetector
 
 BLOCK_BYTES = 512
 """CUDACachingAllocator's kMinBlockSize."""

@@ -11,11 +11,11 @@ import torch
 
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config, GSAConfig, ModelConfig, ParallelConfig, PhaseConfig, TrainConfig
-from gsa_train.config_checks import check_config
+from gsa_train.config.checks import check_config
 from gsa_train.model.build import Model, build_model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel
-from gsa_train.spikes import SpikeDetector
 from gsa_train.step import StepResult, Training, train_step
 
 EOS = 0

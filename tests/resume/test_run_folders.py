@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gsa_train.starts import read_starts
+from gsa_train.run.starts import read_starts
 from helpers.runs import SMALL, Run, kill, start
 
 pytestmark = pytest.mark.slow

@@ -18,10 +18,10 @@ from gsa_train.bench.failures import Failure, RankFailed, difference
 from gsa_train.bench.layout_names import layout_list, layout_overrides
 from gsa_train.bench.step_trace import in_columns
 from gsa_train.bench.training import Result, Sizes, Variant, as_row, plain, scaling, variants
-from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, ConfigError
 from gsa_train.model.flops import count_parameters, flops_per_token
-from gsa_train.step_breakdown import Breakdown
+from gsa_train.profiling.step_breakdown import Breakdown
 from helpers.checkpoints import run_state
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train import checkpoint, checkpoint_files
-from gsa_train.checkpoint import find_damage, load_checkpoint, read_run_state
-from gsa_train.checkpoint_files import (
+from gsa_train.checkpoint import files as checkpoint_files
+from gsa_train.checkpoint import load as checkpoint
+from gsa_train.checkpoint.files import (
     complete_checkpoints,
     find_checkpoint,
     pass_over,
     recover_folder,
     resume_candidates,
 )
+from gsa_train.checkpoint.load import find_damage, load_checkpoint, read_run_state
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, set_learning_rate
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
 from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.saving import LR, adam_of, is_intact, names_in

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train import checkpoint_save, optim
-from gsa_train.adamw_state import inner_optimizers
-from gsa_train.checkpoint import (
+from gsa_train.checkpoint import save as checkpoint_save
+from gsa_train.checkpoint.load import (
     StateError,
     load_checkpoint,
     load_weights,
@@ -23,11 +22,13 @@ from gsa_train.checkpoint import (
     sharded_state,
     sharding_metadata,
 )
-from gsa_train.checkpoint_optimizer import boxes, saved_state, wanted_state
+from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_state
 from gsa_train.config import Config
-from gsa_train.memory import checkpoint_bytes
+from gsa_train.memory.estimate import checkpoint_bytes
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optimizer import mcore as optim
+from gsa_train.optimizer.adamw_state import inner_optimizers
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gsa_train.checkpoint import load_checkpoint
-from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver, SaveResult
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveResult
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, build_optimizer
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
 from helpers import saving
 from helpers.checkpoints import run_state
 from helpers.saving import LR, adam_of, is_intact, names_in

@@ -3,8 +3,8 @@
 import pytest
 
 from gsa_train.config import Config, PhaseConfig, load_config
-from gsa_train.config_checks import check_config, check_packages
-from gsa_train.layout_checks import data_parallel_size
+from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.layout_checks import data_parallel_size
 
 BASE = """
 model: {num_layers: 8, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import DataConfig
-from gsa_train.file_checks import check_data
+from gsa_train.config.file_checks import check_data
 
 
 def test_data_files(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.corruption import bits_of, odd_ones_out
+from gsa_train.monitor.corruption import bits_of, odd_ones_out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

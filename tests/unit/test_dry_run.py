@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, ParallelConfig, PhaseConfig, load_config
-from gsa_train.config_load import ConfigError
+from gsa_train.config.load import ConfigError
 from gsa_train.dry_run import describe, rank_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -22,7 +22,7 @@ from gsa_train.batches import MicroBatch, TrainBatches, read_validation_sets, to
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.evaluate import _deal, describe, evaluate, scores_of
 from gsa_train.model.build import Model
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, enter_phase
 from gsa_train.step import evaluation_step
 from gsa_train.trainer import run_phase

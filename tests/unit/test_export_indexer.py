@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.checkpoint import load_weights
-from gsa_train.export_indexer import capture_indexers
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.checkpoint.export_indexer import capture_indexers
+from gsa_train.checkpoint.load import load_weights
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     EOS,

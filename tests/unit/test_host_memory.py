@@ -8,7 +8,7 @@ import random
 
 import torch
 
-from gsa_train.host_memory import ALIGNMENT, HostMemory, pack
+from gsa_train.checkpoint.host_memory import ALIGNMENT, HostMemory, pack
 from helpers.single_rank import single_rank
 
 MIB = 2**20

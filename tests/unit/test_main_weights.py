@@ -13,13 +13,13 @@ import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint import load_checkpoint, read_run_state
-from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.checkpoint.load import load_checkpoint, read_run_state
+from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
-from gsa_train.main_weights import carry_over, keep_main_weights
 from gsa_train.model.build import Model
-from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phase_optimizer import MAIN_WEIGHT
+from gsa_train.optimizer.interface import MAIN_WEIGHT
+from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import Start
 from gsa_train.train import train_phases

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train import memory_selection
 from gsa_train.config import load_config
-from gsa_train.memory import estimate_memory
-from gsa_train.memory_selection import gathered_heads
-from gsa_train.memory_sizes import sizes_of
+from gsa_train.memory import selection as memory_selection
+from gsa_train.memory.estimate import estimate_memory
+from gsa_train.memory.selection import gathered_heads
+from gsa_train.memory.sizes import sizes_of
 from gsa_train.model.flops import count_parameters
 
 GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gsa_train.config import load_config
-from gsa_train.memory import WORKSPACE_BYTES, estimate_memory
+from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
 from helpers.runs import ENVIRONMENT, REPOSITORY
 
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"

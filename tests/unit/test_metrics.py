@@ -7,9 +7,9 @@ import torch
 
 from gsa_train.batches import MicroBatch, mean_visible_keys, to_micro_batch
 from gsa_train.config import PhaseConfig
-from gsa_train.metrics import Interval, data_totals, reduce_step, step_record
+from gsa_train.metrics.record import Interval, data_totals, reduce_step, step_record
 from gsa_train.model.flops import flops_per_token
-from gsa_train.optim import build_optimizer
+from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
     DENSE,
     EOS,

@@ -17,8 +17,8 @@ from gsa_data.pack import FILLER, document_ids, loss_mask
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches, to_micro_batch
 from gsa_train.config import Config
-from gsa_train.metrics import data_metrics, data_totals
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.metrics.record import data_metrics, data_totals
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan
 from gsa_train.trainer import run_phase
 from helpers.single_rank import EOS, SPARSE, random_blocks, single_rank, tiny_config, tiny_model, token_losses

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
-from gsa_train.layer_watch import LayerWatch
-from gsa_train.monitor import (
+from gsa_train.monitor.layer_watch import LayerWatch
+from gsa_train.monitor.monitor import (
     READ_DELAY_STEPS,
     SPIKE_GAP_STEPS,
     Monitor,
@@ -21,11 +21,11 @@ from gsa_train.monitor import (
     SpikeFound,
     state_of,
 )
-from gsa_train.optim import build_optimizer
+from gsa_train.monitor.rewind import rewind, skipped_steps
+from gsa_train.monitor.spikes import Verdict
+from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
-from gsa_train.rewind import rewind, skipped_steps
-from gsa_train.spikes import Verdict
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import single_rank, tiny_config, tiny_model
 

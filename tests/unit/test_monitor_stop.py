@@ -10,11 +10,11 @@ import pytest
 
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.monitor import MonitorStop
-from gsa_train.monitor_stop import FILE, SpikeAhead, note_stop
+from gsa_train.monitor.monitor import MonitorStop
+from gsa_train.monitor.stop import FILE, SpikeAhead, note_stop
 from gsa_train.phases import phase_spans
 from gsa_train.resume import LAUNCH, choose_start
-from gsa_train.run_folder import open_run_folder
+from gsa_train.run.folder import open_run_folder
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 NEW = Arguments("", (), None, False, False, False, False, 1)

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.checkpoint import load_checkpoint
+from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import PhaseConfig
-from gsa_train.main_weights import carry_over, keep_main_weights
 from gsa_train.model.build import Model
-from gsa_train.optim import (
+from gsa_train.monitor.spikes import SpikeDetector, Verdict
+from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import (
     PhaseOptimizer,
     build_optimizer,
     close_optimizer,
     lr_multipliers,
     set_learning_rate,
 )
-from gsa_train.optim_norms import clipped_step, reduce_grad_norm, update_norm
-from gsa_train.spikes import SpikeDetector, Verdict
+from gsa_train.optimizer.norms import clipped_step, reduce_grad_norm, update_norm
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     DENSE,

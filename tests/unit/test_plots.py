@@ -9,9 +9,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from gsa_train.panels import PANELS
-from gsa_train.plots import write_comparison, write_plots
-from gsa_train.run_series import flat, phase_starts, series, with_all_lines
+from gsa_train.report.panels import PANELS
+from gsa_train.report.plots import write_comparison, write_plots
+from gsa_train.report.run_series import flat, phase_starts, series, with_all_lines
 
 PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
 ALWAYS = ["checkpoints", "data", "gates", "loss", "optimizer", "sink", "stability", "step_time", "throughput"]

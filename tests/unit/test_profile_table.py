@@ -13,10 +13,10 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gsa_train.bench.step_trace import in_columns
-from gsa_train.profile_table import profile_table
-from gsa_train.spans import span
-from gsa_train.step_breakdown import Interval, breakdown
-from gsa_train.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
+from gsa_train.profiling.spans import span
+from gsa_train.profiling.step_breakdown import Interval, breakdown
+from gsa_train.profiling.table import profile_table
+from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
 
 MAIN, AUTOGRAD = 1, 2
 """Threads, as the profiler numbers them. Launches that no operation stands around get the main thread's."""

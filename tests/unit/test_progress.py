@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from gsa_train.progress import Progress, compact
+from gsa_train.metrics.progress import Progress, compact
 
 RECORD = {
     "step": 120,
@@ -127,7 +127,7 @@ def test_a_pipe_is_not_a_terminal(capsys):
 
 @pytest.mark.parametrize(("columns", "is_bar"), [(140, True), (0, False)])
 def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
-    code = f"from gsa_train.progress import Progress; p = Progress(600); p.show({RECORD}); p.close()"
+    code = f"from gsa_train.metrics.progress import Progress; p = Progress(600); p.show({RECORD}); p.close()"
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-c", code]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import gsa_train.report
-from gsa_train.alerts import TITLES as TITLES_OF_ALERTS
-from gsa_train.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
-from gsa_train.report import MOST_EVENTS, _thin, write_report
-from gsa_train.report_events import KINDS
-from gsa_train.run_series import token_knots, tokens_at
-from gsa_train.starts import read_starts, source_commit
+import gsa_train
+from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
+from gsa_train.report.events import KINDS
+from gsa_train.report.page import MOST_EVENTS, _thin, write_report
+from gsa_train.report.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
+from gsa_train.report.run_series import token_knots, tokens_at
+from gsa_train.run.starts import read_starts, source_commit
 
 PHASES = ((30, "warm-up"), (60, "sparse"))
 START = {"layout": "2 ranks on cpu", "device": "x86", "host": "node7", "commit": "abc123", "torch": "2.13"}
@@ -179,7 +179,7 @@ def test_thousands_of_flagged_steps_are_few_marks(tmp_path):
 
 def test_every_event_that_is_logged_is_known():
     """A new one needs a row in the report, and, if a person should hear of it, an alert."""
-    sources = "".join(path.read_text() for path in Path(gsa_train.report.__file__).parent.glob("*.py"))
+    sources = "".join(path.read_text() for path in Path(gsa_train.__file__).parent.rglob("*.py"))
     logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
     assert logged >= {"spike", "rewind", "skipped_batches", "checkpoint_damaged", "warning"}
     # The last two are for W&B: metrics.jsonl cannot be written, or the thread that writes it hangs.

@@ -12,11 +12,11 @@ import pytest
 
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.optim import build_optimizer
+from gsa_train.metrics.sinks import read_records
+from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import LAUNCH, SUBMISSION, ResumeError, Start, choose_start
-from gsa_train.run_folder import open_run_folder
-from gsa_train.sinks import read_records
+from gsa_train.run.folder import open_run_folder
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 

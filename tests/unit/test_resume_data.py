@@ -24,8 +24,8 @@ from gsa_train.batches import (
     shared_validation_sets,
 )
 from gsa_train.config import Config, DataConfig
-from gsa_train.config_checks import LARGEST_SOURCE_WEIGHT
-from gsa_train.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
+from gsa_train.config.checks import LARGEST_SOURCE_WEIGHT
+from gsa_train.config.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
 from gsa_train.resume import ResumeError, Start, open_batches
 from helpers.single_rank import CONFIG, single_rank
 

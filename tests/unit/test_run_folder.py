@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train import run_lock
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
+from gsa_train.metrics.sinks import read_records
 from gsa_train.resume import Start
-from gsa_train.run_folder import config_changes, open_run_folder
-from gsa_train.run_lock import FILE, RunFolderError, RunLock
-from gsa_train.sinks import read_records
-from gsa_train.starts import read_starts
+from gsa_train.run import lock as run_lock
+from gsa_train.run.folder import config_changes, open_run_folder
+from gsa_train.run.lock import FILE, RunFolderError, RunLock
+from gsa_train.run.starts import read_starts
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
 

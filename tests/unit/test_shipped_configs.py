@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import load_config
-from gsa_train.file_checks import check_data
+from gsa_train.config.file_checks import check_data
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = [

@@ -13,18 +13,18 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from gsa_train.alerts import Alerts
 from gsa_train.config import LoggingConfig
-from gsa_train.panels import SECTIONS
-from gsa_train.sinks import (
+from gsa_train.metrics.alerts import Alerts
+from gsa_train.metrics.sinks import (
     Sinks,
     open_sinks,
     read_records,
     to_scalars,
     validation_prefixes,
 )
-from gsa_train.tensorboard_sink import TensorBoardSink
-from gsa_train.wandb_sink import WandbSink
+from gsa_train.metrics.tensorboard_sink import TensorBoardSink
+from gsa_train.metrics.wandb_sink import WandbSink
+from gsa_train.report.panels import SECTIONS
 
 JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
 

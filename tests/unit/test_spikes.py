@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from gsa_train.config import MonitorConfig
-from gsa_train.spike_trials import FAULTS, OLMO, Fault, table, try_rule
-from gsa_train.spikes import FOLLOWS_STEPS, SpikeDetector, replay
+from gsa_train.monitor.spike_trials import FAULTS, OLMO, Fault, table, try_rule
+from gsa_train.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, replay
 
 ROBUST = MonitorConfig()
 RULES = {"robust": ROBUST, "sigma": OLMO}

@@ -10,7 +10,7 @@ import torch
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import PhaseConfig
 from gsa_train.model.build import Model
-from gsa_train.optim import build_optimizer
+from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gsa_train.step_breakdown import Breakdown, Interval, breakdown
+from gsa_train.profiling.step_breakdown import Breakdown, Interval, breakdown
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 H2D, D2D = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)"

@@ -21,15 +21,14 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_train import trainer
 from gsa_train.batches import TrainBatches, read_validation_sets
-from gsa_train.checkpoint import load_checkpoint, read_run_state
-from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.checkpoint.load import load_checkpoint, read_run_state
+from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
-from gsa_train.monitor import MonitorState, MonitorStop, SpikeFound, state_of
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
+from gsa_train.monitor.spikes import Verdict
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan
-from gsa_train.spikes import Verdict
-from gsa_train.step import StepResult
-from gsa_train.stop_signals import (
+from gsa_train.run.stop_signals import (
     STOP_SIGNALS,
     TIME_LIMIT,
     Stopped,
@@ -38,7 +37,8 @@ from gsa_train.stop_signals import (
     find_deadline,
     reason_in_words,
 )
-from gsa_train.stop_vote import StopVote
+from gsa_train.run.stop_vote import StopVote
+from gsa_train.step import StepResult
 from gsa_train.trainer import run_phase
 from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
@@ -133,7 +133,7 @@ def test_after_a_slow_step_it_is_seen_at_once(
     vote: tuple[StopRequest, StopVote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100, 10))
-    monkeypatch.setattr("gsa_train.stop_vote.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("gsa_train.run.stop_vote.time.monotonic", lambda: float(next(clock)))
     assert [vote[1].ask(), vote[1].ask()] == [0, 0]
     os.kill(os.getpid(), signal.SIGUSR1)
     assert vote[1].ask() == signal.SIGUSR1

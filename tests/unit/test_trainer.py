@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gsa_train.checkpoint_save import CheckpointError, CheckpointSaver
+from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.config import CheckpointConfig
-from gsa_train.optim import PhaseOptimizer, build_optimizer
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
 from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.trainer import Run, newest_save, save, save_the_end
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model

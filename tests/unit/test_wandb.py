@@ -12,11 +12,11 @@ from unittest.mock import Mock, call
 import pytest
 import wandb
 
-from gsa_train.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
 from gsa_train.config import LoggingConfig
-from gsa_train.panels import BEST, PANELS, SECTIONS
-from gsa_train.sinks import Sinks, open_sinks, read_records
-from gsa_train.wandb_sink import WandbSink, define_metrics, wandb_mode, without_credentials
+from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
+from gsa_train.metrics.sinks import Sinks, open_sinks, read_records
+from gsa_train.metrics.wandb_sink import WandbSink, define_metrics, wandb_mode, without_credentials
+from gsa_train.report.panels import BEST, PANELS, SECTIONS
 
 WORKSPACE = Path(__file__).parents[2] / "launch" / "wandb_workspace.py"
 API_KEY = "0123456789abcdef" * 2 + "fedcba98"

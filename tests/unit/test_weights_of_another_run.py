@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config
-from gsa_train.initial_weights import load_initial_weights
 from gsa_train.model.build import Model
-from gsa_train.optim import build_optimizer, close_optimizer
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.resume import ResumeError
 from helpers.checkpoints import run_state
 from helpers.single_rank import (

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train import zero
 from gsa_train.config import Config
 from gsa_train.model.build import Model
-from gsa_train.optim import build_optimizer, close_optimizer
-from gsa_train.spikes import SpikeDetector, Verdict
+from gsa_train.monitor.spikes import SpikeDetector, Verdict
+from gsa_train.optimizer import zero
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     SPARSE,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gsa_train.config import PhaseConfig
-from gsa_train.optim import build_optimizer
+from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
     SPARSE,

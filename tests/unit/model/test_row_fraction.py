@@ -11,7 +11,7 @@ from gsa_kernels import sampling
 from gsa_kernels.sampling import SAMPLED_ROWS, RowSample, sample_rows
 from gsa_train.model.build import Model
 from gsa_train.model.triton_core import TritonCore
-from gsa_train.optim import build_optimizer
+from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
     SPARSE,
     random_batches,

@@ -1,0 +1,123 @@
+"""A new run from the weights of another one: `checkpoint.initial_weights`.
+
+As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, text, optimizer and schedules begin
+anew. So a run goes on at another length, rotary base or budget of keys, or a dense model gets gates and an indexer.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import yaml
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.checkpoint.files import find_checkpoint
+from gsa_train.checkpoint.load import (
+    RunState,
+    find_damage,
+    load_weights,
+    read_run_state,
+    saved_weights,
+    weights_to_load,
+)
+from gsa_train.config import Config
+from gsa_train.model.build import Model
+from gsa_train.parallel import Parallel
+from gsa_train.resume import ResumeError
+
+logger = logging.getLogger(__name__)
+
+FIELD = "checkpoint.initial_weights"
+
+NEW = (".self_attention.indexer.", ".self_attention.variance.", ".self_attention.linear_gate.")
+"""Parts of the names of what a dense model has not, and a sparse one may begin with."""
+
+MEANING = {
+    "model": ("num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm", "tie_embeddings"),
+    "gsa": (
+        "value_gate",
+        "output_gate",
+        "indexer_heads",
+        "indexer_activation",
+        "indexer_rope",
+        "selection_reuse",
+    ),
+}
+"""Fields that give weights their meaning without always changing their shapes; those of `gsa` where the checkpoint has
+such weights."""
+
+
+def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> None:
+    """Fill a model that has just been built. Collective.
+
+    Raises:
+        ResumeError: the checkpoint is missing, damaged, of another tokenizer, or of a model that this one cannot take
+            over: weights that are left, missing (other than NEW) or of another size.
+    """
+    folder = Path(config.checkpoint.initial_weights)
+    checkpoint = _find(folder)
+    fault = find_damage(checkpoint, parallel, checksums=config.checkpoint.verify == "full")
+    if fault is not None:
+        raise ResumeError(f"{FIELD} = {folder}: {checkpoint} is damaged: {fault}. Give another checkpoint.")
+    try:
+        state = read_run_state(checkpoint)
+    except ValueError as error:
+        raise ResumeError(f"{FIELD} = {folder}: {error}") from error
+    if state.data["tokenizer_fingerprint"] != tokenizer.fingerprint:
+        raise ResumeError(
+            f"{FIELD} = {folder}: {checkpoint} was trained with another tokenizer than data.tokenizer = "
+            f"{config.data.tokenizer}, so its embedding stands for other pieces. Use the tokenizer file of that run."
+        )
+    saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
+    fresh = sorted(set(wanted) - set(saved))
+    problems = [
+        *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
+        *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),
+        *(
+            f"{name}: {shape} here, {saved[name]} in the checkpoint"
+            for name, shape in sorted(wanted.items())
+            if name in saved and saved[name] != shape
+        ),
+        *_other_meaning(config, state, set(saved)),
+    ]
+    if problems:
+        shown = "".join(f"\n  {line}" for line in problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if problems[8:] else ""
+        raise ResumeError(
+            f"{FIELD} = {folder}: {checkpoint} holds another model:{shown}{more}\nSet model and gsa as they were "
+            "(gates and indexer may be new)."
+        )
+    load_weights(checkpoint, model, parallel, names=saved.keys())
+    if parallel.is_main:
+        logger.info("weights of %s, step %d; the run begins at step 0", checkpoint, state.step)
+        if fresh:
+            logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
+
+
+def _find(folder: Path) -> Path:
+    try:
+        checkpoint = find_checkpoint(folder)
+    except FileNotFoundError as error:
+        raise ResumeError(f"{FIELD} = {folder}: {error}") from error
+    if checkpoint is None:
+        raise ResumeError(
+            f"{FIELD} = {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
+        )
+    return checkpoint
+
+
+def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
+    saved = yaml.safe_load(state.config_yaml)
+    sections = ["model"]
+    if any(part in name for name in saved_names for part in NEW):
+        sections.append("gsa")
+    lines = []
+    for section in sections:
+        part = getattr(config, section)
+        for name in MEANING[section]:
+            value = getattr(part, name)
+            before = saved[section].get(name, value)
+            if before != value:
+                lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")
+    return lines

@@ -1,0 +1,344 @@
+"""What is in a checkpoint, and loading it: megatron-core's sharded format.
+
+A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else a run needs to go on as if it
+had never stopped. It loads into any layout. Its files: `checkpoint_files.py`; writing them: `checkpoint_save.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil  # noqa: F401 - without it megatron-core's writer fails each save; better to fail at the start
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.models.gpt import GPTModel
+
+from gsa_train.checkpoint.files import MANIFEST, faults_in, is_complete, read_manifest, share_of
+from gsa_train.checkpoint.optimizer_state import (
+    from_main_weights,
+    has_main_weights,
+    names_of_others,
+    parts_with_main_weights,
+    saved_state,
+    step_count,
+    wanted_state,
+)
+from gsa_train.model.build import Model
+from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
+from gsa_train.parallel import Parallel
+
+FORMAT_VERSION = 3
+"""3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
+READABLE_VERSIONS = (1, 2, 3)
+
+logger = logging.getLogger(__name__)
+
+
+class StateError(ValueError):
+    """A checkpoint whose optimizer state is not that of its weights."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands, apart from weights and optimizer."""
+
+    step: int
+    """Optimizer steps done."""
+    tokens: int
+    """Tokens trained on."""
+    phase_index: int
+    phase_name: str
+    phase_start: int
+    """First step of the phase."""
+    data: dict[str, Any]
+    """Position in the text (gsa_data.stream)."""
+    wandb_run_id: str | None
+    config_yaml: str
+    layout: tuple[int, int, int, int]
+    """`Parallel.layout`"""
+    rng: list[dict[str, Any]]
+    """Random-number generators of every rank, restored when the layout is the same."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step, and begins with it."""
+    monitor: dict[str, Any] = field(default_factory=dict)
+    """gsa_train.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
+    format_version: int = FORMAT_VERSION
+
+
+# --- is it what was written ------------------------------------------------------------------------------
+
+
+def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | None:
+    """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
+
+    The ranks share the files, so that together they read the checkpoint once.
+
+    Args:
+        checksums: read the files; otherwise only look whether all are there in their sizes.
+    """
+    shared: list[Any] = [None, {}]
+    if parallel.is_main:
+        try:
+            shared[1] = read_manifest(checkpoint)
+        except FileNotFoundError:
+            shared[0] = _why_no_manifest(checkpoint)
+        except (OSError, ValueError) as error:
+            shared[0] = str(error)
+    dist.broadcast_object_list(shared, src=0)
+    fault, files = shared
+    if fault is None:
+        share = share_of(files, parallel.rank, parallel.world_size)
+        found: list[Any] = [None] * parallel.world_size
+        dist.all_gather_object(found, faults_in(checkpoint, share, checksums))
+        faults = [each for faults in found for each in faults]
+        fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+    return fault
+
+
+def _why_no_manifest(checkpoint: Path) -> str | None:
+    if not is_complete(checkpoint):
+        return "it is missing or incomplete"
+    try:
+        version = read_run_state(checkpoint).format_version
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        KeyError,
+        TypeError,
+        pickle.UnpicklingError,
+    ) as error:
+        return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
+    if version >= 2:
+        return f"it has no {MANIFEST}"
+    logger.warning("%s was written before checkpoints had a %s: it is not verified", checkpoint, MANIFEST)
+    return None
+
+
+# --- load ------------------------------------------------------------------------------------------------
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """What must be known before model and optimizer are built: the phase, the step, the position in the text.
+
+    Raises:
+        ValueError: the checkpoint has another format version.
+    """
+    content = dist_checkpointing.load_common_state_dict(str(checkpoint))["run"]
+    if content["format_version"] not in READABLE_VERSIONS:
+        raise ValueError(
+            f"{checkpoint} has format version {content['format_version']}, this code reads "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
+        )
+    # Checkpoints from before context parallelism have three sizes.
+    return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
+
+
+def load_checkpoint(
+    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel, with_optimizer: bool
+) -> None:
+    """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
+
+    Args:
+        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh, but from the
+            fp32 weights of what both phases train. Otherwise parallel.distributed_optimizer, parallel.strategy,
+            train.precision and the phase's multipliers of the learning rate may be others than the checkpoint's.
+
+    Raises:
+        StateError: the fp32 weights in the optimizer's state are not the model's.
+    """
+    metadata = _loading_metadata(checkpoint, parallel)
+    saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    with phase_optimizer.whole_weights(changes=True):
+        weights = sharded_state(model, None, metadata)
+        from_mains = from_main_weights(weights, saved) if has_main_weights(saved) else {}
+        wanted = wanted_state(phase_optimizer, dict(weights), saved, moments=with_optimizer)
+        parts = parts_with_main_weights(phase_optimizer, dict(weights), saved)
+        _load(checkpoint, model, weights, parallel)
+        before = [part.weight() for _, part in parts]
+        if from_mains and not model.mcore_config.bf16:  # the optimizer's weights are the model's
+            _load(checkpoint, model, from_mains, parallel, all_weights=False)
+        mains = [
+            part.tensors[MAIN_WEIGHT] if MAIN_WEIGHT in part.tensors else part.weight() for _, part in parts
+        ]
+    phase_optimizer.start_from_weights()
+    targets = {name: box.data for name, box in wanted.items()}
+    # A rank that loads nothing finds nothing.
+    shared = phase_optimizer.state_group is None
+    for name, tensor in _read(checkpoint, {"state": wanted}, parallel, shared).get("state", {}).items():
+        targets[name].copy_(tensor)  # mostly itself
+    _refuse_other_weights(
+        checkpoint, names_of_others([name for name, _ in parts], mains, before, saved), parallel
+    )
+    if with_optimizer:
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        phase_optimizer.set_step_count(step_count(common["optimizer"]))
+
+
+def _refuse_other_weights(checkpoint: Path, mine: list[str], parallel: Parallel) -> None:
+    """
+    Args:
+        mine: parameters of which this rank found other weights in the optimizer's state.
+
+    Raises:
+        StateError: some rank found one, on all ranks.
+    """
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, mine)
+    names = sorted({name for each in found for name in each})
+    if names:
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        raise StateError(
+            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(names[:3])}{more} are not those of the model. "
+            "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
+            "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
+            f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
+        )
+
+
+def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[str] | None = None) -> None:
+    """Fill a model that has no optimizer yet. Collective.
+
+    Args:
+        names: on disk, of the tensors to load; the model's others stay as they are. None: all.
+    """
+    wanted = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
+    if names is not None:
+        wanted = {
+            chunk: {name: tensor for name, tensor in state.items() if tensor.key in names}
+            for chunk, state in wanted.items()
+        }
+    _load(checkpoint, model, wanted, parallel, all_weights=names is None)
+
+
+def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape of the whole tensor, without those of the optimizer."""
+    return {
+        name: tuple(tensor.global_shape)
+        for name, tensor in dist_checkpointing.load_tensors_metadata(str(checkpoint)).items()
+        if not name.startswith("optimizer.")
+    }
+
+
+def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[str, tuple[int, ...]]:
+    """The same of the whole model, all ranks together. Collective."""
+    chunks = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
+    apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
+    tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
+    mine = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, mine)
+    return {name: shape for each in found for name, shape in each.items()}
+
+
+def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
+    metadata: dict[str, Any] = dist_checkpointing.load_content_metadata(str(checkpoint))
+    return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
+
+
+def _load(
+    checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel, all_weights: bool = True
+) -> dict[str, Any]:
+    content = _read(checkpoint, wanted, parallel)
+    for name, chunk in _named_chunks(model).items():
+        # A rank of whose weights none is wanted finds nothing.
+        chunk.load_state_dict(content[name] if all_weights else content.get(name, {}), strict=all_weights)
+    return content
+
+
+def _read(
+    checkpoint: Path, wanted: dict[str, Any], parallel: Parallel, shared: bool = True
+) -> dict[str, Any]:
+    """
+    Args:
+        shared: data-parallel ranks want the same, so each reads a part of it for all.
+    """
+    strategy = get_default_load_sharded_strategy(str(checkpoint))
+    content: dict[str, Any] = dist_checkpointing.load(
+        wanted,
+        str(checkpoint),
+        FullyParallelLoadStrategyWrapper(strategy, parallel.groups.dp_cp) if shared else strategy,
+        strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
+    )
+    return content
+
+
+def sharded_state(
+    model: Model, phase_optimizer: PhaseOptimizer | None, metadata: dict[str, Any]
+) -> dict[str, Any]:
+    state = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model).items()
+    }
+    if phase_optimizer is not None:
+        state["optimizer"] = {
+            "state": saved_state(phase_optimizer, dict(state)),
+            "common_step": phase_optimizer.step_count(),
+        }
+    return state
+
+
+def _named_chunks(model: Model) -> dict[str, GPTModel]:
+    """Under megatron-core's names. On disk a tensor is named by its layer in the whole model, whatever holds it."""
+    if len(model.chunks) == 1:
+        return {"model": model.gpt}
+    return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
+
+
+def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
+    return {
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": True,  # layers that reuse a selection have no indexer
+        "dp_cp_group": parallel.groups.dp_cp,
+    }
+
+
+# --- random numbers --------------------------------------------------------------------------------------
+
+
+def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
+    """The generators of every rank, by rank. Collective."""
+    gathered: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(gathered, local_rng())
+    return gathered
+
+
+def local_rng() -> dict[str, Any]:
+    """The generators of this rank."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
+    """Restore this rank's generators if the layout is the one that was saved; says whether it did."""
+    if tuple(state.layout) != tuple(layout):
+        return False
+    set_local_rng(state.rng[rank])
+    return True
+
+
+def set_local_rng(saved: dict[str, Any]) -> None:
+    """What `local_rng` returned."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(saved["tracker"])

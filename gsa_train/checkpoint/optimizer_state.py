@@ -1,0 +1,213 @@
+"""Optimizer state in a checkpoint: `optimizer.state.KIND.NAME`, in the shape of the whole parameter, whatever wrote it.
+
+Each rank writes and reads in place the parts that it keeps (`StatePart`), so that neither hosts nor devices hold more.
+megatron-core 0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them, 12 bytes per parameter, in
+the host memory of every data-parallel rank. Its other forms do not load into other tensor or pipeline sizes.
+
+megatron-core's planner knows what a rank has of a tensor by offset and shape. A stretch of a flattened matrix is up to
+three such boxes: the end of a row, whole rows, the beginning of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+
+PREFIX = "optimizer.state"
+SAVED_MAIN_WEIGHTS = ("fp32_param", "param")
+"""Names of the fp32 weights in checkpoints; up to format 2 the distributed optimizer's had the second."""
+
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+Saved: TypeAlias = Mapping[str, ShardedTensor]
+"""The tensors of a checkpoint by name, without data."""
+
+
+def main_weight_key(name: str, saved: Saved) -> str | None:
+    """Name of the fp32 weight in a checkpoint that belongs to the model's weight `name`; None if there is none."""
+    keys = (f"{PREFIX}.{kind}.{name}" for kind in SAVED_MAIN_WEIGHTS)
+    return next((key for key in keys if key in saved), None)
+
+
+def has_main_weights(saved: Saved) -> bool:
+    return any(key.startswith(f"{PREFIX}.{kind}.") for kind in SAVED_MAIN_WEIGHTS for key in saved)
+
+
+def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
+    """id of a parameter -> its entry in the model's sharded state dict."""
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    return {id(each.data): each for each in nested_values(sharded)}
+
+
+def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) -> dict[str, ShardedTensor]:
+    """What this rank writes of the state, under names that say nothing.
+
+    Args:
+        model_state: the model's sharded state dict.
+    """
+    entries = by_parameter(model_state)
+    state: dict[str, ShardedTensor] = {}
+    for part in phase_optimizer.state_parts():
+        like = entries[id(part.parameter)]
+        for kind, tensor in part.tensors.items():
+            key = f"{PREFIX}.{SAVED_MAIN_WEIGHTS[0] if kind == MAIN_WEIGHT else kind}.{like.key}"
+            for box in _boxes_of(part, tensor, like, key, phase_optimizer.state_copy):
+                state[f"{len(state)}"] = box
+    return state
+
+
+def wanted_state(
+    phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved, moments: bool
+) -> dict[str, ShardedTensor]:
+    """What this rank reads of a checkpoint, with its own tensors to be filled.
+
+    Args:
+        model_state: the model's sharded state dict.
+        moments: False: only the fp32 weights that the checkpoint has.
+
+    Raises:
+        KeyError: the checkpoint lacks the moments of a parameter.
+    """
+    entries = by_parameter(model_state)
+    wanted: dict[str, ShardedTensor] = {}
+    for part in phase_optimizer.state_parts():
+        like = entries[id(part.parameter)]
+        keys = {kind: f"{PREFIX}.{kind}.{like.key}" for kind in MOMENTS if moments}
+        missing = [key for key in keys.values() if key not in saved]
+        if missing:
+            raise KeyError(f"the checkpoint has no {', '.join(missing)}")
+        if MAIN_WEIGHT in part.tensors:
+            # Without one of its own, the weight itself is in fp32, or as good as the checkpoint has it.
+            main = main_weight_key(like.key, saved)
+            if main is not None or moments:
+                keys[MAIN_WEIGHT] = main or like.key
+        for kind, key in keys.items():
+            for box in _boxes_of(part, part.tensors[kind], like, key, phase_optimizer.state_copy):
+                wanted[f"{len(wanted)}"] = box
+    return wanted
+
+
+def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, Any]:
+    """Entries of the model's sharded state dict, to be read from the fp32 weights that a checkpoint has beside the
+    model's."""
+    return {
+        chunk: {
+            name: replace(entry, key=main)
+            for name, entry in state.items()
+            if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+            and (main := main_weight_key(entry.key, saved)) is not None
+        }
+        for chunk, state in model_state.items()
+    }
+
+
+def parts_with_main_weights(
+    phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved
+) -> list[tuple[str, StatePart]]:
+    """Name of the parameter, and part, where the checkpoint has fp32 weights beside the model's."""
+    entries = by_parameter(model_state)
+    named = ((entries[id(part.parameter)].key, part) for part in phase_optimizer.state_parts())
+    return [(name, part) for name, part in named if main_weight_key(name, saved) is not None]
+
+
+def names_of_others(
+    names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
+) -> list[str]:
+    """The parameters of which fp32 weights are not the model's, when they are rounded as in the checkpoint and here.
+
+    Args:
+        mains: fp32 weights, flat.
+        weights: the model's, of the same elements.
+    """
+    found = []
+    for name, main, weight in zip(names, mains, weights, strict=True):
+        rounded = main.to(weight.device).to(saved[name].dtype).to(weight.dtype)
+        if not torch.equal(rounded, weight):
+            found.append(name)
+    return found
+
+
+def step_count(common: Any) -> float:
+    """Of a checkpoint's optimizer; before format 3 it was wherever the optimizer that wrote it kept it."""
+    count = _step_count(common)
+    assert count is not None, "the checkpoint's optimizer has no step count"
+    return count
+
+
+def _step_count(common: Any) -> float | None:
+    if isinstance(common, dict):
+        for key in ("common_step", "step"):
+            if key in common:
+                return float(common[key])
+    values = common.values() if isinstance(common, dict) else common if isinstance(common, list) else ()
+    return next((count for value in values if (count := _step_count(value)) is not None), None)
+
+
+def _boxes_of(
+    part: StatePart, tensor: torch.Tensor, like: Sharded, key: str, copy: int | None
+) -> Iterator[ShardedTensor]:
+    """One tensor of a part, as boxes of the whole tensor `key`.
+
+    Args:
+        like: the entry of the part's parameter.
+        copy: `PhaseOptimizer.state_copy`.
+    """
+    # The two halves of a SwiGLU layer's first product are apart on disk.
+    shards = nested_values({"": like.build()}) if isinstance(like, ShardedTensorFactory) else [like]
+    end, covered = part.start + tensor.numel(), 0
+    for shard in shards:
+        assert shard.data.is_contiguous()
+        assert shard.prepend_axis_num == 0
+        first = shard.data.storage_offset() - like.data.storage_offset()  # in the flat parameter
+        low, high = max(part.start, first), min(end, first + shard.data.numel())
+        at = low - part.start
+        for offset, shape in boxes(tuple(shard.local_shape), low - first, high - first):
+            size = math.prod(shape)
+            yield replace(
+                shard,
+                key=key,
+                data=tensor[at : at + size].view(shape),
+                dtype=tensor.dtype,
+                local_shape=shape,
+                global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
+                axis_fragmentations=None,  # they form no grid
+                # It ends in the data-parallel rank.
+                replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),
+            )
+            at += size
+            covered += size
+    assert covered == tensor.numel()
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and shape of boxes that are the elements `start` to `end` of a row-major tensor, in their order."""
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (end - start,)) if shape else ((), ())
+        return
+    row, rest = math.prod(shape[1:]), shape[1:]
+    whole, after = -(-start // row), end // row  # whole rows from the first up to the second
+    if whole > after:  # inside of one row
+        yield from _in_row(rest, after, start - after * row, end - after * row)
+        return
+    if start < whole * row:
+        yield from _in_row(rest, whole - 1, start - (whole - 1) * row, row)
+    if whole < after:
+        yield (whole, *(0 for _ in rest)), (after - whole, *rest)
+    yield from _in_row(rest, after, 0, end - after * row)
+
+
+def _in_row(
+    rest: tuple[int, ...], row: int, start: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, shape in boxes(rest, start, end):
+        yield (row, *offset), (1, *shape)

@@ -1,0 +1,315 @@
+"""Saving while the training goes on.
+
+The training waits for the plan (who writes what, a few small collectives) and for a copy of its share in host
+memory. A thread of each rank then writes and fsyncs its files, the threads exchange what they wrote over a gloo
+group of their own, and the main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
+checkpoints, in this order. One save is under way at a time; the next one waits for it.
+
+Plan, file format and metadata are megatron-core's. Its own background machinery is not used: it forks processes of
+the trainer, waits for ever for a writer that was killed, and keeps a manager process that survives a SIGKILL of its
+rank. A thread dies with its process, and torch releases the interpreter's lock while it writes.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from gsa_train.checkpoint.files import prune, publish, step_folder, write_manifest
+from gsa_train.checkpoint.host_memory import HostMemory
+from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
+from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
+from gsa_train.config import CheckpointConfig
+from gsa_train.model.build import Model
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.parallel import Parallel
+
+LONGEST_SAVE = timedelta(hours=2)
+"""How long the ranks' threads wait for the slowest writer; a rank that dies ends the wait at once."""
+
+
+class CheckpointError(RuntimeError):
+    """Saving failed so often in a row that the run stops."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The end of one save, the same on every rank but for `stall_seconds`."""
+
+    step: int
+    phase: str
+    folder: Path
+    error: str | None
+    """Why there is no checkpoint of this step."""
+    bytes: int
+    """Over all ranks."""
+    stall_seconds: float
+    """What this rank's training waited."""
+    save_seconds: float
+    """From the beginning until `latest` named it."""
+    warnings: list[str] = field(default_factory=list)
+    """What did not work, beside the save itself."""
+
+
+@dataclass
+class _Save:
+    """One save under way, on one rank."""
+
+    state: RunState
+    folder: Path
+    """Under its unfinished name."""
+    began: float
+    common: bytes = b""
+    """On the main rank: what is not sharded."""
+    writer: Any = None
+    metadata: Any = None
+    """Of all files, on the main rank."""
+    buckets: list[Bucket] = field(default_factory=list)
+    stall_seconds: float = 0.0
+    future: Future[SaveResult] | None = None
+
+
+class CheckpointSaver:
+    """Saves checkpoints of one run. Its methods are collective, but for `close`."""
+
+    def __init__(
+        self, checkpoints: Path, config: CheckpointConfig, parallel: Parallel, durable_step: int | None = None
+    ):
+        """`durable_step`: that of the checkpoint with which the run resumed."""
+        self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._host_memory = HostMemory()
+        self._save: _Save | None = None
+        self._retry_step: int | None = None
+        self.durable_step = durable_step
+        """Step of the newest checkpoint that a resume would find."""
+        self.failures = 0
+        """Saves that failed since the last one that did not."""
+        self.last_error = ""
+
+    def is_due(self, step: int) -> bool:
+        """Every so many steps, and some steps after a save that failed."""
+        return step % self._config.every_steps == 0 or step == self._retry_step
+
+    def has(self, step: int) -> bool:
+        """This step's checkpoint is durable or under way."""
+        return step == self.durable_step or (self._save is not None and self._save.state.step == step)
+
+    def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
+        """Start the save of this moment; returns the saves that have ended by then.
+
+        Waits for the one under way first, and without `checkpoint.async_save` also for this one. Starts none when that
+        was the last try: `check` stops the run.
+        """
+        ended = self.ended(now=state.step, wait=True)
+        if self.failures > self._config.save_retries:
+            return ended
+        self._retry_step = None
+        began = time.perf_counter()
+        final = step_folder(self.checkpoints, state.step)
+        save = _Save(state, final.with_name(f".tmp_{final.name}"), began)
+        error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
+        if error is None:
+            with phase_optimizer.whole_weights(changes=False):
+                _plan(save, model, phase_optimizer, self._parallel)
+                error = self._agree(self._copy(save))
+        save.stall_seconds = time.perf_counter() - began
+        if error is not None:
+            if self._parallel.is_main:
+                shutil.rmtree(save.folder, ignore_errors=True)
+            return [*ended, self._count(_result(save, error=error), now=state.step)]
+        save.future = self._thread.submit(self._write, save)
+        self._save = save
+        if self._config.async_save:
+            return ended
+        return [*ended, *self.ended(now=state.step, wait=True)]
+
+    def ended(self, now: int, wait: bool = False) -> list[SaveResult]:
+        """The save under way if it has ended, on every rank; `now` is the step that the run has reached.
+
+        Asks the other ranks, and waits for the device, only while a save is under way.
+        """
+        save = self._save
+        if save is None or save.future is None:
+            return []
+        if wait:
+            before = time.perf_counter()
+            save.future.exception()  # only waits
+            save.stall_seconds += time.perf_counter() - before
+        else:
+            done = torch.tensor(int(save.future.done()), device=self._parallel.device)
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+            if not done.item():
+                return []
+        self._save = None
+        if not self._config.async_save:
+            self._host_memory.release()
+        result = replace(save.future.result(), stall_seconds=save.stall_seconds)
+        return [self._count(result, now)]
+
+    def check(self) -> None:
+        """
+        Raises:
+            CheckpointError: more saves in a row have failed than `checkpoint.save_retries` allows, on every rank.
+        """
+        if self.failures > self._config.save_retries:
+            dist.barrier()  # the main rank has logged it before any rank's exit makes the launcher end the others
+            raise CheckpointError(
+                f"{self.failures} saves in a row failed (checkpoint.save_retries = {self._config.save_retries}); "
+                f"the newest checkpoint is of step {self.durable_step or 0}. The last error: {self.last_error}"
+            )
+
+    def next_try(self) -> str:
+        """What follows the last failure, in words."""
+        if self.failures > self._config.save_retries:
+            return "this was the last try"
+        return f"next try at step {self._retry_step}"
+
+    def go_back(self, step: int) -> None:
+        """The run stands at this checkpoint again; no save may be under way. What failed after it is not retried."""
+        assert self._save is None
+        self.durable_step, self._retry_step = step, None
+
+    def close(self) -> None:
+        """Let the save under way end; its files are complete, whatever stops the training. Not collective."""
+        self._thread.shutdown(wait=True)
+
+    def _count(self, result: SaveResult, now: int) -> SaveResult:
+        self._retry_step = None
+        if result.error is None:
+            self.failures, self.durable_step = 0, result.step
+        else:
+            self.failures += 1
+            self.last_error = result.error
+            self._retry_step = now + self._config.retry_after_steps * 2 ** (self.failures - 1)
+        return result
+
+    def _copy(self, save: _Save) -> str | None:
+        """Replace the tensors of the plan by copies; says why not where there is no memory for them."""
+        try:
+            self._host_memory.copy([tensors for _, _, (_, tensors) in save.buckets])
+        except (RuntimeError, MemoryError) as error:
+            save.buckets = []
+            self._host_memory.release()
+            return f"rank {self._parallel.rank}: no copy in host memory: {error}"
+        return None
+
+    def _agree(self, error: str | None) -> str | None:
+        """The first rank's error, on every rank. Only while no thread uses the group."""
+        errors: list[str | None] = [None] * self._parallel.world_size
+        dist.all_gather_object(errors, error, group=self._group)
+        return next((error for error in errors if error is not None), None)
+
+    # --- in the thread: nothing here may use megatron-core's groups or the device ------------------------
+
+    def _write(self, save: _Save) -> SaveResult:
+        """Collective over the ranks' threads."""
+        rank = self._parallel.rank
+        gathered: list[Any] = [None] * self._parallel.world_size
+        others = {}
+        if self._parallel.is_main:
+            others[save.folder / COMMON_STATE_FNAME] = save.common
+            others[save.folder / "config.yaml"] = save.state.config_yaml.encode()
+        mine = write_share(save.writer, save.buckets, others, rank)
+        save.buckets = []
+        dist.all_gather_object(gathered, mine, group=self._group)
+        ranks: list[Written] = gathered
+        errors = [error for written in ranks for error in written.errors]
+        outcome: list[Any] = [(errors[0] if errors else None, 0, [])]
+        if self._parallel.is_main:
+            if not errors:
+                with ThreadPoolExecutor(1) as thread:  # whatever goes wrong, the other ranks hear of it
+                    task = thread.submit(self._publish, save, ranks)
+                failure = task.exception()
+                outcome = [(f"rank {rank}: {failure!r}", 0, []) if failure else (None, *task.result())]
+            if outcome[0][0] is not None:
+                shutil.rmtree(save.folder, ignore_errors=True)
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        error, size, warnings = outcome[0]
+        return _result(save, error, size, warnings)
+
+    def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[int, list[str]]:
+        """Size in bytes, warnings."""
+        files = write_metadata(save.writer, save.metadata, save.folder, ranks)
+        write_manifest(save.folder, files)
+        final = step_folder(self.checkpoints, save.state.step)
+        publish(save.folder, final)
+        warnings = prune(self.checkpoints, self._config.keep_last, newest=final)
+        return sum(record.bytes for record in files.values()), warnings
+
+
+def _result(save: _Save, error: str | None, size: int = 0, warnings: Sequence[str] = ()) -> SaveResult:
+    return SaveResult(
+        step=save.state.step,
+        phase=save.state.phase_name,
+        folder=save.folder.with_name(save.folder.name.removeprefix(".tmp_")),
+        error=error,
+        bytes=size,
+        stall_seconds=save.stall_seconds,
+        save_seconds=time.perf_counter() - save.began,
+        warnings=list(warnings),
+    )
+
+
+def _make_folder(folder: Path) -> str | None:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return f"rank 0: {error}"
+    return None
+
+
+# --- the plan --------------------------------------------------------------------------------------------
+
+
+class _Planner(TorchDistSaveShardedStrategy):
+    """megatron-core's plan of the files, kept instead of being made into a request for its own machinery."""
+
+    writer: Any
+    metadata: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        self.writer, self.metadata = writer, planned[1]
+        return AsyncRequest(None, (), [])
+
+
+def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
+    """Fill in who writes what, and what the main rank writes of the rest. Collective; writes nothing."""
+    metadata = sharding_metadata(parallel)
+    content = {
+        **sharded_state(model, phase_optimizer, metadata),
+        "run": {each.name: getattr(save.state, each.name) for each in fields(save.state)},
+        "content_metadata": {key: value for key, value in metadata.items() if key != "dp_cp_group"},
+    }
+    sharded, common = save_preprocess(content)
+    if parallel.is_main:
+        # Now, because its step counts change with the next step.
+        buffer = io.BytesIO()
+        torch.save(common, buffer)
+        save.common = buffer.getvalue()
+    planner = _Planner(*BACKEND)
+    # megatron-core would start a manager process for this queue, through which its writers report.
+    filesystem_async._results_queue = queue.Queue()
+    FullyParallelSaveStrategyWrapper(planner, parallel.groups.dp_cp).async_save(sharded, save.folder)
+    save.writer, save.metadata = planner.writer, planner.metadata
+    save.buckets, planner.writer.write_buckets = planner.writer.write_buckets, None

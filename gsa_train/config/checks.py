@@ -1,0 +1,352 @@
+"""What must hold between the fields of a config. Each check returns lines `field = value: wrong; remedy`.
+
+Plain Python: this runs before torch.distributed starts, and on machines without accelerators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from gsa_train.config.file_checks import longest_read_seconds, validation_fields
+from gsa_train.config.kernel_checks import check_kernels
+from gsa_train.config.layout_checks import (
+    check_layout,
+    chunk_in_words,
+    data_parallel_size,
+    nearest,
+    undivided_chunk,
+)
+from gsa_train.config.load import problem_line
+from gsa_train.config.monitor_checks import check_monitor
+
+if TYPE_CHECKING:
+    from gsa_train.config import Config, DataConfig, PhaseConfig
+
+# Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
+AT_LEAST_ZERO = frozenset(
+    """
+    run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
+    data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
+    data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
+    monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
+    phases.warmup_steps phases.min_lr phases.kl_coeff
+    """.split()  # noqa: SIM905 - a list literal would be a page long
+)
+ABOVE_ZERO = frozenset(
+    """
+    model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
+    parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
+    monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    """.split()  # noqa: SIM905
+)
+FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
+LARGEST_SOURCE_WEIGHT = 100.0  # as gsa_data has it, whose import would load torch
+NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
+
+
+def check_config(config: Config, world_size: int) -> list[str]:
+    """Everything that is wrong with the values of a config on `world_size` ranks; empty when it can run.
+
+    Files are left to `file_checks.check_data`.
+    """
+    return [
+        *_check_ranges(config),
+        *_check_run_name(config),
+        *_check_validation_sets(config.data),
+        *_check_order(config.data),
+        *_check_reading(config),
+        *_check_model(config),
+        *_check_gsa(config),
+        *check_kernels(config),
+        *check_layout(config, world_size),
+        *_check_recompute(config),
+        *_check_phases(config),
+        *check_monitor(config, data_parallel_size(config, world_size)),
+        *_check_profile(config, world_size),
+    ]
+
+
+def check_packages(config: Config) -> list[str]:
+    """Packages beyond the required ones that a run needs and that are missing."""
+    if config.parallel.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        remedy = "pip install 'gsa-train[deepspeed]', or set parallel.strategy to megatron"
+        return [
+            problem_line("parallel.strategy", "deepspeed", "the package deepspeed is not installed", remedy)
+        ]
+    return []
+
+
+def _check_validation_sets(data: DataConfig) -> list[str]:
+    empty = [field for field, folder in validation_fields(data).items() if not folder.strip()]
+    return [problem_line(field, "", "empty", "give a folder") for field in empty]
+
+
+def _check_order(data: DataConfig) -> list[str]:
+    """Weights of sources, and packing."""
+    lines = []
+    for name, weight in data.source_weights.items():
+        if not 0 <= weight <= LARGEST_SOURCE_WEIGHT:  # not so for NaN
+            wrong = f"outside [0, {LARGEST_SOURCE_WEIGHT:g}]"
+            remedy = "give how often a document comes in an epoch; 0 leaves the source out"
+            lines.append(problem_line(f"data.source_weights.{name}", weight, wrong, remedy))
+    if data.packing == "best_fit" and data.attend_across_documents:
+        wrong = "needs data.attend_across_documents = false: what fills a sequence up would see the documents before it"
+        remedy = "set it to false, or data.packing to concatenate"
+        lines.append(problem_line("data.packing", data.packing, wrong, remedy))
+    return lines
+
+
+def _check_reading(config: Config) -> list[str]:
+    """Reading is given up before the watch gives up the rank that reads: what data.on_bad_shard says is done."""
+    data, limit_minutes = config.data, config.parallel.timeout_minutes
+    longest_seconds = longest_read_seconds(data)
+    if data.read_timeout_seconds <= 0 or not 0 < limit_minutes * 60 < longest_seconds < math.inf:
+        return []
+    wrong = (
+        f"with data.read_retries = {data.read_retries} a read fails after {longest_seconds:g} s, when "
+        f"parallel.timeout_minutes = {limit_minutes:g} has ended the run"
+    )
+    remedy = "lower one of the first two, or raise the third"
+    return [problem_line("data.read_timeout_seconds", data.read_timeout_seconds, wrong, remedy)]
+
+
+def _check_ranges(config: Config) -> list[str]:
+    lines = []
+    for field, value in _numbers(config):
+        rule = re.sub(r"\.\d+\.", ".", field)  # phases.0.lr is ruled by phases.lr
+        if not math.isfinite(value):
+            lines.append(problem_line(field, value, "not a finite number", "give a finite number"))
+        elif rule in AT_LEAST_ZERO:
+            if value < 0:
+                lines.append(problem_line(field, value, "negative", "give 0 or more"))
+        elif rule in FROM_ZERO_BELOW_ONE:
+            if not 0 <= value < 1:
+                lines.append(problem_line(field, value, "outside [0, 1)", "give a number from 0 to below 1"))
+        elif rule in ABOVE_ZERO:
+            if value <= 0:
+                lines.append(problem_line(field, value, "not positive", "give a number above 0"))
+        elif isinstance(value, int) and value < 1:
+            lines.append(problem_line(field, value, "below 1", "give 1 or more"))
+    for field in NOT_EMPTY:
+        if not _get(config, field).strip():
+            lines.append(problem_line(field, _get(config, field), "empty", "give a value"))
+    fraction = config.data.max_bad_line_fraction
+    if not 0 <= fraction <= 1:
+        lines.append(
+            problem_line(
+                "data.max_bad_line_fraction", fraction, "outside [0, 1]", "give a number from 0 to 1"
+            )
+        )
+    return lines
+
+
+def _numbers(section: Any, prefix: str = "") -> list[tuple[str, float]]:
+    """Every number of the config with its dotted name; phases are `phases.0.lr`, ..."""
+    numbers: list[tuple[str, float]] = []
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            numbers += _numbers(value, f"{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if dataclasses.is_dataclass(item):  # a list of numbers is checked by who reads it
+                    numbers += _numbers(item, f"{name}.{index}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers.append((name, value))
+    return numbers
+
+
+def _get(config: Config, field: str) -> Any:
+    section, name = field.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_multiple(config: Config, field: str, of: str) -> list[str]:
+    """`field` must be a multiple of the field `of`; silent where a size is not positive (reported elsewhere)."""
+    value, unit = _get(config, field), _get(config, of)
+    if value < 1 or unit < 1 or value % unit == 0:
+        return []
+    return [
+        problem_line(
+            field,
+            value,
+            f"not a multiple of {of} = {unit}",
+            f"set {field} to {nearest(value, unit)}, or change {of}",
+        )
+    ]
+
+
+def _check_run_name(config: Config) -> list[str]:
+    name = config.run.name
+    is_plain = name.isprintable() and name == name.strip() and name not in ("", ".", "..")
+    if is_plain and not any(separator in name for separator in "/\\"):
+        return []
+    return [
+        problem_line(
+            "run.name",
+            name,
+            "not a plain folder name",
+            "give a name without slashes; the folder goes to run.dir",
+        )
+    ]
+
+
+def _check_model(config: Config) -> list[str]:
+    lines = [
+        *_check_multiple(config, "model.num_heads", "model.num_kv_heads"),
+        *_check_multiple(config, "model.num_heads", "parallel.tensor"),
+        *_check_multiple(config, "model.num_kv_heads", "parallel.tensor"),
+        *_check_multiple(config, "model.ffn_hidden_size", "parallel.tensor"),
+        *_check_multiple(config, "model.vocab_size", "parallel.tensor"),
+    ]
+    for field in ("model.head_dim", "gsa.indexer_dim"):
+        if _get(config, field) % 2 != 0:
+            lines.append(
+                problem_line(field, _get(config, field), "odd", "give an even size: RoPE turns pairs")
+            )
+    if config.parallel.sequence:
+        lines += _check_multiple(config, "train.seq_len_tokens", "parallel.tensor")
+    return lines
+
+
+def _check_gsa(config: Config) -> list[str]:
+    gsa, lines = config.gsa, []
+    if gsa.k_min > gsa.k_base:
+        lines.append(
+            problem_line(
+                "gsa.k_min", gsa.k_min, f"above gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
+            )
+        )
+    if gsa.k_max < gsa.k_base:
+        lines.append(
+            problem_line(
+                "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
+            )
+        )
+    if gsa.selection_block > 1 and gsa.local_window < gsa.selection_block:
+        lines.append(
+            problem_line(
+                "gsa.local_window",
+                gsa.local_window,
+                f"below gsa.selection_block = {gsa.selection_block}, so queries would miss the keys of their own block",
+                f"set gsa.local_window to {gsa.selection_block} or more",
+            )
+        )
+    share = gsa.indexer_loss_row_fraction
+    # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
+    if not 0 < share <= 1 or abs(share * round(1 / share) - 1) > 0.01:
+        lines.append(
+            problem_line(
+                "gsa.indexer_loss_row_fraction",
+                share,
+                "not 1 / n for a whole n",
+                "give 1, which takes every query, 0.5, 0.3333, 0.25, ...",
+            )
+        )
+    beta = gsa.indexer_temperature
+    if beta != "learned" and (isinstance(beta, str) or beta <= 0):
+        lines.append(
+            problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
+        )
+    if undivided := undivided_chunk(config, gsa.selection_reuse):
+        lines.append(
+            problem_line(
+                "gsa.selection_reuse",
+                gsa.selection_reuse,
+                f"does not divide the {undivided} layers of {chunk_in_words(config)}, and a group may not cross "
+                "from one to the next",
+                f"choose a divisor of {undivided}",
+            )
+        )
+    return lines
+
+
+def _check_recompute(config: Config) -> list[str]:
+    train, lines = config.train, []
+    if train.recompute != "full" or train.recompute_num_layers < 1:
+        return []
+    if undivided := undivided_chunk(config, train.recompute_num_layers):
+        lines.append(
+            problem_line(
+                "train.recompute_num_layers",
+                train.recompute_num_layers,
+                f"does not divide the {undivided} layers of {chunk_in_words(config)}",
+                f"choose a divisor of {undivided}",
+            )
+        )
+    reuse = config.gsa.selection_reuse
+    if reuse > 1 and train.recompute_num_layers % reuse != 0:
+        lines.append(
+            problem_line(
+                "train.recompute_num_layers",
+                train.recompute_num_layers,
+                f"not a multiple of gsa.selection_reuse = {reuse}, so a unit would lack its selection",
+                f"set it to {nearest(train.recompute_num_layers, reuse)}",
+            )
+        )
+    return lines
+
+
+def _check_profile(config: Config, world_size: int) -> list[str]:
+    profile, lines = config.profile, []
+    last = sum(phase.steps for phase in config.phases)
+    for index, rank in enumerate(profile.ranks):
+        if not 0 <= rank < max(world_size, 1):  # a wrong world size is reported elsewhere
+            wrong = f"no rank of this run, which has {world_size}"
+            remedy = f"give ranks from 0 to {world_size - 1}, or none for all"
+            lines.append(problem_line(f"profile.ranks.{index}", rank, wrong, remedy))
+    if profile.start_step > last:
+        wrong = f"behind the last step of the run, {last} (phases.*.steps)"
+        lines.append(problem_line("profile.start_step", profile.start_step, wrong, "give an earlier step"))
+    elif profile.start_step > 0 and profile.start_step + profile.steps - 1 > last:
+        wrong = (
+            f"from profile.start_step = {profile.start_step} on go beyond the last step of the run, {last}"
+        )
+        remedy = f"set it to {last - profile.start_step + 1} or less"
+        lines.append(problem_line("profile.steps", profile.steps, wrong, remedy))
+    if profile.memory_snapshot and profile.start_step == 0:
+        wrong = "needs the steps to look at, and profile.start_step = 0"
+        remedy = "set profile.start_step, or this to false"
+        lines.append(problem_line("profile.memory_snapshot", True, wrong, remedy))
+    return lines
+
+
+def _check_phases(config: Config) -> list[str]:
+    if not config.phases:
+        return [problem_line("phases", [], "no phase", "list at least one, with name and steps")]
+    lines = []
+    for name, count in Counter(phase.name for phase in config.phases).items():
+        if count > 1:
+            lines.append(problem_line("phases", name, f"{count} phases have this name", "give each its own"))
+    for index, phase in enumerate(config.phases):
+        lines += _check_phase(phase, f"phases.{index}", config.gsa.attention == "sparse")
+    return lines
+
+
+def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
+    lines = []
+    if not phase.name.strip():
+        lines.append(problem_line(f"{name}.name", phase.name, "empty", "give a name"))
+    if phase.min_lr > phase.lr:
+        wrong = f"above {name}.lr = {phase.lr}"
+        lines.append(problem_line(f"{name}.min_lr", phase.min_lr, wrong, "give lr or less"))
+    if phase.warmup_steps >= phase.steps > 0:
+        wrong = f"not below {name}.steps = {phase.steps}"
+        remedy = "shorten the warm-up or lengthen the phase"
+        lines.append(problem_line(f"{name}.warmup_steps", phase.warmup_steps, wrong, remedy))
+    if phase.train == "indexer" and phase.attention != "dense":
+        wrong = f"learns from all visible keys (eq. 14), but {name}.attention = {phase.attention}"
+        lines.append(problem_line(f"{name}.train", phase.train, wrong, f"set {name}.attention to dense"))
+    if not has_indexer:
+        wrong = "needs an indexer, and gsa.attention = dense builds none"
+        remedy = "set gsa.attention to sparse, or the phase to attention: dense and train: all"
+        if phase.attention == "sparse":
+            lines.append(problem_line(f"{name}.attention", phase.attention, wrong, remedy))
+        if phase.train == "indexer":
+            lines.append(problem_line(f"{name}.train", phase.train, wrong, remedy))
+    return lines

@@ -1,0 +1,136 @@
+"""Whether the folders and files that a config names are there. Plain Python, as config_checks.
+
+A file system whose server is gone never answers, and nothing can end a call to it. So the questions are put by threads,
+which are left behind where no answer comes; they end with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gsa_train.config.load import problem_line
+
+if TYPE_CHECKING:
+    from gsa_train.config import Config, DataConfig
+
+# As gsa_data has them, whose import would load torch.
+DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
+PREPARED_TOKENS = ("tokens.json", "tokens.journal")
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
+"""Before a retry of a read: gsa_data.faults.Reading.waits_seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_files(config: Config) -> list[str]:
+    """All that a run reads before its first step."""
+    return check_data(config.data) + check_initial_weights(config)
+
+
+def check_data(data: DataConfig) -> list[str]:
+    """Local files that a run needs and that are missing, or on a file system that does not answer for as long as a
+    read may take; addresses with `://` are left to the reader."""
+    questions = [
+        _Question(field, folder, partial(_folder_problems, field, folder))
+        for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()
+        if folder and "://" not in folder
+    ]
+    if data.tokenizer and "://" not in data.tokenizer:
+        ask = partial(_file_problems, "data.tokenizer", data.tokenizer)
+        questions.append(_Question("data.tokenizer", data.tokenizer, ask))
+    return _answers(questions, data)
+
+
+def check_initial_weights(config: Config) -> list[str]:
+    field, folder = "checkpoint.initial_weights", config.checkpoint.initial_weights
+    if not folder:
+        return []
+
+    def ask() -> list[str]:
+        remedy = "name a checkpoint or a run, or leave it out"
+        return [] if Path(folder).is_dir() else [problem_line(field, folder, "no such folder", remedy)]
+
+    return _answers([_Question(field, folder, ask)], config.data)
+
+
+def validation_fields(data: DataConfig) -> dict[str, str]:
+    """Field -> folder of the validation sets."""
+    if not data.validation_sets:
+        return {"data.validation_dir": data.validation_dir}
+    return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}
+
+
+def longest_read_seconds(data: DataConfig) -> float:
+    """From the first try of one read to its last failure, as gsa_data.faults.Reading.longest_wait_seconds."""
+    waits = (
+        min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(n, 60)) for n in range(data.read_retries)
+    )
+    return (data.read_retries + 1) * data.read_timeout_seconds + sum(waits)
+
+
+class _Question(threading.Thread):
+    """Asks a file system, and holds the answer: lines of problems, None as long as there is none."""
+
+    def __init__(self, field: str, path: str, ask: Callable[[], list[str]]) -> None:
+        super().__init__(name=f"check of {field}", daemon=True)
+        self.field, self.path, self._ask = field, path, ask
+        self.lines: list[str] | None = None
+
+    def run(self) -> None:
+        try:
+            self.lines = self._ask()
+        except OSError as error:
+            self.lines = [
+                problem_line(self.field, self.path, f"cannot be read ({error})", "check path and access")
+            ]
+
+
+def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
+    limits_seconds = data.read_timeout_seconds, longest_read_seconds(data)
+    if not 0 < limits_seconds[0] <= limits_seconds[1] <= threading.TIMEOUT_MAX:
+        return []  # the limits come first, and are reported elsewhere
+    for question in questions:
+        question.start()
+    began = time.monotonic()
+    for limit_seconds in limits_seconds:
+        for question in questions:
+            question.join(max(0.0, began + limit_seconds - time.monotonic()))
+        silent = [question for question in questions if question.lines is None]
+        for question in silent:
+            seconds = time.monotonic() - began
+            logger.warning("%s = %s: no answer for %.0f s", question.field, question.path, seconds)
+    for question in silent:
+        wrong = f"no answer for {limits_seconds[1]:g} s"
+        remedy = "see that it is mounted and its server runs, or raise data.read_timeout_seconds"
+        question.lines = [problem_line(question.field, question.path, wrong, remedy)]
+    return [line for question in questions for line in question.lines or []]
+
+
+def _folder_problems(field: str, folder: str) -> list[str]:
+    if not Path(folder).is_dir():
+        return [problem_line(field, folder, "no such folder", f"create it, or set {field}")]
+    if not _holds_text(Path(folder)):
+        wanted = f"holds no *{', *'.join(DATA_FORMATS)}"
+        return [problem_line(field, folder, wanted, f"put shards there, or set {field}")]
+    return []
+
+
+def _file_problems(field: str, path: str) -> list[str]:
+    if Path(path).is_file():
+        return []
+    return [problem_line(field, path, "no such file", "set it to a tokenizer file")]
+
+
+def _holds_text(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in PREPARED_TOKENS) or any(folder.glob("*.idx")):
+        return True
+    return any(
+        name.endswith(DATA_FORMATS) for _, _, names in os.walk(folder, followlinks=True) for name in names
+    )

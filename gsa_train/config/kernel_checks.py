@@ -1,0 +1,81 @@
+"""What the fused kernels can run: the part of a config's checks that knows their limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gsa_train.config.load import problem_line
+
+if TYPE_CHECKING:
+    from gsa_train.config import Config
+
+KERNEL_HEAD_SIZES = (32, 64, 128)
+KERNEL_SELECTION_BLOCKS = (1, 16, 32, 64, 128)
+MASKED_MAX_TOKENS = 32768
+"""Longest sequence for which the kernels hold a bit per pair of tokens."""
+
+
+def check_kernels(config: Config) -> list[str]:
+    """Mistakes in the fields that name kernels, a line each."""
+    return [
+        *_check_implementation(config),
+        *_check_attention_kernel(config),
+        *_check_dense_attention(config),
+    ]
+
+
+def unsupported_by_kernels(config: Config) -> list[str]:
+    """Why the fused kernels cannot run this config, as `field = value: reason`; empty when they can."""
+    reasons = []
+    if config.model.head_dim not in KERNEL_HEAD_SIZES:
+        reasons.append(f"model.head_dim = {config.model.head_dim}: the kernels have 32, 64 and 128")
+    if config.gsa.attention == "sparse" and config.gsa.selection_block not in KERNEL_SELECTION_BLOCKS:
+        reasons.append(
+            f"gsa.selection_block = {config.gsa.selection_block}: the kernels have 1, 16, 32, 64 and 128"
+        )
+    return reasons
+
+
+def _check_implementation(config: Config) -> list[str]:
+    if config.gsa.attention_impl != "triton":
+        return []
+    return [
+        problem_line("gsa.attention_impl", "triton", f"cannot run {reason}", "change that, or use reference")
+        for reason in unsupported_by_kernels(config)
+    ]
+
+
+def _check_attention_kernel(config: Config) -> list[str]:
+    field, name = "gsa.attention_kernel", config.gsa.attention_kernel
+    if name == "auto":
+        return []
+    if config.gsa.attention_impl == "reference":
+        wrong = "is one of the fused kernels, but gsa.attention_impl = reference"
+        return [problem_line(field, name, wrong, "leave it at auto, or change gsa.attention_impl")]
+    if name == "masked" and config.gsa.selection_block > 1:
+        wrong = f"does not take shared selections, and gsa.selection_block = {config.gsa.selection_block}"
+        return [problem_line(field, name, wrong, "set it to auto, or gsa.selection_block to 1")]
+    if name == "masked" and config.train.seq_len_tokens > MASKED_MAX_TOKENS:
+        wrong = (
+            f"ends at {MASKED_MAX_TOKENS} tokens, and train.seq_len_tokens = {config.train.seq_len_tokens}"
+        )
+        return [problem_line(field, name, wrong, "set it to auto")]
+    return []
+
+
+def _check_dense_attention(config: Config) -> list[str]:
+    field, name = "gsa.dense_attention", config.gsa.dense_attention
+    if name == "auto":
+        return []
+    if config.gsa.attention_impl == "reference":
+        wrong = "goes with the fused kernels, but gsa.attention_impl = reference"
+        return [problem_line(field, name, wrong, "leave it at auto, or change gsa.attention_impl")]
+    if name == "triton":
+        return []
+    if config.parallel.context > 1:
+        wrong = f"takes queries from position 0 on, and parallel.context = {config.parallel.context} gives it others"
+        return [problem_line(field, name, wrong, "set it to auto")]
+    if config.data.attend_across_documents:
+        return []
+    wrong = "cannot stop at a document's start, and data.attend_across_documents = false"
+    return [problem_line(field, name, wrong, "set it to auto, or data.attend_across_documents to true")]

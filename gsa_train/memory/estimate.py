@@ -1,0 +1,202 @@
+"""Memory of each rank's device in a training step, from a config alone.
+
+Counted tensor by tensor from what the layers keep (layer.py) and what is in use beside it when memory is at its
+peak (memory_moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
+linear layers; the reference core by its large tensors only. It is held against traces of the real step
+(tests/unit/test_memory_trace.py). Not in it: what a checkpoint, a validation and a logged step need for a moment,
+buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+
+`attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
+(memory_selection.py). Of context-parallel ranks it is the one with most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.memory.layer import layer_of
+from gsa_train.memory.moments import embedding_bytes, layer_moments, loss_bytes
+from gsa_train.memory.sizes import Sizes, has_graph, sizes_of, uses_indexer
+from gsa_train.model.flops import count_parameters, indexer_layers
+from gsa_train.pipeline_layout import stage_layers
+
+WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each rank of one pipeline stage, in one phase."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward, over all micro-batches in flight."""
+    working: float
+    """Beside them while a layer (or a recomputed unit) runs forward or backward."""
+    logits: float
+    """Beside them while the output layer and the loss run."""
+    buffers: float
+    """Held all the time."""
+
+    @property
+    def total(self) -> float:
+        """At the peak: a layer and the loss never run at once."""
+        held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+        return held + max(self.working, self.logits)
+
+
+def fields_of(estimate: MemoryEstimate) -> dict[str, float]:
+    """Name -> bytes, the total last."""
+    return {**asdict(estimate), "total": estimate.total}
+
+
+def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
+    """Memory of a stage's ranks in a phase; the module's docstring says what is left out."""
+    parallel, train = config.parallel, config.train
+    sizes = sizes_of(config)
+    weights, gradients, optimizer = _parameters_and_state(config, phase, world_size, stage)
+    replicas = data_parallel_size(config, world_size)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
+    kept = _kept(config, phase, sizes, stage)
+    working = max(layer_moments(config, phase, sizes, layer_of(config, phase, sizes)).values())
+    if stage == 0 and has_graph(config, phase):
+        working = max(working, embedding_bytes(config, sizes) - kept / parallel.virtual_pipeline)
+    is_last = stage == parallel.pipeline - 1
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=_in_flight(config, stage, micro_batches) * kept,
+        working=working,
+        logits=loss_bytes(config, phase, sizes) if is_last else 0.0,
+        buffers=_buffers(config, phase, sizes, micro_batches)
+        + _passed_on(config, phase, sizes, stage, micro_batches),
+    )
+
+
+# ---- parameters and their state
+
+
+def _parameters_and_state(
+    config: Config, phase: PhaseConfig, world_size: int, stage: int
+) -> tuple[float, float, float]:
+    """Bytes of the weights, of their gradients and of the optimizer's state.
+
+    Weights in the working precision, gradients as they are reduced, and Adam's two moments in fp32 with, under bf16,
+    the fp32 weights. Only what the phase trains has gradients and optimizer state.
+    """
+    parallel, train = config.parallel, config.train
+    base, indexer = _parameters_per_rank(config, stage)
+    trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
+    ranks = data_parallel_size(config, world_size) * parallel.context
+    shards = ranks // parallel.optimizer_instances if parallel.distributed_optimizer else 1
+    zero_stage = parallel.zero_stage if parallel.strategy == "deepspeed" else 1
+    value, state = (4, 8) if train.precision == "fp32" else (2, 12)
+    gradient = 4 if parallel.grad_reduce_dtype == "fp32" else 2
+    return (
+        value * (base + indexer) / (shards if zero_stage == 3 else 1),
+        gradient * trained / (shards if zero_stage > 1 else 1),
+        0.0 if parallel.offload_optimizer else state * trained / shards,
+    )
+
+
+def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
+    """Of a save in a phase, all ranks together, which hold as much in host memory until it is written: weights in the
+    working precision, and of what the phase trains two moments in fp32 with, under bf16, the fp32 weights."""
+    count = count_parameters(config.model, config.gsa)
+    base = count.total - count.indexer
+    trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
+    in_fp32 = config.train.precision == "fp32"
+    return (4 if in_fp32 else 2) * count.total + (8 if in_fp32 else 12) * trained
+
+
+def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
+    """Parameters of the base and of the indexers on one rank of a stage; norms and indexers are replicated over
+    tensor-parallel ranks, and with tied embeddings the last stage holds a copy."""
+    parallel, count = config.parallel, count_parameters(config.model, config.gsa)
+    is_first, is_last = stage == 0, stage == parallel.pipeline - 1
+    final_norm = config.model.hidden_size
+    held = stage_layers(config, stage)
+    share = len(held) / config.model.num_layers
+    base = (count.attention + count.gates + count.mlp) / parallel.tensor * share
+    base += (count.norms - final_norm) * share
+    if is_first:
+        base += count.embedding / parallel.tensor
+    if is_last:
+        tied_copy = count.embedding if config.model.tie_embeddings and not is_first else 0
+        base += final_norm + (count.output + tied_copy) / parallel.tensor
+    indexers = indexer_layers(config.model, config.gsa)
+    indexer = count.indexer / indexers * _indexers_among(held, config) if indexers else 0.0
+    return base, indexer
+
+
+def _indexers_among(layers: list[int], config: Config) -> int:
+    """Those of `layers` that own an indexer."""
+    if config.gsa.attention == "dense":
+        return 0
+    return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
+
+
+# ---- activations of the micro-batches in flight
+
+
+def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once."""
+    stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
+    if virtual == 1:  # 1F1B
+        return float(min(stages - stage, micro_batches))
+    # Interleaved: chunks in flight (megatron-core's warm-up and one more), of which each has a share of what is kept.
+    ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    return min(ahead, micro_batches * virtual) / virtual
+
+
+def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
+    """Bytes that a stage keeps of one micro-batch."""
+    if not has_graph(config, phase):
+        return 0.0
+    recompute, held = config.train.recompute, stage_layers(config, stage)
+    is_last = stage == config.parallel.pipeline - 1
+    # Of each chunk that has a next one the schedule holds what it sent on, [L / shards, B, d].
+    sent = (config.parallel.virtual_pipeline - is_last) * sizes.stream
+    if recompute == "full":
+        return len(held) // config.train.recompute_num_layers * sizes.stream + sent
+    layer = layer_of(config, phase, sizes)
+    selecting = _indexers_among(held, config) if uses_indexer(config, phase) else 0
+    kept = len(held) * (layer.attention + layer.feed_forward) + selecting * layer.indexer
+    if phase.attention == "sparse":
+        kept += selecting * layer.selection  # also under recomputation: choosing again could choose otherwise
+    if recompute == "none":
+        kept += len(held) * layer.core
+    return kept + sent
+
+
+# ---- beside them
+
+
+def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: int) -> float:
+    # Of each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
+    text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
+    local_tokens = sizes.tokens // config.train.micro_batch_size
+    # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them.
+    angles = 2 * 4 * local_tokens * config.model.head_dim
+    # megatron-core's buffer for an input of all tokens [L, B, d]; products with frozen weights do not take it.
+    gather = sizes.gathered if has_graph(config, phase) else 0.0
+    return WORKSPACE_BYTES + text + angles + gather
+
+
+def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
+    """What the schedule holds beside the micro-batches in flight, [L / shards, B, d] each."""
+    parallel = config.parallel
+    if parallel.pipeline == 1 or micro_batches == 1:
+        return 0.0
+    if not has_graph(config, phase):  # another micro-batch's input, if it was received, and what it sent on
+        receives = stage > 0 or parallel.virtual_pipeline > 1
+        return (receives + (stage < parallel.pipeline - 1)) * sizes.stream
+    if parallel.virtual_pipeline == 1:  # the last gradient sent back
+        return sizes.stream if stage > 0 else 0.0
+    # Inputs and gradients received ahead, outputs and gradients not yet sent: the most that traces have shown.
+    return (4 + parallel.virtual_pipeline) * sizes.stream

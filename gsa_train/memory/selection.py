@@ -1,0 +1,135 @@
+"""Memory of selections, and what the fused kernels take while they select, attend over a selection, or learn from it.
+
+Lists of keys are counted at their longest: neighbouring queries select nothing in common, as an untrained indexer does
+on random tokens. A trained one's are a tenth to a half as long.
+"""
+
+from __future__ import annotations
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.memory.sizes import Sizes, gathers
+from gsa_train.sequence_cut import QueryRun, SequenceCut, query_runs
+
+SCORE_CHUNK_BYTES = 512 * 2**20
+"""gsa_kernels.selection.op: ROW_CHUNK_BYTES, of fp32 scores."""
+KL_CHUNK_PAIRS = 64 * 2**20
+"""gsa_kernels.kl.op: row_chunk_bytes (256 MiB) over the 4 bytes of a pair of query and key."""
+GATHERED_KL_BYTES = 512 * 2**20
+"""gsa_kernels.kl.gathered: scratch_bytes."""
+GATHERED_PARTIAL_BYTES = 2**30
+"""gsa_kernels.attention.gathered: SCRATCH_BYTES."""
+TILE_QUERIES = 32
+"""gsa_kernels.lists: queries whose selections share a list."""
+
+
+def selection_bytes(config: Config, sizes: Sizes) -> float:
+    """A layer's, for this rank's queries: bits [B, L, Lw / 32] in int32, or lists of a key and a word, int32 each."""
+    if config.gsa.selection_block > 1:
+        return 4 * sizes.tokens * sum(_block_entries(config))
+    if gathers(config):
+        return 8 * _list_entries(config)
+    return sizes.pairs / 8
+
+
+def selecting_bytes(config: Config, sizes: Sizes) -> float:
+    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where lists are made of bits, two chunks' bits and a run's
+    lists in parts, before they are joined."""
+    scores = min(4 * sizes.pairs_of_run / config.gsa.selection_block, SCORE_CHUNK_BYTES)
+    if gathers(config) and config.gsa.selection_block == 1:
+        return scores + SCORE_CHUNK_BYTES / 16 + selection_bytes(config, sizes) / sizes.runs
+    return scores
+
+
+def attending_bytes(config: Config, sizes: Sizes) -> float:
+    """Backward over a selection: its bits turned round; or partial gradients of K and V, [entries, 2 d_k] of one head
+    and some tiles at a time with a number each, and their sums, fp32 [B, Lw, n_kv, 2 d_k]."""
+    if not gathers(config):
+        return sizes.pairs / 8
+    block = config.gsa.selection_block
+    if block > 1:
+        entries, queries = _block_entries(config)[0] * block, min(block, TILE_QUERIES)
+    else:
+        entries, queries = _list_entries(config) / sizes.tokens * TILE_QUERIES, TILE_QUERIES
+    row = 2 * config.model.head_dim * sizes.value
+    partials = min(sizes.tokens / sizes.runs / queries * entries * row, GATHERED_PARTIAL_BYTES)
+    sums = 4 * 2 * sizes.key_value * sizes.all_tokens
+    return partials * (1 + 4 / row) + sums
+
+
+def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
+    """The indexer loss of one run of queries: the target and partial gradients of a chunk of rows."""
+    gsa = config.gsa
+    if phase.train == "base":
+        return 0.0
+    # Beside the chunk's: the keys' gradients summed up, fp32 [B, Lw, d_I].
+    heads = gathered_heads(sizes) + 4 * sizes.all_tokens * gsa.indexer_dim
+    # Before it Q of this rank, of all ranks as they sent it, and in the order of the heads.
+    gathering = sizes.bytes(sizes.query) / sizes.runs * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
+    share = gsa.indexer_loss_row_fraction / sizes.tensor
+    if phase.attention == "sparse" and gathers(config):
+        # Per entry of a list: the target of each query that has one of its own, and the key's gradient, fp32.
+        per_entry = 4 * ((TILE_QUERIES if gsa.selection_block == 1 else 1) + gsa.indexer_dim)
+        entries = selection_bytes(config, sizes) / 8 / sizes.runs
+        if gsa.selection_block > 1:
+            entries = sizes.tokens / sizes.runs * _block_entries(config)[0]
+        return max(gathering, heads + min(entries * per_entry * share, GATHERED_KL_BYTES))
+    # Per pair: the target (fp16 in bf16 runs), and in fp32 keys' gradients of tiles of rows and queries' gradients of
+    # segments of keys.
+    rows, segment = _loss_tiles(config, sizes)
+    target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
+    gradients = 4 * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
+    pairs = min(KL_CHUNK_PAIRS, sizes.pairs_of_run / gsa.selection_block * share)
+    return max(gathering, heads + pairs * (target + gradients))
+
+
+def _loss_tiles(config: Config, sizes: Sizes) -> tuple[int, int]:
+    """Rows of a tile, keys of a segment (gsa_kernels/kl/triton_launch.py: choose_blocks)."""
+    fits = config.gsa.indexer_heads * config.gsa.indexer_dim <= 256
+    if sizes.value == 4:
+        return 32 if fits else 16, 256
+    if not fits:
+        return 32, 256
+    if config.train.seq_len_tokens > 8192:
+        return 64, 1024
+    return 64, 512 if config.train.micro_batch_size > 1 else 256
+
+
+def gathered_heads(sizes: Sizes) -> float:
+    """Of all tensor-parallel ranks and one run of queries: Q [B, L / runs, q tp], K [B, Lw, kv tp], and log-sum-exps,
+    fp32 [B, n_h tp, L / runs]."""
+    if sizes.tensor == 1:
+        return 0.0
+    queries = sizes.tokens / sizes.runs * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)
+    return queries + sizes.value * sizes.all_tokens * sizes.tensor * sizes.key_value
+
+
+def _list_entries(config: Config) -> float:
+    """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
+    Of the context-parallel ranks that of the one with most."""
+    length, parallel = config.train.seq_len_tokens, config.parallel
+    most = TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
+
+    def entries(run: QueryRun) -> float:
+        turn = min(max(most, run.start), run.end)  # up to here the keys that are there are the limit
+        return (turn**2 - run.start**2) / 2 + (run.end - turn) * most
+
+    per_query = max(
+        sum(
+            entries(run)
+            for run in query_runs(
+                length // parallel.context, SequenceCut(rank, parallel.context, parallel.context_chunks)
+            )
+        )
+        for rank in range(parallel.context)
+    )
+    return config.train.micro_batch_size * per_query / TILE_QUERIES
+
+
+def _block_entries(config: Config) -> tuple[float, float]:
+    """Keys and words of shared lists, per query: there is room for the largest budget."""
+    gsa, length = config.gsa, config.train.seq_len_tokens
+    near = min(gsa.local_window + gsa.selection_block, length)
+    room = min(gsa.k_max + near, length)
+    # Without documents only the window has words.
+    words = near if config.data.attend_across_documents else room
+    return room / gsa.selection_block, words / min(gsa.selection_block, TILE_QUERIES)

@@ -1,0 +1,120 @@
+"""Sizes of one micro-batch on one rank, from which the other memory modules count bytes.
+
+In shapes: L tokens of this context-parallel rank, Lw of the whole sequence, B sequences, d hidden size, q, kv and f the
+columns of queries, of keys (and of values) and of the feed-forward layer on this tensor-parallel rank, n_h its query
+heads. Activations are in the working precision unless a text says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.kernel_checks import MASKED_MAX_TOKENS, unsupported_by_kernels
+
+
+@dataclass(frozen=True)
+class Sizes:
+    value: int
+    """Bytes of an activation."""
+    tokens: int
+    """B L."""
+    all_tokens: int
+    """B Lw."""
+    shards: int
+    """Ranks over which sequence parallelism cuts what is between the products; 1 without."""
+    hidden: int
+    """d."""
+    query: float
+    """q."""
+    key_value: float
+    """kv."""
+    gates: float
+    """Columns of the projection for both gates."""
+    ffn: float
+    """f."""
+    heads: float
+    """n_h."""
+    tensor: int
+    """Tensor-parallel ranks."""
+    runs: int
+    """Runs of queries that follow each other in the sequence (context parallelism)."""
+    keys_of_runs: float
+    """Keys that each run's queries see, added up over the runs."""
+    pairs: float
+    """Of a query and a key up to its run's end, in all B sequences."""
+    pairs_of_run: float
+    """The same of one run, whose end may be the sequence's."""
+
+    def bytes(self, columns: float) -> float:
+        """Of [L, B, columns]."""
+        return self.value * self.tokens * columns
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream, of its gradient, of a norm's result: [L / shards, B, d]."""
+        return self.bytes(self.hidden) / self.shards
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of the stream of all tokens beside its part, [L, B, d]; 0 without sequence parallelism."""
+        return self.bytes(self.hidden) if self.shards > 1 else 0.0
+
+
+def sizes_of(config: Config) -> Sizes:
+    model, gsa, parallel, train = config.model, config.gsa, config.parallel, config.train
+    context = parallel.context
+    runs = parallel.context_chunks if context > 1 else 1
+    all_tokens = train.micro_batch_size * train.seq_len_tokens
+    tokens = all_tokens // context
+    query = model.num_heads * model.head_dim / parallel.tensor
+    key_value = model.num_kv_heads * model.head_dim / parallel.tensor
+    # Half of a rank's runs are a group's r-th chunk, half its r-th from behind (sequence_cut.py).
+    keys_of_runs = train.seq_len_tokens * ((runs * context + 1) / (2 * context) if context > 1 else 1)
+    return Sizes(
+        value=4 if train.precision == "fp32" else 2,
+        tokens=tokens,
+        all_tokens=all_tokens,
+        shards=parallel.tensor if parallel.sequence else 1,
+        hidden=model.hidden_size,
+        query=query,
+        key_value=key_value,
+        gates=gsa.value_gate * key_value + gsa.output_gate * query,
+        ffn=model.ffn_hidden_size / parallel.tensor,
+        heads=model.num_heads / parallel.tensor,
+        tensor=parallel.tensor,
+        runs=runs,
+        keys_of_runs=keys_of_runs,
+        pairs=tokens / runs * keys_of_runs,
+        pairs_of_run=tokens / runs * train.seq_len_tokens,
+    )
+
+
+# ---- what runs
+
+
+def uses_kernels(config: Config) -> bool:
+    """Attention by the fused kernels, as a GPU has it."""
+    return config.gsa.attention_impl != "reference" and not unsupported_by_kernels(config)
+
+
+def fuses_heads(config: Config) -> bool:
+    """Split, rotary embedding and G2 in one kernel (model/gsa_attention.py)."""
+    return config.train.fused_ops != "none" and not config.model.qk_norm and uses_kernels(config)
+
+
+def uses_indexer(config: Config, phase: PhaseConfig) -> bool:
+    return config.gsa.attention == "sparse" and (phase.attention == "sparse" or phase.train != "base")
+
+
+def has_graph(config: Config, phase: PhaseConfig) -> bool:
+    """Whether the base runs with one. A warm-up by megatron's strategy has none: each layer's indexer learns on the
+    spot."""
+    return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
+
+
+def gathers(config: Config) -> bool:
+    """Attention over lists of keys, not under a mask of bits."""
+    gsa = config.gsa
+    by_length = config.train.seq_len_tokens > MASKED_MAX_TOKENS
+    return gsa.attention_kernel == "gathered" or by_length or gsa.selection_block > 1

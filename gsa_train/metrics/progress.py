@@ -1,0 +1,196 @@
+"""What the person at the console sees: a bar on a terminal, otherwise one plain line per logged record."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from gsa_train.metrics.sinks import tells_by_its_event, validation_prefixes
+
+SMOOTHING = 0.3
+"""Weight of the latest interval in the moving average of seconds per step (tqdm's default)."""
+
+
+class Progress:
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        interactive: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`start_step` steps are done already. `interactive=None` asks whether stderr is a terminal."""
+        self._total_steps = total_steps
+        self._clock = clock
+        self._last_step, self._last_time = start_step, clock()
+        self._seconds_per_step: float | None = None
+        self._lost_lines = 0
+        self._bar: tqdm[Any] | None = None
+        if _is_terminal() if interactive is None else interactive:
+            self._bar = tqdm(
+                total=total_steps,
+                initial=start_step,
+                file=sys.stderr,
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}% |{bar:20}| step {n_fmt}/{total_fmt}  {desc}",
+            )
+
+    def show(self, record: dict[str, Any]) -> None:
+        if record.get("event") == "validation":
+            self.message(_validation_line(record, self._total_steps))
+            for prefix, name in list(validation_prefixes(record).items())[1:]:
+                self.message(_other_set_line(record, self._total_steps, prefix, name))
+            return
+        if "event" in record:
+            if tells_by_its_event(record):  # the others are said in words where they happen
+                self.message(_event_line(record, self._total_steps))
+            return
+        eta = self._measure(record["step"])
+        if self._bar is None:
+            self.message(_line(record, self._total_steps, eta))
+            return
+        self._bar.n = record["step"]
+        self._bar.set_description_str(_bar_text(record, eta))
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` come again."""
+        self._last_step, self._last_time = step, self._clock()
+
+    def message(self, text: str) -> None:
+        """A line to stdout that leaves the bar whole; where stdout is a file on a full disk, the line is counted."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+            return
+        try:
+            if self._lost_lines:
+                print(f"\n({self._lost_lines} lines could not be written here)")
+            print(text, flush=True)
+            self._lost_lines = 0
+        except OSError:
+            self._lost_lines += 1
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _measure(self, step: int) -> float | None:
+        """Seconds left. Wall-clock time between records, so that saving and validating count too."""
+        now = self._clock()
+        if step > self._last_step:
+            latest = (now - self._last_time) / (step - self._last_step)
+            average = latest if self._seconds_per_step is None else self._seconds_per_step
+            self._seconds_per_step = average + SMOOTHING * (latest - average)
+            self._last_step, self._last_time = step, now
+        if self._seconds_per_step is None:
+            return None
+        return self._seconds_per_step * (self._total_steps - step)
+
+
+def _is_terminal() -> bool:
+    """Some terminals (containers, pseudo-terminals of tools) have no width; a bar would be cut to nothing."""
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+
+
+def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:
+    columns = [
+        _step_and_phase(record, total_steps),
+        f"loss {_number(record.get('loss'), '7.4f')}",
+        f"kl {_number(record.get('indexer_kl'), '7.4f')}",
+        f"recall {_number(record.get('recall'), '5.3f')}",
+        f"gnorm {_number(record.get('grad_norm'), '8.3g')}",
+        f"lr {_number(record.get('lr'), '7.1e')}",
+        f"{compact(record.get('tokens_per_second')):>6} tok/s",
+        f"mfu {_percent(record.get('mfu')):>5}",
+        f"data {_percent(record.get('data_wait')):>5}",
+        f"eta {_duration(eta)}",
+    ]
+    return "  ".join(columns)
+
+
+def _bar_text(record: dict[str, Any], eta: float | None) -> str:
+    columns = [
+        str(record["phase"]),
+        f"loss {_number(record.get('loss'), '.4f')}",
+        f"kl {_number(record.get('indexer_kl'), '.4f')}",
+        f"recall {_number(record.get('recall'), '.3f')}",
+        f"{compact(record.get('tokens_per_second'))} tok/s",
+        f"eta {_duration(eta)}",
+    ]
+    return "  ".join(columns)
+
+
+def _validation_line(record: dict[str, Any], total_steps: int) -> str:
+    columns = [
+        _step_and_phase(record, total_steps),
+        f"validation loss {_number(record.get('validation_loss'), '7.4f')}",
+        f"perplexity {_number(record.get('validation_perplexity'), '8.2f')}",
+        f"recall {_number(record.get('validation_recall'), '5.3f')}",
+    ]
+    return "  ".join(columns)
+
+
+def _event_line(record: dict[str, Any], total_steps: int) -> str:
+    """Of an event other than a validation: what it says, as key value."""
+    said = {key: value for key, value in record.items() if key not in ("event", "step", "phase")}
+    words = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in said.items()
+    ]
+    return "  ".join(
+        [_step_and_phase(record, total_steps), record["event"].replace("_", " ").upper(), *words]
+    )
+
+
+def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name: str) -> str:
+    columns = [
+        _step_and_phase(record, total_steps),
+        f"validation loss {_number(record[f'{prefix}_loss'], '7.4f')}",
+        f"perplexity {_number(record[f'{prefix}_perplexity'], '8.2f')}",
+        name,
+    ]
+    return "  ".join(columns)
+
+
+def _step_and_phase(record: dict[str, Any], total_steps: int) -> str:
+    width = max(6, len(str(total_steps)))
+    return f"step {record['step']:>{width}}/{total_steps}  {record['phase']:<8}"
+
+
+def _number(value: float | None, form: str) -> str:
+    """`--` where there is no value, in a column as wide as the numbers'."""
+    width = int(form.split(".")[0] or 0)
+    return f"{'--':>{width}}" if value is None else f"{value:{form}}"
+
+
+def _percent(fraction: float | None) -> str:
+    return "--" if fraction is None else f"{fraction:.1%}"
+
+
+def compact(value: float | None) -> str:
+    """12345 -> 12.3k"""
+    if value is None:
+        return "--"
+    for unit in ("", "k", "M"):
+        if abs(value) < 999.5 or not math.isfinite(value):
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+def _duration(seconds: float | None) -> str:
+    """The two largest units: 45s, 2m31s, 3h05m, 2d04h."""
+    if seconds is None or not math.isfinite(seconds):
+        return "--"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"

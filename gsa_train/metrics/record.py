@@ -1,0 +1,238 @@
+"""From what a step left on the device to one record for the sinks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gsa_data.best_fit import COUNTERS as PACKING_COUNTERS
+from gsa_data.best_fit import packing_shares
+from gsa_data.faults import skipped_totals
+from gsa_data.source_weights import TOKENS_OF, tokens_by_source
+from gsa_train.config import Config, DataConfig, PhaseConfig
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from gsa_train.model.stats import EXTREMES, LayerStats
+from gsa_train.parallel import Parallel
+from gsa_train.run.work_time import STEP_PARTS, Worked, slowest
+
+
+class IntervalClock:
+    """Time, tokens and steps since the last logged step, without validation and saving."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = self._tokens = 0
+        self._seconds = self._wait_seconds = 0.0
+        self._began = time.perf_counter()
+
+    def count(self, tokens: int, wait_seconds: float) -> None:
+        """Count one step that waited `wait_seconds` for text."""
+        self._steps += 1
+        self._tokens += tokens
+        self._wait_seconds += wait_seconds
+
+    def pause(self) -> None:
+        """Leave out what follows, until `resume`. Waits for the device, whose work belongs to the steps."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds += time.perf_counter() - self._began
+
+    def resume(self) -> None:
+        self._began = time.perf_counter()
+
+    def read_and_reset(self) -> Interval:
+        self.pause()
+        interval = Interval(self._steps, self._tokens, self._seconds, self._wait_seconds)
+        self._steps = self._tokens = 0
+        self._seconds = self._wait_seconds = 0.0
+        self.resume()
+        return interval
+
+
+@dataclass(frozen=True)
+class Interval:
+    steps: int
+    tokens: int
+    """Over all ranks."""
+    seconds: float
+    wait_seconds: float
+    """Part of `seconds` that this process waited for text."""
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A logged step's numbers over all ranks."""
+
+    layers: dict[str, list[float]]
+    loss: float
+    visible_keys: float | None
+    """Mean over the queries of all replicas; None for a validation."""
+    data_wait: float
+    """Largest share over the ranks of the interval spent waiting for text."""
+    data_totals: dict[str, int]
+    """What `data_totals` gave, over all ranks."""
+    data_checksum: int
+    """Of the step's text and its order (gsa_data.stream)."""
+    work_seconds: list[float]
+    """By rank."""
+    part_seconds: dict[str, float]
+    """Of the interval: waiting for text, and work_time.STEP_PARTS; largest over the ranks."""
+    memory_allocated_bytes: int | None
+    memory_peak_bytes: int | None
+    """Largest over the ranks; None on CPUs."""
+
+
+def reduce_step(
+    stats: LayerStats,
+    loss_sum: torch.Tensor,
+    loss_tokens: float,
+    interval: Interval | None,
+    parallel: Parallel,
+    data_totals: Mapping[str, int] | None = None,
+    checksum: int = 0,
+    worked: Worked | None = None,
+    visible_keys: torch.Tensor | None = None,
+) -> Reduced:
+    """Bring a step's statistics together and start afresh. Collective; waits for the device.
+
+    Args:
+        loss_sum: this rank's share of the summed loss.
+        loss_tokens: scored tokens over all replicas.
+        interval: None for a validation.
+        data_totals: what this process read and left out of the text; the same names on every rank.
+        checksum: of this process's part of the step's text.
+        worked: what this rank's WorkTime read; None for a validation.
+        visible_keys: 0-d, mean over this replica's queries, of which all have as many; None on every rank or on none.
+    """
+    on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
+    data_totals = data_totals or {}
+    memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
+    wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
+    worked = worked or Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0))
+    parts = {"data_wait": interval.wait_seconds if interval else 0.0, **worked.parts}
+    work = torch.zeros(parallel.world_size, dtype=torch.float64)
+    work[parallel.rank] = worked.seconds
+    device_sums = torch.stack(
+        [loss_sum, torch.zeros_like(loss_sum) if visible_keys is None else visible_keys]
+    )
+    host_sums = torch.cat([torch.tensor([checksum, *data_totals.values()], dtype=torch.float64), work])
+    layers, sums, maxima = stats.reduce(
+        # fp64 holds the sum of two million CRC-32s exactly.
+        torch.cat([device_sums, host_sums.to(loss_sum.device)]),
+        torch.tensor([wait, *memory, *parts.values()], dtype=torch.float64, device=parallel.device),
+    )
+    stats.reset()
+    return Reduced(
+        layers=layers,
+        loss=sums[0] / loss_tokens,
+        data_wait=maxima[0],
+        visible_keys=None if visible_keys is None else sums[1] / parallel.world_size,
+        data_totals={name: int(total) for name, total in zip(data_totals, sums[3:], strict=False)},
+        data_checksum=int(sums[2]),
+        work_seconds=sums[3 + len(data_totals) :],
+        part_seconds=dict(zip(parts, maxima[3:], strict=True)),
+        memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
+        memory_peak_bytes=int(maxima[2]) if on_gpu else None,
+    )
+
+
+OTHER_SOURCES = "(others)"
+"""Sources without a weight, in the metrics; summary.json has each by its name."""
+
+
+def data_totals(counters: Mapping[str, int], data: DataConfig) -> dict[str, int]:
+    """What one process read and left out since the start of the run, under names that follow from the config alone."""
+    totals = skipped_totals(counters)
+    if data.packing == "best_fit":
+        totals |= {name: counters.get(name, 0) for name in PACKING_COUNTERS}
+    if data.source_weights:
+        tokens = tokens_by_source(counters)
+        totals |= {f"{TOKENS_OF}{name}": tokens.pop(name, 0) for name in data.source_weights}
+        totals[f"{TOKENS_OF}{OTHER_SOURCES}"] = sum(tokens.values())
+    return totals
+
+
+def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
+    """The record's part on the text, from `data_totals` over all ranks."""
+    record: dict[str, Any] = {name: totals[name] for name in skipped_totals({})}
+    if PACKING_COUNTERS[0] in totals:
+        record |= {f"packing_{name}": share for name, share in packing_shares(totals).items()}
+    by_source = tokens_by_source(totals)
+    if by_source:
+        record["data_tokens_by_source"] = by_source
+    return record
+
+
+def attention_metrics(layers: dict[str, list[float]]) -> dict[str, Any]:
+    """Per layer (`layer_<name>`) and overall: the mean over the layers that have a value, or the extreme."""
+    record: dict[str, Any] = {}
+    for name, values in layers.items():
+        present = [value for value in values if not math.isnan(value)]
+        if name in EXTREMES:
+            record[name] = min(present) if name == "k_min" else max(present)
+        else:
+            record[name] = sum(present) / len(present)
+        record[f"layer_{name}"] = values
+    return record
+
+
+def step_record(
+    step: int,
+    phase: PhaseConfig,
+    lrs: dict[str, float],
+    grad_norm: float | None,
+    tokens: int,
+    reduced: Reduced,
+    interval: Interval,
+    config: Config,
+    parallel: Parallel,
+    precision: str,
+) -> dict[str, Any]:
+    """The record of one logged training step; docs/monitoring.md explains each key."""
+    tokens_per_second = interval.tokens / interval.seconds
+    attention = attention_metrics(reduced.layers)
+    flops = flops_per_token(
+        config.model,
+        config.gsa,
+        phase,
+        config.train.seq_len_tokens,
+        attention.get("selected_keys"),
+        reduced.visible_keys,
+    )
+    per_device = tokens_per_second / parallel.world_size
+    peak = None
+    if parallel.device.type == "cuda":
+        peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
+    slowest_rank, slowest_rank_ratio = slowest(reduced.work_seconds)
+    return {
+        "step": step,
+        "phase": phase.name,
+        "loss": reduced.loss,
+        "indexer_kl": None,
+        "recall": None,
+        "visible_keys": reduced.visible_keys,
+        **attention,
+        "grad_norm": grad_norm,
+        "lr": max(lrs.values()) if "base" not in lrs else lrs["base"],
+        "lrs": lrs,
+        "tokens": tokens,
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": interval.seconds / interval.steps,
+        **{f"{part}_seconds": value / interval.steps for part, value in reduced.part_seconds.items()},
+        "tflops_per_second": per_device * flops.total / 1e12,
+        "tflops_per_second_dense_equivalent": per_device * flops.dense_equivalent / 1e12,
+        "mfu": None if peak is None else per_device * flops.total / peak,
+        "mfu_dense_equivalent": None if peak is None else per_device * flops.dense_equivalent / peak,
+        "data_wait": reduced.data_wait,
+        "slowest_rank": slowest_rank,
+        "slowest_rank_ratio": slowest_rank_ratio,
+        **data_metrics(reduced.data_totals),
+        "data_checksum": reduced.data_checksum,
+        "memory_allocated_bytes": reduced.memory_allocated_bytes,
+        "memory_peak_bytes": reduced.memory_peak_bytes,
+    }

@@ -1,0 +1,70 @@
+"""TensorBoard's events of a run. Where they cannot be written, training goes on without them until they can."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gsa_train.metrics.lost_records import LostRecords
+from gsa_train.report.panels import tensorboard_layout
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardSink:
+    """Its writer has a thread, which ends with the first error: after that only a new file goes on."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        """
+        Args:
+            resume_step: what earlier files say of later steps is hidden; None hides nothing.
+        """
+        self._folder = folder
+        self._lost = LostRecords("tensorboard")
+        self._writer: SummaryWriter | None = _open_writer(folder, resume_step)
+
+    def log(self, record: Mapping[str, Any], scalars: Mapping[str, float], disk_works: bool) -> None:
+        """Flushed: a run killed right after this has lost nothing.
+
+        Args:
+            disk_works: for other files; else no new one is tried, each of which would stay there empty.
+        """
+        if self._writer is None and not disk_works:
+            self._lost.add(record)
+            return
+        try:
+            self._writer = self._writer or _open_writer(self._folder, None)
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, record["step"])
+            self._writer.flush()
+        except OSError as error:
+            self._lost.add(record, error)
+            self._drop()
+            return
+        if self._lost.count > 0:
+            self._lost.end(record)
+
+    def close(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        # Flushed after each record, so that nothing is left but what has failed.
+        with contextlib.suppress(OSError):
+            writer.close()
+
+
+def _open_writer(folder: Path, resume_step: int | None) -> SummaryWriter:
+    # Here, so that readers of metrics.jsonl need not wait for the import.
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard hides what earlier event files hold from purge_step on.
+    purge_step = None if resume_step is None else resume_step + 1
+    writer = SummaryWriter(str(folder), purge_step=purge_step)
+    writer.add_custom_scalars(tensorboard_layout())
+    return writer

@@ -1,0 +1,194 @@
+"""Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoints as artifacts.
+
+No credential leaves this machine or enters the run folder: W&B itself reads its API key from the environment or netrc,
+and what stands before the @ of an address in the config is cut out.
+"""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from gsa_train.checkpoint.files import step_folder
+from gsa_train.config import LoggingConfig
+from gsa_train.metrics.alerts import INTERVAL_SECONDS, Alerts
+from gsa_train.report.panels import BEST, tag_of
+
+if TYPE_CHECKING:
+    from wandb import Artifact, Run
+
+logger = logging.getLogger(__name__)
+
+
+class WandbSink:
+    """An open W&B run. Where its service fails, training goes on without it, and says so."""
+
+    def __init__(self, run: Run, run_dir: Path, alerts: Alerts) -> None:
+        self.id: str = run.id
+        self._run: Run | None = run
+        self._run_dir, self._alerts = run_dir, alerts
+
+    def log(self, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
+        """One record, as `metrics.jsonl` has it and by tags."""
+        # W&B's own step only grows, but steps after a checkpoint run again: it is a metric like the others.
+        place = {key: record[key] for key in ("step", "tokens", "phase") if key in record}
+        self._tell("log", {**scalars, **place})
+        for alert in self._alerts.of(dict(record)):
+            self._tell(
+                "alert",
+                title=alert.title,
+                text=alert.text,
+                level=alert.level,
+                wait_duration=INTERVAL_SECONDS / 2,  # ours is the limit; W&B's own would be a minute
+            )
+        if record.get("event") == "checkpoint":
+            self._log_checkpoint(record)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """The config of this start, without credentials."""
+
+        def fill(artifact: Artifact) -> None:
+            with artifact.new_file("config.yaml") as file:
+                file.write(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+        self._log_artifact("config", fill)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Numbers for W&B's table of runs."""
+        self._tell("summary.update", summary)
+
+    def close(self, exit_code: int) -> None:
+        """W&B marks the run as failed when `exit_code` is not 0."""
+        self._tell("finish", exit_code=exit_code)
+        self._run = None
+
+    def _log_checkpoint(self, record: Mapping[str, Any]) -> None:
+        """By reference: where it is, not what it holds. Later ones replace it on the disk (`checkpoint.keep_last`)."""
+        folder = step_folder(self._run_dir / "checkpoints", record["step"]).resolve()
+        if not folder.exists():  # deleted again before the loop heard of it
+            return
+
+        def fill(artifact: Artifact) -> None:
+            artifact.add_reference(folder.as_uri(), name=folder.name, checksum=False)
+
+        self._log_artifact("checkpoint", fill, step=record["step"], phase=record["phase"])
+
+    def _log_artifact(self, kind: str, fill: Callable[[Artifact], None], **metadata: Any) -> None:
+        """A disk that W&B keeps artifacts on (WANDB_DATA_DIR) may fail: that costs the artifact, nothing else."""
+        import wandb
+
+        artifact = wandb.Artifact(f"{kind}-{self.id}", type=kind, metadata=metadata)
+        try:
+            fill(artifact)
+        except (wandb.Error, OSError, ValueError) as error:
+            logger.error("W&B gets no artifact %s: %s", artifact.name, error)
+            return
+        steps = [f"step-{metadata['step']}"] if "step" in metadata else []
+        self._tell("log_artifact", artifact, aliases=["latest", *steps])
+
+    def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """W&B's service is a process of its own, and ends by the signal that asks training to save and stop: its
+        death must not cost that save. The next start opens the same W&B run again."""
+        import wandb
+
+        if self._run is None:
+            return
+        try:
+            attrgetter(method)(self._run)(*args, **kwargs)
+        except (wandb.Error, OSError) as error:
+            logger.error("W&B gets no more records in this start, its service failed: %s", error)
+            self._run = None
+
+
+def open_wandb(
+    config: LoggingConfig, run_dir: Path, run_name: str, resolved_config: dict[str, Any], run_id: str | None
+) -> WandbSink | None:
+    """None where it is disabled.
+
+    Raises:
+        RuntimeError: W&B did not start; names the remedy.
+    """
+    mode = wandb_mode(config.wandb, os.environ)
+    if mode == "disabled":
+        return None
+    import wandb
+
+    shown_config = without_credentials(resolved_config)
+    try:
+        run = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity or None,
+            group=config.wandb_group or None,
+            tags=list(config.wandb_tags),
+            name=run_name,
+            id=run_id,
+            resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
+            dir=str(run_dir),
+            config=shown_config,
+            mode="online" if mode == "online" else "offline",
+            settings=wandb.Settings(
+                silent=mode == "offline",
+                console="off",  # the job's own log has the console output
+                x_disable_meta=without_credentials(sys.argv) != sys.argv,  # W&B would upload the command line
+            ),
+        )
+    except (wandb.Error, OSError, ValueError) as error:
+        raise RuntimeError(
+            f"Weights & Biases did not start (logging.wandb={config.wandb}, mode {mode}): {error}. "
+            f"To run without it, set logging.wandb=disabled; to keep its files for a later upload, "
+            f"logging.wandb=offline."
+        ) from error
+    define_metrics(run)
+    sink = WandbSink(run, run_dir, Alerts(config.straggler_ratio))
+    sink.log_config(shown_config)
+    return sink
+
+
+def define_metrics(run: Run) -> None:
+    """Tokens as the x axis of all; for some, the best value beside the last in the table of runs."""
+    run.define_metric("tokens")
+    run.define_metric("step")
+    run.define_metric("*", step_metric="tokens")
+    for key, best in BEST.items():
+        run.define_metric(tag_of(key), step_metric="tokens", summary=f"{best},last")
+
+
+def wandb_mode(choice: str, environ: Mapping[str, str]) -> str:
+    """`auto` is what W&B's own variable WANDB_MODE says, else online when an API key is configured."""
+    if choice != "auto":
+        return choice
+    return environ.get("WANDB_MODE") or ("online" if has_wandb_key(environ) else "offline")
+
+
+def has_wandb_key(environ: Mapping[str, str]) -> bool:
+    """In the environment, or in netrc for W&B's host."""
+    if environ.get("WANDB_API_KEY"):
+        return True
+    host = environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    path = Path(environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return host in netrc.netrc(path).hosts
+    except FileNotFoundError:
+        return False
+    except (netrc.NetrcParseError, OSError) as error:
+        warnings.warn(f"W&B stays offline: cannot read its API key from {path}: {error}", stacklevel=2)
+        return False
+
+
+def without_credentials(value: Any) -> Any:
+    """`user:password@` is cut out of addresses (data folders may be fsspec addresses)."""
+    if isinstance(value, dict):
+        return {key: without_credentials(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_credentials(item) for item in value]
+    return re.sub(r"://[^/\s@]+@", "://", value) if isinstance(value, str) else value

@@ -1,0 +1,66 @@
+"""A run that the monitor stopped does not start again into the same spike.
+
+The same command would train the same batches from the same checkpoint, and torchrun or Slurm give it by themselves. A
+note in the run folder makes every such start refuse, until something is different.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_train.cli import Arguments
+from gsa_train.config import Config
+from gsa_train.metrics.sinks import write_atomically
+from gsa_train.monitor.monitor import MonitorStop
+from gsa_train.parallel import Parallel
+
+FILE = "monitor_stop.json"
+"""In the run folder: the spike that ended the run. Gone once a start goes on all the same."""
+
+
+class SpikeAhead(ValueError):
+    """The start would run into the spike that ended the run; says what to do."""
+
+
+def note_stop(run_dir: Path, stop: MonitorStop, saved_step: int) -> None:
+    """On the main rank.
+
+    Args:
+        saved_step: of the newest checkpoint; 0 if there is none.
+    """
+    facts = {"first_step": stop.first_step, "last_step": stop.last_step, "saved_step": saved_step}
+    write_atomically(run_dir / FILE, json.dumps({**facts, "reason": str(stop)}, indent=2) + "\n")
+
+
+def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, parallel: Parallel) -> None:
+    """Go on only if the spike's batches are left out, or if the user says so. Collective.
+
+    Args:
+        arguments: of a new start; without the options of a launch's first start if this is its restart.
+
+    Raises:
+        SpikeAhead: neither, on all ranks alike.
+    """
+    path = run_dir / FILE
+    shared: list[Any] = [path.read_text() if parallel.is_main and path.exists() else None]
+    dist.broadcast_object_list(shared, src=0)
+    if shared[0] is None:
+        return
+    stop = json.loads(shared[0])
+    spike = [*range(stop["first_step"], stop["last_step"] + 1)]
+    left_out = set(spike) <= set(config.train.iterations_to_skip)
+    if left_out or arguments.resume_after_stop or arguments.no_resume or arguments.resume_from:
+        return
+    skip = str(sorted({*config.train.iterations_to_skip, *spike})).replace(" ", "")
+    raise SpikeAhead(
+        f"the monitor stopped this run ({path}):\n  {stop['reason']}\n"
+        f"From step {stop['saved_step']} on, the same command would run into the same spike. Instead\n"
+        f"  - leave out its batches: train.iterations_to_skip={skip}\n"
+        "  - or change what made it (phases.*.lr, the text, monitor.action=rewind), or nothing if it was the hardware, "
+        "and add --resume-after-stop\n"
+        "  - or start from an earlier checkpoint (--resume-from DIR), or from step 0 (--no-resume)."
+    )

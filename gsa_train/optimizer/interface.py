@@ -1,0 +1,118 @@
+"""What trains one phase, as step, trainer and checkpoint see it, whichever `parallel.strategy` shards it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.config import PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.parallel import Parallel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN_WEIGHT = "param"
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """What a rank keeps of one parameter's optimizer state: all of it, or a stretch of the flat parameter."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    """First element."""
+    tensors: dict[str, torch.Tensor]
+    """MOMENTS and, where the model's weight is not in fp32, MAIN_WEIGHT: in fp32, flat, the optimizer's own."""
+
+    @property
+    def in_parameter(self) -> slice:
+        return slice(self.start, self.start + self.tensors[MOMENTS[0]].numel())
+
+    def weight(self) -> torch.Tensor:
+        """A copy of this part of the model's weight, flat, where that is whole."""
+        return self.parameter.detach().flatten()[self.in_parameter].clone()
+
+
+class PhaseOptimizer(ABC):
+    """Gradients and optimizer of what a phase trains. Built by `mcore.build_optimizer`, ended by `close`."""
+
+    phase: PhaseConfig
+    modules: Sequence[torch.nn.Module]
+    """The model's chunks as the schedule is to call them."""
+    local_backward: bool
+    """The warm-up's layers differentiate the indexer loss on the spot; else the schedule runs a backward pass."""
+    state_group: dist.ProcessGroup | None
+    """The ranks over which each parameter's state is cut; None: every data-parallel rank has all of it."""
+    state_copy: int | None
+    """Number of this rank's group among those that hold the same; None without a group."""
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Gradients are zero, the modules in training mode."""
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """Add up the gradients over the ranks where no schedule has done so (`local_backward`). Collective."""
+
+    @abstractmethod
+    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
+        """Give each group its learning rate and weight decay for the next step; both follow from the config, so
+        nothing that a checkpoint brought along can change them."""
+
+    @abstractmethod
+    def reduce_grad_norm(
+        self, loss_share: torch.Tensor, parallel: Parallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """0-d fp32 norm of the reduced gradients before clipping, each parameter once, and 0-d fp64 sum of the ranks'
+        `loss_share`; the same on all ranks. Collective."""
+
+    @abstractmethod
+    def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
+
+        Args:
+            norm: 0-d: their norm, of `reduce_grad_norm`.
+            max_norm: largest global norm; 0 does not clip.
+            applied: 0-d bool, the same on all ranks.
+        """
+
+    @abstractmethod
+    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made
+        none. Collective."""
+
+    @abstractmethod
+    def close(self, model: Model) -> None:
+        """Release gradients, hooks and optimizer state before the next phase builds its own. Collective."""
+
+    # --- a checkpoint ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def whole_weights(self, changes: bool) -> AbstractContextManager[None]:
+        """While it is open, every rank's model holds whole weights. Collective.
+
+        Args:
+            changes: they will be other ones at its end, the same on all data-parallel ranks.
+        """
+
+    @abstractmethod
+    def state_parts(self) -> Iterator[StatePart]:
+        """All that this rank keeps, by parameter."""
+
+    @abstractmethod
+    def step_count(self) -> float:
+        """Updates made, which all parameters share."""
+
+    @abstractmethod
+    def set_step_count(self, count: float) -> None:
+        """Go on from there."""
+
+    @abstractmethod
+    def start_from_weights(self) -> None:
+        """The model has other weights: the optimizer's own copies follow. Collective."""

@@ -1,0 +1,63 @@
+"""The fp32 weights that a phase in bf16 leaves to the next one.
+
+Each phase has an optimizer of its own, with fp32 weights beside the model's bf16 ones. Made from the model's, those of
+the next phase would lack what this one's updates had not yet added up to a bf16 step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.model.build import Model
+from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
+
+
+@dataclass(frozen=True)
+class MainWeights:
+    """Of a phase that ends, on one rank. They take 4 bytes for each parameter of which the rank keeps the state."""
+
+    trained: list[torch.nn.Parameter]
+    """All that the phase trained of this rank's model."""
+    parts: list[tuple[torch.nn.Parameter, int, torch.Tensor]]
+    """Parameter, first element, flat fp32 weight."""
+    group: dist.ProcessGroup | None
+    """`PhaseOptimizer.state_group`"""
+
+
+def keep_main_weights(model: Model, phase_optimizer: PhaseOptimizer) -> MainWeights:
+    """Call before the optimizer is closed."""
+    return MainWeights(
+        [parameter for chunk in model.chunks for parameter in chunk.parameters() if parameter.requires_grad],
+        [
+            (part.parameter, part.start, part.tensors[MAIN_WEIGHT].clone())
+            for part in phase_optimizer.state_parts()
+            if MAIN_WEIGHT in part.tensors
+        ],
+        phase_optimizer.state_group,
+    )
+
+
+@torch.no_grad()
+def carry_over(kept: MainWeights, phase_optimizer: PhaseOptimizer) -> None:
+    """Into the next phase's optimizer, which cuts its parameters otherwise, what it trains of these. Collective."""
+    before: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for parameter, start, weight in kept.parts:
+        before[id(parameter)].append((start, weight))
+    after: dict[int, list[StatePart]] = defaultdict(list)
+    for part in phase_optimizer.state_parts():
+        after[id(part.parameter)].append(part)
+    for parameter in kept.trained:
+        if parameter.dtype == torch.float32 or not parameter.requires_grad:
+            continue
+        elements = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3's tensor is empty
+        whole = torch.zeros(elements, device=parameter.device)
+        for start, weight in before[id(parameter)]:
+            whole[start : start + weight.numel()] = weight
+        if kept.group is not None:
+            dist.all_reduce(whole.view(torch.int32), group=kept.group)  # all but one rank have 0
+        for part in after[id(parameter)]:
+            part.tensors[MAIN_WEIGHT].copy_(whole[part.in_parameter])

@@ -1,0 +1,244 @@
+"""A phase's optimizer: megatron-core's data-parallel wrapper and AdamW over the parameters that the phase trains.
+(`parallel.strategy: deepspeed` has another: zero.py.)
+
+Each phase builds its own and takes it down at the end, so that a frozen base costs no gradient buffer and no
+optimizer state, and the sparse phase starts with fresh moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize_model_grads
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.optimizer.adamw_state import create_state, inner_optimizers
+from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+from gsa_train.optimizer.norms import clipped_step, reduce_grad_norm, update_norm
+from gsa_train.parallel import Parallel
+from gsa_train.phases import enter_phase
+from gsa_train.run.work_time import WorkTime
+
+
+@dataclass
+class MegatronPhaseOptimizer(PhaseOptimizer):
+    """`parallel.strategy: megatron`. Its methods are the functions below."""
+
+    ddps: list[DistributedDataParallel]
+    """The model's chunks, each inside megatron-core's data-parallel wrapper."""
+    optimizer: MegatronOptimizer
+    phase: PhaseConfig
+    work_time: WorkTime
+
+    def __post_init__(self) -> None:
+        self.modules = self.ddps
+        self.local_backward = self.phase.train == "indexer"
+        ddp = self.ddps[0]
+        self.state_group, self.state_copy = None, None
+        if ddp.ddp_config.use_distributed_optimizer:
+            self.state_group = ddp.intra_dp_cp_group
+            instances = ddp.ddp_config.num_distributed_optimizer_instances
+            self.state_copy = ddp.inter_dist_opt_group.rank() if instances > 1 else 0
+
+    def begin_step(self) -> None:
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
+            ddp.train()
+        self.optimizer.zero_grad()
+
+    def reduce_gradients(self) -> None:
+        finalize_gradients(self.work_time, self.ddps, None)
+
+    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
+        set_learning_rate(self.optimizer, lr, weight_decay)
+
+    def reduce_grad_norm(
+        self, loss_share: torch.Tensor, parallel: Parallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return reduce_grad_norm(self.optimizer, loss_share, parallel)
+
+    def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        clipped_step(self.optimizer, norm, max_norm, applied)
+
+    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        return update_norm(self.optimizer, applied, parallel)
+
+    def close(self, model: Model) -> None:
+        _close(model, self)
+
+    def whole_weights(self, changes: bool) -> AbstractContextManager[None]:
+        for ddp in self.ddps:
+            if ddp.use_forward_hook and not changes:
+                ddp.disable_forward_pre_hook()  # parameters under way must arrive first
+                ddp.enable_forward_pre_hook()
+        return nullcontext()
+
+    @torch.no_grad()
+    def state_parts(self) -> Iterator[StatePart]:
+        for inner in inner_optimizers(self.optimizer):
+            for ddp in self.ddps:
+                for parameter in ddp.parameters():
+                    main, start = _main_weight(inner, parameter)
+                    if main is not None:
+                        state = inner.optimizer.state[main]
+                        tensors = {moment: state[moment].view(-1) for moment in MOMENTS}
+                        if parameter.dtype != torch.float32:
+                            tensors[MAIN_WEIGHT] = main.detach().view(-1)
+                        yield StatePart(parameter, start, tensors)
+
+    def step_count(self) -> float:
+        return next(float(state["step"]) for state in self._adam_states())
+
+    def set_step_count(self, count: float) -> None:
+        for state in self._adam_states():
+            state["step"].fill_(count)
+
+    def _adam_states(self) -> Iterator[dict[str, torch.Tensor]]:
+        for inner in inner_optimizers(self.optimizer):
+            yield from inner.optimizer.state.values()
+
+    def start_from_weights(self) -> None:
+        self.optimizer.reload_model_params()
+
+
+def _main_weight(inner: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    """What megatron-core's optimizer updates of a parameter on this rank, and where in the flat parameter it begins."""
+    if not isinstance(inner, DistributedOptimizer):
+        return (getattr(parameter, "main_param", parameter) if parameter.requires_grad else None), 0
+    if parameter not in inner.model_param_group_index_map:
+        return None, 0  # frozen, or all of it is other ranks'
+    group, order = inner.model_param_group_index_map[parameter]
+    start: int = inner._get_model_param_range_map(parameter)["param"].start
+    return inner.optimizer.param_groups[group]["params"][order], start
+
+
+def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOptimizer:
+    """Freeze for the phase, wrap the model, and make its optimizer."""
+    enter_phase(model, phase)
+    if config.parallel.strategy == "deepspeed":
+        from gsa_train.optimizer.zero import build_zero_optimizer  # imports DeepSpeed
+
+        return build_zero_optimizer(model, phase, config)
+    return _build_megatron_optimizer(model, phase, config)
+
+
+def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
+    """Release gradients, hooks and optimizer state before the next phase builds its own. Collective."""
+    phase_optimizer.close(model)
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+        parameter.grad = None
+    config = model.mcore_config
+    config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+
+
+def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) -> MegatronPhaseOptimizer:
+    layout, train = config.parallel, config.train
+    # In the warm-up each layer runs its own backward pass; there is no single one to overlap with.
+    trains_base = phase.train != "indexer"
+    overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=layout.grad_reduce_dtype == "fp32",
+        use_distributed_optimizer=layout.distributed_optimizer,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather and trains_base,
+    )
+    # One bucket for each chunk but the first: the others' reductions overlap with its work anyway (Megatron-LM).
+    ddps = [
+        DistributedDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
+        for number, module in enumerate(model.modules)
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=phase.lr,
+            min_lr=phase.min_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_eps=train.adam_epsilon,
+            clip_grad=train.grad_clip,
+            bf16=model.mcore_config.bf16,
+            params_dtype=model.mcore_config.params_dtype,
+            use_distributed_optimizer=layout.distributed_optimizer,
+            overlap_param_gather=layout.overlap_param_gather and trains_base,
+        ),
+        ddps,
+        config_overrides=_group_overrides(phase),
+    )
+    create_state(optimizer)
+    model.mcore_config.grad_scale_func = optimizer.scale_loss
+    model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
+    no_sync = [ddp.no_sync for ddp in ddps]
+    model.mcore_config.no_sync_func = (
+        (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
+    )
+    return MegatronPhaseOptimizer(ddps, optimizer, phase, model.work_time)
+
+
+def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
+    """megatron-core's reduction of the gradients, before which a rank has done its own work. Collective."""
+    work_time.end()
+    with work_time.part("gradient_reduction"):
+        megatron_finalize_model_grads(*args, **kwargs)
+
+
+def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
+    """Learning rate of each trained group over the phase's learning rate, under the names of the metrics."""
+    if phase.train == "indexer":
+        return {"indexer": 1.0}
+    multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}
+    if phase.train == "all":
+        multipliers["indexer"] = phase.indexer_lr_mult
+    return multipliers
+
+
+def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Parameter groups of megatron-core: no weight decay on vectors, multiplied learning rates.
+
+    `lr_mult` is also by what megatron-core tells groups apart in a checkpoint: without it, a resumed run
+    trained the base at the indexer's learning rate.
+    """
+    multipliers = lr_multipliers(phase)
+    overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
+    for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):
+        if multipliers.get(group, 1.0) != 1.0:
+            overrides[ParamKey(attr=attribute)] = ParamGroupOverride(lr_mult=multipliers[group])
+    return overrides
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Give each group its learning rate and weight decay for the next step; both follow from the config, so
+    nothing that a checkpoint brought along can change them."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def _close(model: Model, phase_optimizer: MegatronPhaseOptimizer) -> None:
+    for ddp in phase_optimizer.ddps:
+        if ddp.use_forward_hook:
+            ddp.disable_forward_pre_hook()  # also waits for parameters under way
+        # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
+        # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
+        ddp.grad_accs.clear()
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+        for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
+            if hasattr(parameter, attribute):
+                delattr(parameter, attribute)

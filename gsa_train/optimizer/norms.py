@@ -1,0 +1,133 @@
+"""Norms over all ranks of a phase's gradients and updates, each parameter once, and clipping by them.
+
+Nothing here makes the host wait for a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from gsa_kernels.adamw.reference import squared_update
+from gsa_train.optimizer.adamw_state import chained, inner_optimizers
+from gsa_train.parallel import Parallel
+
+
+@torch.no_grad()
+def reduce_grad_norm(
+    optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the reduced gradients and the loss over all ranks, in one collective.
+
+    Collective over all ranks, so that each has the same bits to decide by; nothing is read back on a GPU.
+
+    Args:
+        loss_share: 0-d: what this rank adds to the loss of the global batch.
+
+    Returns:
+        0-d fp32 norm before clipping, 0-d fp64 loss.
+    """
+    optimizer.prepare_grads()
+    grads = [g for inner in chained(optimizer) for g in inner.get_main_grads_for_grad_norm()]
+    squares = sum_of_squares(grads, parallel.device) / _copies(optimizer, parallel)
+    sums = torch.stack([squares, loss_share.double()])
+    dist.all_reduce(sums)
+    return sums[0].sqrt().float(), sums[1]
+
+
+@torch.no_grad()
+def clipped_step(
+    optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
+) -> None:
+    """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
+
+    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU, where
+    AdamW scales and skips by tensors on the device.
+
+    Args:
+        norm: 0-d: their norm, of `reduce_grad_norm`.
+        max_norm: largest global norm; 0 does not clip.
+        applied: 0-d bool, the same on all ranks.
+    """
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    if norm.is_cuda:
+        for inner in inner_optimizers(optimizer):
+            inner.optimizer.grad_scale = divisor
+            inner.optimizer.found_inf = applied.logical_not().float()
+        optimizer.step_with_ready_grads()
+    elif applied:
+        for parameter in (p for inner in chained(optimizer) for p in inner.get_parameters()):
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
+
+    From AdamW's moments after the step: nothing is kept from before it. Collective.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    for inner in inner_optimizers(optimizer):
+        adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
+        for group in adam.param_groups:
+            parameters = [p for p in group["params"] if id(p) in counted]
+            if parameters:
+                squares += squared_change([adam.state[p] for p in parameters], group, parameters)
+    squares = torch.where(applied, squares / _copies(optimizer, parallel), 0)
+    dist.all_reduce(squares)
+    return squares.sqrt().float()
+
+
+def _copies(optimizer: MegatronOptimizer, parallel: Parallel) -> int:
+    """Ranks that hold the same gradients and moments: the replicas without the distributed optimizer, else its
+    instances."""
+    sharing: int = optimizer.get_grad_stats_parallel_group().size()
+    return parallel.world_size // sharing
+
+
+def squared_change(
+    states: list[dict[str, torch.Tensor]],
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+) -> torch.Tensor:
+    """0-d fp64: of parameters of one group, all on one device, by AdamW's states after the step.
+
+    w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay).
+    """
+    step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
+    correction = (1 - beta2**step).sqrt()
+    rate, eps = correction / (1 - beta1**step), group["eps"] * correction
+    lr, decay = group["lr"], group["weight_decay"]
+    averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    if parameters[0].is_cuda:
+        from gsa_kernels.adamw.op import squared_updates  # imports Triton
+
+        total = squared_updates(parameters, averages, squares, rate, eps, decay)
+    else:
+        parts = zip(parameters, averages, squares, strict=True)
+        total = torch.stack([squared_update(*part, rate, eps, decay) for part in parts]).sum()
+    return total * (lr / (1 - lr * decay)) ** 2
+
+
+def counts_for_norms(parameter: torch.Tensor) -> bool:
+    """Not a copy of what another rank has, as megatron-core counts gradients."""
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+
+
+def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """0-d fp64. On CPUs torch adds up squares in fp32 nearly in one go: over half a million gradients that is 3e-5
+    beside the norm, another 3e-5 for each way of cutting them, and clipping carries it into the weights."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cuda":
+        norms = list(torch._foreach_norm(tensors))
+    else:
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return torch.stack(norms).double().square().sum()

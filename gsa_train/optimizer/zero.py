@@ -1,0 +1,350 @@
+"""`parallel.strategy: deepspeed`: DeepSpeed's ZeRO in place of megatron-core's gradient buffers and optimizer.
+
+The model, its tensor and sequence parallelism and the schedule stay megatron-core's. DeepSpeed reduces the gradients
+over the data-parallel ranks, keeps each rank's part of the fp32 weights and moments (stage 3: of the weights, too), and
+updates. Written against DeepSpeed 0.19.8, whose inner lists (`params_in_partition`, `averaged_gradients`, ...) are
+read here: a test of each stage compares every step with one rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# What DeepSpeed would guess with a warning, and what it insists on, also under plain python.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+os.environ.setdefault("LOCAL_RANK", "0")
+
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.build import Model
+from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+from gsa_train.optimizer.mcore import lr_multipliers
+from gsa_train.optimizer.norms import counts_for_norms, squared_change, sum_of_squares
+from gsa_train.optimizer.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember
+from gsa_train.parallel import Parallel
+
+PERSISTENT_ELEMENTS = 100_000
+"""ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# On CPUs it would compile collectives of its own at the first start; gloo's are there.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> ZeroPhaseOptimizer:
+    """Wrap the model, frozen for the phase, into DeepSpeed's engine. Collective."""
+    parallel = model.parallel
+    trained = [(name, each) for name, each in model.gpt.named_parameters() if each.requires_grad]
+    adam = torch.optim.AdamW(
+        _groups(trained, phase),
+        betas=(config.train.adam_beta1, config.train.adam_beta2),
+        eps=config.train.adam_epsilon,
+        fused=parallel.device.type == "cuda" or config.parallel.offload_optimizer,
+    )
+    deepspeed.comm.init_distributed(
+        deepspeed.get_accelerator().communication_backend_name(), dist_init_required=False
+    )
+    settings = _settings(config, parallel, model.mcore_config.bf16)
+    mpu, take_off = Groups(parallel), remember(model.module)
+    engine = _Engine(
+        args=None,
+        model=model.module,
+        optimizer=adam,
+        mpu=mpu,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+        dont_change_device=True,
+    )
+    if config.parallel.zero_stage == 3:
+        _announce(model)
+    return ZeroPhaseOptimizer(engine, model, phase, parallel, dict(trained), take_off)
+
+
+def _announce(model: Model) -> None:
+    """Name the parameters that a layer's attention reads outside of its indexer's forward pass. DeepSpeed finds such
+    ones by itself in a forward pass, and brings them from then on; but recomputation reads the temperature for the
+    first time in the backward pass."""
+    for attention in model.attentions:
+        if attention.indexer is not None:
+            for name in ("score_bias", "weight_bias", "log_inverse_temperature"):
+                parameter = getattr(attention.indexer, name)
+                if parameter is not None:
+                    deepspeed.zero.register_external_parameter(attention, parameter)
+
+
+def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -> list[dict[str, Any]]:
+    """Parameter groups as megatron-core makes them of `mcore._group_overrides`."""
+    multipliers = lr_multipliers(phase)
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in trained:
+        kind = next((kind for kind in ("indexer", "gate") if hasattr(parameter, f"gsa_{kind}")), "base")
+        lr_mult = multipliers["gates" if kind == "gate" else kind]
+        wd_mult = 0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0
+        groups.setdefault((lr_mult, wd_mult), []).append(parameter)
+    return [{"params": group, "lr_mult": lr, "wd_mult": wd} for (lr, wd), group in groups.items()]
+
+
+def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
+    """DeepSpeed's config: everything it would schedule, scale or write itself is off."""
+    layout, train = config.parallel, config.train
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        # Megatron-core's schedule has scaled the loss; where a step ends, `no_sync` says.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": train.grad_clip,
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": layout.grad_reduce_dtype},
+        "communication_data_type": layout.grad_reduce_dtype,
+        "zero_allow_untested_optimizer": True,
+        # torch's AdamW in one kernel, which needs no compiler at the start; DeepSpeed's own would.
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+            "overlap_comm": parallel.device.type == "cuda",
+            "round_robin_gradients": False,
+            **({"offload_optimizer": _offload(parallel)} if layout.offload_optimizer else {}),
+        },
+        "steps_per_print": None,
+    }
+
+
+def _offload(parallel: Parallel) -> dict[str, Any]:
+    return {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
+
+
+class _Engine(DeepSpeedEngine):  # type: ignore[misc]
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Always ZeRO's optimizer. For stage 1, bf16 weights and fp32 gradients DeepSpeed would take another one, which
+        keeps everything elsewhere."""
+        return ZERO_OPTIMIZATION
+
+
+class _Callable(torch.nn.Module):
+    """The engine as megatron-core's schedule calls it. The engine itself has a `config` of its own, which it would take
+    for the model's."""
+
+    engine: DeepSpeedEngine
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.__dict__["engine"] = engine  # not a submodule: it holds this module's parameters
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+
+def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+class ZeroPhaseOptimizer(PhaseOptimizer):
+    state_copy = 0
+    # ZeRO-2 and 3 reduce at the end of a backward pass, and 3 brings the weights for it.
+    local_backward = False
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        model: Model,
+        phase: PhaseConfig,
+        parallel: Parallel,
+        trained: dict[str, torch.nn.Parameter],
+        take_off: Callable[[], None],
+    ) -> None:
+        self.phase, self.modules = phase, [_Callable(engine)]
+        self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
+        self._model, self._take_off = model, take_off
+        self._shards_weights = engine.zero_optimization_partition_weights()
+        self._offloads = engine.zero_cpu_offload()
+        self._flat: list[torch.Tensor] = (
+            self._zero.fp32_partitioned_groups_flat
+            if self._shards_weights
+            else self._zero.single_partition_of_fp32_groups
+        )
+        self._pieces = list(pieces_of_shards(self._zero) if self._shards_weights else pieces(self._zero))
+        self.state_group = parallel.groups.dp
+        self._norm = torch.zeros(())
+        for flat in self._flat:
+            self._adam.state[flat].update(
+                step=torch.zeros((), device=flat.device),
+                exp_avg=torch.zeros_like(flat, requires_grad=False),
+                exp_avg_sq=torch.zeros_like(flat, requires_grad=False),
+            )
+        # DeepSpeed clips by the norm that it computes in fp32, and leaves out an update whose norm is not finite.
+        # It gets ours, and NaN where the update is to be left out.
+        if self._shards_weights:
+            self._zero._get_norm_groups = lambda: [self._norm]
+        else:
+            self._zero.scaled_global_norm = lambda norm_type=2: self._norm
+        # In the warm-up nothing before the first indexer has a gradient, and recomputed layers without one in their
+        # input would not run a backward pass at all.
+        self._embedding_hook = model.gpt.embedding.register_forward_hook(_begin_graph)
+        config = model.mcore_config
+        config.grad_scale_func = None
+        config.no_sync_func = self._not_the_last
+        config.finalize_model_grads_func = self._finalize
+
+    @property
+    def _adam(self) -> torch.optim.AdamW:
+        adam: torch.optim.AdamW = self._zero.optimizer
+        return adam
+
+    def _group_of(self, flat_group: int) -> dict[str, Any]:
+        index = self._zero.sub_group_to_group_id[flat_group] if self._shards_weights else flat_group
+        group: dict[str, Any] = self._adam.param_groups[index]
+        return group
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.train()
+
+    @contextmanager
+    def _not_the_last(self) -> Iterator[None]:
+        """Around all micro-batches of a step but its last one."""
+        self._engine.set_gradient_accumulation_boundary(False)
+        yield
+        self._engine.set_gradient_accumulation_boundary(True)
+
+    def reduce_gradients(self) -> None:
+        raise AssertionError("the schedule has done it")
+
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        """What megatron-core's finalize_model_grads does beyond data parallelism: gradients of what the tensor-parallel
+        ranks each hold whole, over these ranks. Their parts of the gradients are cut alike."""
+        self._model.work_time.end()
+        tensor = self._parallel.groups.tp
+        if tensor.size() == 1:
+            return
+        with self._model.work_time.part("gradient_reduction"):
+            kept = {id(parameter): self._reduction(name) for name, parameter in self._trained.items()}
+            pairs = list(self._gradients())
+            for reduction, divisor in (("average", tensor.size()), ("sum", 1)):
+                grads = [grad for piece, grad in pairs if kept[id(piece.parameter)] == reduction]
+                if not grads:
+                    continue
+                together = torch.cat(grads).to(self._parallel.device)
+                dist.all_reduce(together, group=tensor)
+                together /= divisor
+                for grad, reduced in zip(grads, together.split([len(grad) for grad in grads]), strict=True):
+                    grad.copy_(reduced)
+
+    def _reduction(self, name: str) -> str | None:
+        """What the tensor-parallel ranks make of their gradients of a parameter, as megatron-core has it."""
+        config, parameter = self._model.mcore_config, self._trained[name]
+        if getattr(parameter, "average_gradients_across_tp_domain", False):
+            return "average"
+        sees_some_tokens = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        sees_some_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        return "sum" if sees_some_tokens or sees_some_heads else None
+
+    def _gradients(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Each piece's, reduced over the data-parallel ranks, as a flat view."""
+        if self._offloads:
+            if self._parallel.device.type == "cuda":
+                torch.cuda.synchronize()  # they are copied to the host in streams of their own
+            for piece in self._pieces:
+                grad = self._flat[piece.group].grad
+                assert grad is not None
+                yield piece, grad[piece.in_group]
+            return
+        groups = {
+            group: [grad for grad in grads if not getattr(grad, "_zero_padding", False)]
+            for group, grads in self._zero.averaged_gradients.items()
+        }
+        for piece in self._pieces:
+            yield piece, groups[piece.group][piece.number].view(-1)[: piece.length]
+
+    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    @torch.no_grad()
+    def reduce_grad_norm(
+        self, loss_share: torch.Tensor, parallel: Parallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grads = [grad for piece, grad in self._gradients() if counts_for_norms(piece.parameter)]
+        squares = sum_of_squares(grads, self._flat[0].device).to(parallel.device)
+        sums = torch.stack([squares, loss_share.double()])
+        dist.all_reduce(sums)
+        return sums[0].sqrt().float(), sums[1]
+
+    def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
+        assert max_norm == self._engine.gradient_clipping()
+        self._norm = torch.where(applied, norm, torch.nan).to(self._flat[0].device)  # of what it scales
+        self._engine.step()  # waits for the device, to know whether the update is to be made
+        if self._offloads and not self._shards_weights:
+            # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
+            self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
+
+    @torch.no_grad()
+    def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        device = self._flat[0].device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for piece in self._pieces:
+            if counts_for_norms(piece.parameter):
+                flat, state = self._flat[piece.group], self._adam.state[self._flat[piece.group]]
+                own = {"step": state["step"], **{moment: state[moment][piece.in_group] for moment in MOMENTS}}
+                weights = [flat.detach()[piece.in_group]]
+                total += squared_change([own], self._group_of(piece.group), weights)
+        squares = torch.where(applied, total.to(parallel.device), 0)
+        dist.all_reduce(squares)
+        return squares.sqrt().float()
+
+    @torch.no_grad()
+    def close(self, model: Model) -> None:
+        engine = self._engine
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        self._embedding_hook.remove()
+        if self._shards_weights:
+            parameters: list[Any] = list(model.module.parameters())
+            parameters[0].all_gather(param_list=parameters)
+        engine.destroy()
+        self._take_off()
+
+    # --- a checkpoint ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole_weights(self, changes: bool) -> Iterator[None]:
+        if not self._shards_weights:
+            yield
+            return
+        parameters = list(self._engine.module.parameters())
+        # The rank is counted among the data-parallel ones.
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changes else None):
+            yield
+
+    @torch.no_grad()
+    def state_parts(self) -> Iterator[StatePart]:
+        for piece in self._pieces:
+            if piece.length > 0:
+                flat = self._flat[piece.group]
+                tensors = {moment: self._adam.state[flat][moment][piece.in_group] for moment in MOMENTS}
+                if piece.parameter.dtype != torch.float32:
+                    tensors[MAIN_WEIGHT] = flat.detach()[piece.in_group]
+                yield StatePart(piece.parameter, piece.start, tensors)
+
+    def step_count(self) -> float:
+        return next(float(state["step"]) for state in self._adam.state.values())
+
+    def set_step_count(self, count: float) -> None:
+        for state in self._adam.state.values():
+            state["step"].fill_(count)
+
+    def start_from_weights(self) -> None:
+        self._zero.refresh_fp32_params()

@@ -1,0 +1,108 @@
+"""A trace of a few training steps, and what the device's memory held meanwhile: `profile` in the config.
+
+For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
+    rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; gsa_train.profiling.spans has the names in it
+    rank_<rank>.txt            where the time went, in short (gsa_train.profiling.table)
+    rank_<rank>.memory.pickle  with `profile.memory_snapshot`, for pytorch.org/memory_viz
+
+It only looks on: no number of the training changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from gsa_train.config import ProfileConfig
+from gsa_train.profiling.table import profile_table
+
+logger = logging.getLogger(__name__)
+
+MEMORY_EVENTS = 1_000_000
+"""Allocations and releases that a snapshot looks back on; torch's own default has no limit."""
+
+
+class ProfileError(ValueError):
+    """What the config asks for cannot be profiled here."""
+
+
+class StepProfiler:
+    """One rank's. Call `before` and `after` around each step, numbered from 1, and `close` in the end."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
+        """
+        Args:
+            folder: holds all traces of the run.
+
+        Raises:
+            ProfileError: a memory snapshot where there is no CUDA device.
+        """
+        if config.memory_snapshot and device.type != "cuda":
+            raise ProfileError(
+                "profile.memory_snapshot = true: snapshots are of a CUDA device's memory, and this run is on CPUs; "
+                "set it to false"
+            )
+        self._folder, self._rank, self._device = folder, rank, device
+        wanted = config.start_step > 0 and (not config.ranks or rank in config.ranks)
+        self._first, self._last = config.start_step, config.start_step + config.steps - 1 if wanted else 0
+        self._snapshots = config.memory_snapshot
+        self._prepared: profile | None = None
+        self._running: profile | None = None
+        self._step_name: record_function | None = None
+        self._steps: list[int] = []
+
+    def before(self, step: int) -> None:
+        """Start with the first step of the window, or where a resume comes into it. The step before it warms up."""
+        if not self._first - 1 <= step <= self._last:
+            return
+        if self._running is None:
+            if self._prepared is None:
+                activities = [ProfilerActivity.CPU]
+                if self._device.type == "cuda":
+                    activities.append(ProfilerActivity.CUDA)
+                self._prepared = profile(activities=activities)
+                self._prepared.prepare_trace()
+            if step < self._first:
+                return
+            self._running, self._prepared = self._prepared, None
+            if self._snapshots:
+                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # no work of the step before in this one's table
+            self._running.start_trace()
+        self._step_name = record_function(f"ProfilerStep#{step}")  # what trace viewers look for
+        self._step_name.__enter__()
+        self._steps.append(step)
+
+    def after(self, step: int) -> None:
+        """End with the last step of the window."""
+        if self._step_name is not None:
+            self._step_name.__exit__(None, None, None)
+            self._step_name = None
+        if self._running is not None and step >= self._last:
+            self._write(self._running)
+            self._last = 0  # steps that a rewind repeats are not profiled again
+
+    def close(self) -> None:
+        """A run that ends inside the window leaves what there is, also one that ran out of memory."""
+        if self._running is not None:
+            self.after(self._last)
+
+    def _write(self, trace: profile) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        trace.stop_trace()
+        self._running = None
+        folder = self._folder / f"steps_{self._steps[0]:08d}-{self._steps[-1]:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank_{self._rank:05d}.json.gz"
+        if self._snapshots:
+            torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank_{self._rank:05d}.memory.pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        trace.export_chrome_trace(str(path))
+        table = profile_table(trace.events(), self._steps, self._device.type == "cuda")
+        path.with_name(f"rank_{self._rank:05d}.txt").write_text(table)
+        logger.info("profile of steps %d to %d: %s\n%s", self._steps[0], self._steps[-1], path, table)

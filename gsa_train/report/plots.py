@@ -1,0 +1,190 @@
+"""Figures of a run, drawn from its metrics.jsonl alone: during the run, after it, or after it was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
+
+from gsa_train.metrics.progress import compact
+from gsa_train.metrics.sinks import Record
+from gsa_train.report.panels import LAYERS, PANELS, TITLES, Panel
+from gsa_train.report.run_series import (
+    first_step,
+    flat,
+    has,
+    names_of,
+    phase_starts,
+    records_of,
+    series,
+    token_knots,
+    tokens_at,
+    with_all_lines,
+    with_key,
+)
+
+COLORS = ("#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#7a7a7a")
+FEW_POINTS = 40
+"""Up to this many points of a line also get a marker: a single point has no line."""
+
+
+def write_plots(run_dir: Path) -> list[Path]:
+    """Write `plots/*.png`, one per figure that has data, and return their paths."""
+    records = [flat(record) for record in records_of(run_dir)]
+    out_dir = run_dir / "plots"
+    out_dir.mkdir(exist_ok=True)
+    written = []
+    for name, title in TITLES.items():
+        panels = [with_all_lines(panel, records) for panel in PANELS if panel.figure == name]
+        panels = [panel for panel in panels if any(has(records, key) for key in panel.lines)]
+        if not panels:
+            continue
+        figure, axes = _figure(f"{title} · {run_dir.name}", len(panels))
+        for ax, panel in zip(axes, panels, strict=True):
+            _draw(ax, panel, records)
+        if name == "loss":
+            _draw_baselines(axes[0], run_dir / "summary.json")
+            _draw_non_finite(axes[0], records)
+        written.append(_finish(figure, axes, records, out_dir / f"{name}.png"))
+    layers = [(key, label) for key, label in LAYERS.items() if has(records, key)]
+    if layers:
+        figure, axes = _figure(f"Layers · {run_dir.name}", len(layers))
+        for ax, (key, label) in zip(axes, layers, strict=True):
+            _draw_layers(figure, ax, key, label, records)
+        written.append(_finish(figure, axes, records, out_dir / "layers.png"))
+    return written
+
+
+def write_comparison(run_dirs: list[Path], out_dir: Path) -> Path:
+    """Training and validation loss of several runs over the tokens they have seen."""
+    runs = {name: records_of(run) for name, run in names_of(run_dirs).items()}
+    panels = {"loss": "train loss", "validation_loss": "validation loss"}
+    panels = {key: label for key, label in panels.items() if any(has(r, key) for r in runs.values())}
+    figure, axes = _figure("Comparison over tokens", max(1, len(panels)))
+    for ax, (key, label) in zip(axes, panels.items(), strict=False):
+        for index, (name, records) in enumerate(runs.items()):
+            steps, values = series(records, key)
+            knots = token_knots(records)
+            if steps and knots:
+                _plot(ax, tokens_at(knots, steps), values, name, *_line_look(index))
+        ax.set_ylabel(f"{label} (nats per token)")
+        ax.set_xlim(left=0)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        _legend(ax)
+    axes[-1].set_xlabel("tokens")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path = out_dir / "comparison.png"
+    figure.savefig(path)
+    return path
+
+
+# --- drawing: figures without pyplot need no display and leave no global state --------------------------
+
+
+def _figure(title: str, rows: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(10, 1.5 + 2.7 * rows), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    axes = [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    return figure, axes
+
+
+def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
+    drawn = [(key, name) for key, name in panel.lines.items() if has(records, key)]
+    values = [value for key, _ in drawn for value in series(records, key)[1]]
+    if panel.scale == "log" and any(0 < value < math.inf for value in values):
+        ax.set_yscale("log", nonpositive="mask")
+    for index, (key, name) in enumerate(drawn):
+        _plot(ax, *series(records, key), name, *_line_look(index))
+    if panel.band and all(has(records, key) for key in panel.band):
+        (steps, low), (_, high) = series(records, panel.band[0]), series(records, panel.band[1])
+        ax.fill_between(steps, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="min to max")
+    if panel.scale == "share":
+        ax.set_ylim(-0.02, 1.02)
+    if panel.scale == "percent":
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if panel.scale == "count":
+        ax.set_ylim(bottom=0, top=None if any(values) else 1)
+        ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.set_ylabel(panel.label)
+    _legend(ax)
+
+
+def _legend(ax: Axes) -> None:
+    """Beside the axes, where it hides nothing; a single line needs none, the y axis has its name."""
+    if len(ax.get_legend_handles_labels()[0]) > 1:
+        ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _line_look(index: int) -> tuple[str, str]:
+    """Color and style of a panel's lines, from 0."""
+    return COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
+
+
+def _plot(
+    ax: Axes, x: list[float] | list[int], y: list[float], name: str, color: str, style: str = "-"
+) -> None:
+    marker = "o" if sum(map(math.isfinite, y)) <= FEW_POINTS else ""
+    ax.plot(x, y, style, color=color, label=name, linewidth=1.5, marker=marker, markersize=3)
+
+
+def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
+    """A red cross on the x axis for every step whose loss is not a finite number."""
+    bad = [r["step"] for r in records if r.get("loss") is not None and not math.isfinite(r["loss"])]
+    if bad:
+        transform = ax.get_xaxis_transform()
+        ax.plot(bad, [0] * len(bad), "x", color="red", transform=transform, clip_on=False, label="not finite")
+        _legend(ax)
+
+
+def _draw_baselines(ax: Axes, summary_path: Path) -> None:
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else {}
+    for name, style in (("unigram", ":"), ("bigram", "--")):
+        perplexity = summary.get(f"{name}_perplexity")
+        if perplexity is not None:
+            ax.axhline(math.log(float(perplexity)), color=COLORS[-1], linestyle=style, label=name)
+    _legend(ax)
+
+
+def _draw_layers(figure: Figure, ax: Axes, key: str, label: str, records: list[Record]) -> None:
+    """A row per layer; the column of a record reaches back to the record before."""
+    having = [record for record in with_key(records, key) if "event" not in record]
+    num_layers = max(len(record[key]) for record in having if record.get(key) is not None)
+    table = [record.get(key) or [math.nan] * num_layers for record in having]
+    columns = list(zip(*table, strict=True))
+    edges = [first_step(having), *(record["step"] for record in having)]
+    mesh = ax.pcolormesh(edges, [i - 0.5 for i in range(num_layers + 1)], columns, cmap="viridis")
+    if key == "layer_recall":
+        mesh.set_clim(0, 1)
+    figure.colorbar(mesh, ax=ax, label=label, pad=0.01)
+    ax.set_ylabel("layer")
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    ax.grid(False)
+
+
+def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path) -> Path:
+    """Phases as vertical lines with their names on top, steps and tokens at the bottom; then the file."""
+    starts = phase_starts(records)
+    for ax in axes:
+        for step, _ in starts[1:]:
+            ax.axvline(step, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.set_xlim(starts[0][0], max(record["step"] for record in records))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.tick_params(labelbottom=ax is axes[-1])
+    for step, phase in starts:
+        transform = axes[0].get_xaxis_transform()
+        axes[0].text(step, 1.0, phase, transform=transform, rotation=35, fontsize=8, color="#555555")
+    knots = token_knots(records)
+    if knots:
+        text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(tokens_at(knots, [step])[0])}")
+        axes[-1].xaxis.set_major_formatter(text)
+    axes[-1].set_xlabel("step, and tokens seen" if knots else "step")
+    figure.savefig(path)
+    return path

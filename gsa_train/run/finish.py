@@ -1,0 +1,144 @@
+"""The end of a run: last validation, baselines, summary, plots; or a stop before it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_data.best_fit import packing_shares
+from gsa_data.source_weights import tokens_by_source
+from gsa_data.stream import whole_epochs
+from gsa_train.config import PhaseConfig
+from gsa_train.evaluate import ngram_perplexities, scores_of
+from gsa_train.metrics.sinks import write_atomically
+from gsa_train.monitor.corruption import EXIT_CODE as EXIT_CORRUPTED
+from gsa_train.monitor.corruption import CorruptionFound
+from gsa_train.monitor.monitor import EXIT_CODE, MonitorStop
+from gsa_train.monitor.stop import note_stop
+from gsa_train.parallel import shutdown_parallel
+from gsa_train.report.page import write_report
+from gsa_train.resume import run_dir
+from gsa_train.run.folder import STOPPED
+from gsa_train.run.stop_signals import EXIT_STOPPED, Stopped, reason_in_words
+from gsa_train.run.watch import Watch
+from gsa_train.trainer import Run, newest_save, validate
+
+
+def finish(run: Run, last_phase: PhaseConfig) -> None:
+    """Write summary.json and plots, and print the summary. Collective.
+
+    Raises:
+        Stopped: asked to in the validation; the next start ends the run again.
+    """
+    config = run.config
+
+    def stop_if_asked() -> None:  # the last step is saved already
+        run.watch.note(run.step, "validating")
+        reason = run.stop_vote.ask()
+        if reason:
+            raise Stopped(reason, run.step)
+
+    validation = validate(run, last_phase.name, stop_if_asked)
+    run.watch.note(run.step, "ending")
+    text = run.batches.state()
+    counters = text["counters"]
+    if run.sinks is not None and run.progress is not None:
+        baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
+        if config.evaluate.ngram_baselines:
+            samples = run.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
+            blocks = run.validation_sets[0].text.blocks
+            baselines = ngram_perplexities(blocks, run.tokenizer, samples, config)
+        summary = {
+            "steps": run.step,
+            "tokens": run.tokens,
+            **{
+                f"val_{name.removeprefix('validation_')}": value
+                for name, value in scores_of(validation).items()
+            },
+            **baselines,
+            "recall": validation["validation_recall"],
+            "random_recall": validation["validation_random_recall"],
+            "spikes": run.monitor.spikes,
+            "skipped_updates": run.monitor.skipped_updates,
+            "rewinds": len(run.monitor.rewinds),
+            "data_epochs": whole_epochs(text),
+            "data_tokens_by_source": tokens_by_source(counters),
+        }
+        if config.data.packing == "best_fit":
+            summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
+        run.progress.close()
+        run.sinks.finish(summary)
+        for name, value in summary.items():
+            parts = value if isinstance(value, dict) else {"": value}
+            for part, number in parts.items():
+                label = f"{name} {part}".strip()
+                run.progress.message(f"{label:>20}  {'--' if number is None else number}")
+        if config.logging.plots:
+            # matplotlib: half a second, which no other rank and no start has to pay.
+            from gsa_train.report.plots import write_plots
+
+            folder = run_dir(config)
+            for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
+                run.progress.message(f"wrote {path}")
+    dist.barrier()
+
+
+def leave(run: Run, stop: Stopped) -> None:
+    """End this process's part of a run that was asked to stop and is saved. Collective."""
+    if run.sinks is not None and run.progress is not None:
+        facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
+        write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
+        run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
+    _close(run, EXIT_STOPPED)
+
+
+def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
+    """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
+    run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
+    if run.parallel.is_main:
+        note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
+    _close(run, EXIT_CODE)
+
+
+def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
+    """The same for a run whose numbers are not what they should be. Collective.
+
+    The metrics have it already, but a restart drops what they say after its checkpoint; the report stays.
+    """
+    newest_save(run)
+    if run.parallel.is_main:
+        folder = run_dir(run.config) / "faults" / time.strftime("%Y%m%d-%H%M%S")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").write_text(f"{fault}\nno update was made after step {run.step} <--\n")
+    _close(run, EXIT_CORRUPTED)
+
+
+def _close(run: Run, exit_code: int) -> None:
+    run.watch.note(run.step, "ending")
+    run.watch.exit_code = exit_code
+    run.batches.close()
+    run.stop_vote.close()
+    if run.sinks is not None and run.progress is not None:
+        run.progress.close()
+        run.sinks.close(0 if exit_code == EXIT_STOPPED else exit_code)  # to W&B a stop is no failure
+    leave_world(run.watch)
+
+
+def leave_world(watch: Watch) -> None:
+    """Leave the process group, watched to the last moment. Collective.
+
+    Twice: at the first barrier the watch names a rank that does not come, at the second no rank asks the store of
+    torch.distributed any more, so that the first one to go may take it along. torchrun ends all ranks when the first
+    one ends.
+    """
+    try:
+        dist.barrier()
+        watch.begin_to_leave()
+        dist.barrier()
+        shutdown_parallel()
+    except RuntimeError as error:  # of gloo and NCCL
+        watch.end_saved(f"leaving its process group failed, as where a peer has died ({error})")
+    watch.close()

@@ -1,0 +1,133 @@
+"""The run folder on the main rank: resolved config, sinks, progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from gsa_train.checkpoint.files import go_back_to, read_latest
+from gsa_train.config import Config, config_to_yaml
+from gsa_train.metrics.progress import Progress
+from gsa_train.metrics.sinks import Sinks, open_sinks, write_atomically
+from gsa_train.monitor.stop import FILE as MONITOR_STOP
+from gsa_train.parallel import Parallel
+from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
+from gsa_train.run.starts import note_start, read_starts
+from gsa_train.run.stop_signals import children_keep_running
+from gsa_train.run.watch import newest_hang
+
+STOPPED = "stopped.json"
+"""Says that, when and why the run was stopped; gone while it runs and when it is complete. For job scripts."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    checkpoints: Path
+    sinks: Sinks | None
+    """On the main rank."""
+    progress: Progress | None
+    """On the main rank."""
+    wandb_run_id: str | None
+    """On every rank."""
+    hang: str | None
+    """On the main rank: which hang ended the start before this one (gsa_train.run.watch)."""
+
+
+def open_run_folder(config: Config, start: Start, parallel: Parallel, total_steps: int) -> RunFolder:
+    """Open what the run writes; print config and layout. Collective."""
+    folder = run_dir(config)
+    sinks = progress = hang = None
+    shared: list[str | None] = [None]
+    if parallel.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        continues = start.same_run and start.state is not None
+        is_complete = start.step == total_steps
+        went_back = continues and _go_back_to_older(
+            start.checkpoint
+        )  # before the metrics forget what came later
+        starts = read_starts(folder)
+        hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
+        with children_keep_running():  # W&B's service among them
+            sinks = open_sinks(
+                config.logging,
+                folder,
+                config.run.name,
+                dataclasses.asdict(config),
+                resume_step=start.step if continues else None,
+                wandb_run_id=start.state.wandb_run_id if continues and start.state else None,
+                keeps_later=went_back,
+                validates_again=is_complete,
+            )
+        if not is_complete:
+            _keep_summary(folder)
+        write_atomically(folder / "config.yaml", config_to_yaml(config))
+        on_gpu = parallel.device.type == "cuda"
+        device = torch.cuda.get_device_name() if on_gpu else platform.machine()
+        note_start(folder, start.step, parallel.describe(), device)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        write_atomically(folder / LAUNCH, launch_id() + "\n")
+        (folder / STOPPED).unlink(missing_ok=True)
+        (folder / MONITOR_STOP).unlink(missing_ok=True)
+        progress = Progress(total_steps, start.step)
+        progress.message(config_to_yaml(config))
+        progress.message(f"run folder {folder}; {parallel.describe()}")
+        if start.checkpoint is not None:
+            progress.message(f"resuming from {start.checkpoint} at step {start.step}")
+        if start.state is not None:
+            for line in config_changes(start.state.config_yaml, config):
+                progress.message(f"  changed since then: {line}")
+        if went_back:
+            progress.message(
+                "newer checkpoints are in checkpoints/set_aside, their metrics in metrics_rewound.jsonl"
+            )
+        profile = config.profile
+        if profile.start_step > 0 and profile.start_step + profile.steps <= start.step + 1:
+            progress.message(
+                "profile: its steps lie before this start, so nothing is traced; set profile.start_step"
+            )
+        if is_complete:
+            progress.message("this run is complete: no step is left, only the end is written again")
+        shared[0] = sinks.wandb_run_id
+    dist.broadcast_object_list(shared, src=0)
+    return RunFolder(folder / "checkpoints", sinks, progress, shared[0], hang)
+
+
+def _go_back_to_older(checkpoint: Path | None) -> bool:
+    """Where --resume-from names a checkpoint of this run that is not its latest: what is newer is set aside, else a
+    restart before the next save would go on from there. Says whether that was so."""
+    if checkpoint is None or read_latest(checkpoint.parent) in (None, checkpoint.name):
+        return False
+    go_back_to(checkpoint)
+    return True
+
+
+def _keep_summary(folder: Path) -> None:
+    """That of a run which now goes on, as its phases became longer, is not this one's: it would look complete."""
+    path = folder / "summary.json"
+    if path.is_file():
+        path.rename(folder / f"summary_{json.loads(path.read_text())['steps']:08d}.json")
+
+
+def config_changes(saved_yaml: str, config: Config) -> list[str]:
+    """`field: before -> now` of what this start's config has otherwise than a checkpoint's. A field that the checkpoint
+    does not know is younger than it."""
+    before, now = (yaml.safe_load(text) for text in (saved_yaml, config_to_yaml(config)))
+    lines = []
+    names = [", ".join(phase["name"] for phase in tree["phases"]) for tree in (before, now)]
+    if names[0] != names[1]:
+        lines.append(f"phases: {names[0]} -> {names[1]}")
+    for tree in (before, now):
+        phases = tree.pop("phases")
+        tree |= {f"phases.{index}": phase for index, phase in enumerate(phases)}
+    for section, fields in now.items():
+        known = before.get(section, {})
+        changed = [field for field, value in fields.items() if field in known and known[field] != value]
+        lines += [f"{section}.{field}: {known[field]} -> {fields[field]}" for field in changed]
+    return lines

@@ -1,0 +1,67 @@
+"""Every start of a run, in `starts.jsonl` of its folder: what ran where, from which step, by which source."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+STARTS = "starts.jsonl"
+SOURCE = Path(__file__).resolve().parents[2]
+"""The checkout, or the folder that the package is installed in."""
+
+
+def note_start(run_dir: Path, step: int, layout: str, device: str) -> None:
+    """Append this start, which begins behind `step`."""
+    start = {
+        "unix_seconds": time.time(),
+        "step": step,
+        "layout": layout,
+        "device": device,
+        "host": socket.gethostname(),
+        "commit": source_commit(SOURCE),
+        "torch": version("torch"),
+    }
+    path = run_dir / STARTS
+    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * is_cut + json.dumps(start) + "\n")
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """In their order; empty for a run of a version that did not note them. A line that a kill or a full disk cut off is
+    left out."""
+    path = run_dir / STARTS
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    starts = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            starts.append(json.loads(line))
+    return starts
+
+
+def source_commit(source: Path) -> str | None:
+    """The commit that runs, with `+` where files were changed after it; None where nothing tells."""
+    frozen = (
+        source.parent / "commit.txt"
+    )  # launch/slurm/submit.py: the commit, and a line for each changed file
+    if source.name == "source" and frozen.is_file():
+        commit, *changed = frozen.read_text(encoding="utf-8").splitlines()
+        return commit + "+" * bool(changed)
+    if not (source / ".git").exists():  # a checkout further up is not ours
+        return None
+    try:
+        commit = _git(source, "rev-parse", "HEAD")
+        return commit + "+" * bool(_git(source, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(source: Path, *words: str) -> str:
+    command = ["git", "-C", str(source), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()

@@ -1,0 +1,109 @@
+"""How long a rank itself works on a step, without the time in which it waits for others: who holds up the run? And
+what a step's time goes to, with that time."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from gsa_train.profiling.spans import span
+
+logger = logging.getLogger(__name__)
+
+
+STEP_PARTS = ("forward_backward", "gradient_reduction", "optimizer")
+"""What `WorkTime.part` times, each apart from the others."""
+
+
+class Worked(NamedTuple):
+    """Seconds since the last reading."""
+
+    seconds: float
+    """Between each `begin` and the next `end`."""
+    parts: dict[str, float]
+    """Of STEP_PARTS, waiting for other ranks included."""
+
+
+class WorkTime:
+    """Seconds between each `begin` and the next `end`, added up; on a GPU those of the device, read later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        self._parts: dict[str, list[tuple[Any, Any]]] = {name: [] for name in STEP_PARTS}
+
+    def begin(self) -> None:
+        """Where this rank no longer waits for another."""
+        self._began = self._now()
+
+    def end(self) -> None:
+        """Before it waits for others again. Without a `begin` it counts nothing."""
+        if self._began is not None:
+            self._spans.append((self._began, self._now()))
+            self._began = None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Times one of STEP_PARTS; the gradient reduction is inside forward and backward, and counts for itself."""
+        began = self._now()
+        with span("communication" if name == "gradient_reduction" else name):
+            yield
+        self._parts[name].append((began, self._now()))
+
+    def read_and_reset(self) -> Worked:
+        """Waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        parts = {name: self._sum(spans) for name, spans in self._parts.items()}
+        parts["forward_backward"] -= parts["gradient_reduction"]
+        worked = Worked(self._sum(self._spans), parts)
+        for spans in (self._spans, *self._parts.values()):
+            spans.clear()
+        return worked
+
+    def _sum(self, spans: list[tuple[Any, Any]]) -> float:
+        if self._on_gpu:
+            return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1000
+        return float(sum(end - begin for begin, end in spans))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def slowest(work_seconds: Sequence[float]) -> tuple[int, float]:
+    """The rank that works longest, and its time over that of the median rank (the lower of the middle two)."""
+    rank = max(range(len(work_seconds)), key=work_seconds.__getitem__)
+    usual = statistics.median_low(work_seconds)
+    return rank, work_seconds[rank] / usual if usual > 0 else 1.0
+
+
+class StragglerWarning:
+    """Names a rank that is much slower than the others at several logged steps in a row."""
+
+    LOGGED_STEPS = 3
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._rank = self._times = 0
+
+    def look(self, step: int, rank: int, ratio: float) -> None:
+        self._times = 0 if ratio < self._ratio else self._times + 1 if rank == self._rank else 1
+        self._rank = rank
+        if self._times == self.LOGGED_STEPS:
+            logger.warning(
+                "step %d: rank %d works %.2f times as long as the median rank; all others wait for it",
+                step,
+                rank,
+                ratio,
+            )

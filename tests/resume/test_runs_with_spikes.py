@@ -1,0 +1,258 @@
+"""Spikes in real runs: what is detected at which step, what is done about it, and where the run ends up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train.metrics.sinks import read_records
+from gsa_train.monitor.monitor import EXIT_CODE
+from helpers.fault_plans import FaultPlan
+from helpers.runs import numbers_of
+
+pytestmark = pytest.mark.slow
+
+STEPS = 64
+SECTIONS: dict[str, Any] = {
+    "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 128},
+    "gsa": {"indexer_heads": 2, "indexer_dim": 16, "k_base": 16, "k_min": 8, "k_max": 32},
+    "train": {"seq_len_tokens": 64, "micro_batch_size": 4, "global_batch_size": 4},
+    "evaluate": {"every_steps": 0, "max_blocks": 8, "ngram_baselines": False},
+    "checkpoint": {"every_steps": 40, "keep_last": 9},
+    "logging": {"every_steps": 1, "wandb": "disabled", "tensorboard": False, "plots": False},
+    "monitor": {
+        "window_steps": 40,
+        "min_history_steps": 24,
+        "grad_norm_min_ratio": 5.0,  # so early and so small, its norm triples now and then
+        "lower_lr_steps": 10,
+        "rewind_min_steps": 5,
+        "rewind_skip_before_steps": 2,
+        "rewind_skip_after_steps": 4,
+    },
+}
+PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_steps": 10}
+
+TEXT = {"random_tokens": [[33, 33], [45, 49]]}
+"""One batch of uniformly random tokens, and five of them; the checkpoint is between."""
+POISONED = [33, 45, 46, 47, 48, 49]
+FLIPPED = {"flipped_bit": [50, 30]}
+"""The highest bit of a weight's exponent: it becomes about 1e37."""
+EVERY_FIFTH = "logging.every_steps=5"
+"""The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
+LEFT_OUT = list(range(43, 52))
+"""2 steps before the spike's first one, 45, to 4 behind the third, after which the run goes back."""
+
+
+@dataclass
+class Finished:
+    folder: Path
+    codes: list[int]
+    """Of the ranks."""
+
+    @property
+    def log(self) -> str:
+        return self.folder.with_suffix(".log.0").read_text()
+
+    def records(self, event: str | None = None) -> list[dict[str, Any]]:
+        """Records of one kind of event; of the steps if None."""
+        records = read_records(self.folder / "metrics.jsonl")
+        return [record for record in records if record.get("event") == event]
+
+    def spikes(self) -> list[int]:
+        return [record["step"] for record in self.records("spike")]
+
+    def losses(self) -> dict[int, float]:
+        return {record["step"]: record["loss"] for record in self.records()}
+
+    def numbers(self, after: int, *without: str) -> list[dict[str, Any]]:
+        """Every record after a step, apart from saves, times and the keys named."""
+        records = read_records(self.folder / "metrics.jsonl")
+        return numbers_of((record for record in records if record["step"] > after), keys=without)
+
+    @property
+    def validation_loss(self) -> float:
+        return float(self.records("validation")[-1]["validation_loss"])
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """All runs of this file, from one process that has imported everything; two of one rank go side by side."""
+    folder = tmp_path_factory.mktemp("spikes")
+    plan = FaultPlan(folder, SECTIONS, [PHASE])
+    run = plan.run
+
+    def goes_on(name: str, source: str, *overrides: str) -> dict[str, Any]:
+        """From a copy of a run's folder as a kill between its checkpoint and the end would leave it."""
+        copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
+        return run(name, *overrides, **TEXT) | copied
+
+    skip, lower, rewind, stop = (
+        f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
+    )
+    left_out = f"train.iterations_to_skip={LEFT_OUT}"
+    saves_often = "checkpoint.every_steps=16"
+    halves = "train.micro_batch_size=2"
+    waves = [
+        [run("clean"), run("skip", skip, **TEXT)],
+        [run("rewind", rewind, EVERY_FIFTH, **TEXT), run("stop", stop, EVERY_FIFTH, **TEXT)],
+        [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
+        [goes_on("stop, again", "stop", stop, EVERY_FIFTH)],
+        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, **TEXT)],
+        [run("bit", rewind, saves_often, **FLIPPED), run("bit, log", **FLIPPED)],
+        [run("text, log", **TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=63")],
+        [run("split", skip, "parallel.tensor=2", ranks=2, **TEXT)],
+        [run("nan", skip, halves, ranks=2, nan_gradient=[40, 1])],
+        [run("nan, log", halves, ranks=2, nan_gradient=[5, 1])],
+    ]
+    codes = plan.carry_out(waves)
+    found = {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
+    print_table(found)
+    return found
+
+
+def print_table(runs: dict[str, Finished]) -> None:
+    """Seen with -s."""
+    print(f"\n{'run':<16} {'exit':>4} {'flagged steps':<28} {'done':<36} validation loss")
+    for name, run in runs.items():
+        done = [
+            f"{kind} at {event['step']}"
+            for kind in ("lower_lr", "rewind", "stop")
+            for event in run.records(kind)
+        ]
+        flagged = " ".join(map(str, run.spikes()))
+        loss = f"{run.validation_loss:.4f}" if run.records("validation") else "--"
+        print(f"{name:<16} {run.codes[0]:>4} {flagged:<28} {', '.join(done):<36} {loss}")
+
+
+def test_without_faults_nothing_happens(runs):
+    clean = runs["clean"]
+    assert clean.codes == [0]
+    assert not clean.spikes()
+    last = clean.records()[-1]
+    assert (last["spikes"], last["spikes_per_100k_steps"], last["skipped_updates"], last["rewinds"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert all(record["update_norm"] > 0 for record in clean.records())
+
+
+def test_updates_from_bad_batches_are_left_out_at_once(runs):
+    skip, clean = runs["skip"], runs["clean"]
+    assert skip.spikes() == POISONED
+    assert {record["action"] for record in skip.records("spike")} == {"skip"}
+    assert [record["step"] for record in skip.records() if record["update_norm"] == 0] == POISONED
+    assert all(skip.losses()[step] == clean.losses()[step] for step in range(1, 33))
+    last = skip.records()[-1]
+    assert (last["spikes"], last["skipped_updates"], last["spikes_per_100k_steps"]) == (2, 6, 2e5 / STEPS)
+    assert skip.validation_loss < runs["text, log"].validation_loss
+
+
+def test_a_run_resumed_between_two_spikes_is_the_uninterrupted_one(runs):
+    assert runs["skip, resumed"].numbers(0) == runs["skip"].numbers(0)
+
+
+def test_two_ranks_decide_as_one(runs):
+    split, one = runs["split"], runs["skip"]
+    assert split.codes == [0, 0]
+    assert split.spikes() == POISONED
+    for step in range(1, 33):
+        assert split.losses()[step] == pytest.approx(one.losses()[step], rel=1e-4)
+    for mine, its in zip(split.records()[:15], one.records()[:15], strict=True):
+        assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
+
+
+def test_a_rewind_goes_on_behind_the_spike(runs):
+    rewind = runs["rewind"]
+    (event,) = rewind.records("rewind")
+    places = ("step", "checkpoint_step", "spike_step", "first_skipped", "last_skipped", "action", "signal")
+    assert [event[name] for name in places] == [40, 40, 45, LEFT_OUT[0], LEFT_OUT[-1], "rewind", "loss"]
+    assert [record["last_step"] for record in rewind.records("skipped_batches")] == [LEFT_OUT[-1]]
+    assert not {*rewind.losses()} & {*LEFT_OUT}
+    dropped = read_records(rewind.folder / "metrics_rewound.jsonl")
+    assert [record["step"] for record in dropped if record.get("event") == "spike"] == [45, 46, 47]
+    assert rewind.records()[-1]["step"] == STEPS
+    assert rewind.records()[-1]["tokens"] == (STEPS - len(LEFT_OUT)) * 4 * 64
+
+
+def test_a_rewind_is_a_restart_that_leaves_out_the_same_batches(runs):
+    rewind, restart = runs["rewind"], runs["restart"]
+    assert restart.codes == [0]
+    assert rewind.numbers(40, "rewinds") == restart.numbers(40, "rewinds")
+    assert [record["step"] for record in restart.records()][-2:] == [60, 64]
+
+
+def test_a_run_killed_after_a_rewind_knows_of_it(runs):
+    assert runs["rewind, resumed"].numbers(40) == runs["rewind"].numbers(40)
+
+
+def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
+    stop = runs["stop"]
+    assert stop.codes == [EXIT_CODE]
+    assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.log
+    assert stop.checkpoints == ["step_00000040"]
+    assert max(stop.losses()) == 45  # the spike's third step is read at step 49
+    assert [record["step"] for record in stop.records("stop")] == [49]
+
+
+def test_the_same_command_does_not_run_into_the_same_spike(runs):
+    """`restart` does, without its batches."""
+    stop, again, restart = runs["stop"], runs["stop, again"], runs["restart"]
+    assert again.codes == [EXIT_CODE]
+    assert "the monitor stopped this run" in again.log
+    assert "train.iterations_to_skip=[45,46,47]\n" in again.log
+    assert again.numbers(0) == stop.numbers(0)  # untouched
+    assert [(run.folder / "monitor_stop.json").exists() for run in (stop, again, restart)] == [1, 1, 0]
+
+
+def test_the_learning_rate_is_lowered_for_a_while(runs):
+    lower = runs["lower_lr"]
+    assert [(record["step"], record["last"]) for record in lower.records("lower_lr")] == [(47, 59)]
+    rates = {record["step"]: record["lr"] for record in lower.records()}
+    assert [step for step in range(11, STEPS + 1) if rates[step] == 1e-3] == list(range(50, 62))
+    assert [step for step in range(11, STEPS + 1) if rates[step] == 2e-3] == [
+        *range(11, 50),
+        *range(62, STEPS + 1),
+    ]
+
+
+def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
+    bit = runs["bit"]
+    (event,) = bit.records("rewind")
+    assert (event["checkpoint_step"], event["spike_step"]) == (32, 50)
+    assert [path.name for path in (bit.folder / "checkpoints" / "set_aside").iterdir()] == ["step_00000048"]
+    assert bit.records()[-1]["step"] == STEPS
+    assert bit.validation_loss < runs["clean"].validation_loss + 0.2
+    assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5
+
+
+def test_a_rate_that_is_too_high_stops_the_run(runs):
+    """It rises to 2.5 until the first steps are judged."""
+    assert runs["hot"].codes == [EXIT_CODE]
+    assert runs["hot"].spikes() == [25, 26, 27]
+    assert not runs["hot"].checkpoints
+
+
+def test_a_nan_on_one_rank_costs_one_update(runs):
+    nan = runs["nan"]
+    assert nan.codes == [0, 0]
+    (event,) = nan.records("spike")
+    assert (event["step"], event["signal"], str(event["value"])) == (40, "grad_norm", "nan")
+    assert nan.records()[-1]["skipped_updates"] == 1
+    assert [record["step"] for record in nan.records() if record["update_norm"] == 0] == [40]
+    assert nan.validation_loss < runs["clean"].validation_loss + 0.1
+
+
+def test_a_nan_stops_a_run_that_only_logs(runs):
+    nan = runs["nan, log"]
+    assert nan.codes == [EXIT_CODE, EXIT_CODE]
+    assert "step 5: the gradient norm is nan. Nothing was saved after step 0" in nan.log
+    assert not nan.checkpoints
