@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+THE_END = ("(end of the trace)", "")
 HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 
 
@@ -43,6 +44,8 @@ class Breakdown:
     """A NCCL kernel runs beside others; the time is in `parts`."""
     idle: float
     """Nothing runs: launches that come too late, the host."""
+    waits: dict[tuple[str, str], tuple[float, int]]
+    """(name, part) of what ends an idle time, or THE_END -> that time in all, and how often."""
 
 
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:
@@ -61,7 +64,8 @@ def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakd
     edges.sort()  # at one instant, what ends goes before what begins
     active: dict[int, Interval] = {}
     parts: dict[str, float] = defaultdict(float)
-    exposed = overlapped = idle = 0.0
+    waits: dict[tuple[str, str], tuple[float, int]] = {}
+    exposed = overlapped = idle = wait = 0.0
     now = begin
     for time, begins, number in [*edges, (end, False, -1)]:
         span, now = time - now, time
@@ -79,8 +83,14 @@ def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakd
                 parts[copies[0].part] += span
             else:
                 idle += span
+                wait += span
+        if wait and (begins or number < 0):
+            ends_it = (ordered[number].name, ordered[number].part) if begins else THE_END
+            total, times = waits.get(ends_it, (0.0, 0))
+            waits[ends_it] = total + wait, times + 1
+            wait = 0.0
         if begins:
             active[number] = ordered[number]
         else:
             active.pop(number, None)
-    return Breakdown(end - begin, dict(parts), exposed, overlapped, idle)
+    return Breakdown(end - begin, dict(parts), exposed, overlapped, idle, waits)

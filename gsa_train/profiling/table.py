@@ -63,6 +63,7 @@ def _device_table(events: Sequence[Any], steps: Sequence[int]) -> str:
             *_part_lines(by_part, found.wall, per_step),
             "",
             *_operation_lines(operations, found.wall, len(steps)),
+            *_operation_lines(found.waits, found.wall, len(steps), "idle until"),
         ]
     )
 
@@ -106,8 +107,8 @@ def _part_lines(by_part: dict[str, float], whole: float, per_step: float) -> lis
     return lines
 
 
-def _operation_lines(operations: Operations, whole: float, steps: int) -> list[str]:
-    lines = [f"{'operation':<56}{'part':<16}{'calls/step':>11}{'ms/step':>10}{'share':>8}"]
+def _operation_lines(operations: Operations, whole: float, steps: int, title: str = "operation") -> list[str]:
+    lines = [f"{title:<56}{'part':<16}{'calls/step':>11}{'ms/step':>10}{'share':>8}"]
     top = sorted(operations.items(), key=lambda item: -item[1][0])[:TOP_OPERATIONS]
     for (name, part), (microseconds, calls) in top:
         shown = name if len(name) <= 54 else name[:51] + "..."

@@ -184,7 +184,9 @@ def test_errors_of_a_variant() -> None:
 
 def test_a_traced_step_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     parts = {"attention": 1e5, "selection": 2e4, "indexer": 1e4, "embedding": 4e3, "communication": 2e3}
-    traced = Breakdown(2e5, parts, exposed_communication=5e4, overlapped_communication=3e4, idle=1.4e4)
+    traced = Breakdown(
+        2e5, parts, exposed_communication=5e4, overlapped_communication=3e4, idle=1.4e4, waits={}
+    )
     assert sum(in_columns(traced, 2).values()) == pytest.approx(2 * 100 + 15)
     result = Result("gsa", "tp=2", 1)
     training._add_breakdown(result, traced, 2, single_rank())

@@ -155,6 +155,10 @@ def test_time_on_the_device() -> None:
     assert "0.03 ms/step of communication run beside other kernels" in table
     longest = table.split("\n\n")[2].splitlines()[1]
     assert longest.split() == [NCCL, "communication", "0.5", "0.25", "25.0%"]
+    waits = [line.split() for line in table.split("\n\n")[3].splitlines()]
+    assert waits[0][:2] == ["idle", "until"]
+    assert waits[1] == ["add", "other", "0.5", "0.25", "25.0%"]
+    assert sum(float(line[-2]) for line in waits[1:]) == pytest.approx(EXPECTED["idle"] / 2, abs=0.006)
 
 
 def test_columns_of_the_bench() -> None:
