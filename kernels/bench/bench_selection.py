@@ -27,15 +27,13 @@ from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import (
     ROW_CHUNK_BYTES,
     Selection,
-    chunk_view,
     mask_from_words,
     new_outputs,
-    row_chunks,
-    score_buffer,
     score_rows,
     select_chunk,
     select_keys,
 )
+from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
 
 HEADS, DIM = 4, 64
 K_BASE, K_MIN, K_MAX = 2048, 256, 4096
