@@ -8,6 +8,7 @@ again in full and selected by groups of keys.
 
 import math
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import triton
@@ -25,6 +26,8 @@ MOST_CANDIDATES = 16384
 """In one row: they stay in registers. `candidate_room` has what k_max asks for."""
 
 _ENTRY_BYTES = 8
+
+_Numbers = TypeVar("_Numbers", int, torch.Tensor)
 
 
 def candidate_room(k_max: int) -> int:
@@ -47,14 +50,14 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """
     length = inputs.k_idx.shape[1]
     groups = length // SAMPLE_STRIDE
-    if int(_sampled_of(torch.tensor(groups))) < length:
+    if _sampled_of(groups) < length:
         groups += 1
     sampled = _sampled_of(torch.arange(groups, device=inputs.k_idx.device))
     return replace(inputs, k_idx=inputs.k_idx[:, sampled].contiguous()), sampled.to(torch.int32)
 
 
-def _sampled_of(groups: torch.Tensor) -> torch.Tensor:
-    """Positions of the sampled keys of the groups of SAMPLE_STRIDE neighbours with these numbers, int64."""
+def _sampled_of(groups: _Numbers) -> _Numbers:
+    """Positions of the sampled keys of the groups of SAMPLE_STRIDE neighbours with these numbers."""
     phase = ((groups * 2654435769) % 2**32 * SAMPLE_STRIDE) >> 32
     return groups * SAMPLE_STRIDE + phase
 
