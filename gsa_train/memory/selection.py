@@ -6,12 +6,19 @@ on random tokens. A trained one's are a tenth to a half as long.
 
 from __future__ import annotations
 
+import math
+
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.kernel_checks import MASKED_MAX_TOKENS
 from gsa_train.memory.sizes import Sizes, gathers
 from gsa_train.sequence_cut import QueryRun, SequenceCut, query_runs
 
 SCORE_CHUNK_BYTES = 512 * 2**20
-"""gsa_kernels.selection.op: ROW_CHUNK_BYTES, of fp32 scores."""
+"""gsa_kernels.selection.op: ROW_CHUNK_BYTES, of fp32 scores or of candidates."""
+CANDIDATES_FROM = 8192
+"""gsa_kernels.selection.lists_op: keys of the first row that is selected by candidates."""
+MOST_CANDIDATES = 16384
+"""gsa_kernels.selection.candidates: of a row; with budgets that want more no row is selected by them."""
 KL_CHUNK_PAIRS = 64 * 2**20
 """gsa_kernels.kl.op: row_chunk_bytes (256 MiB) over the 4 bytes of a pair of query and key."""
 GATHERED_KL_BYTES = 512 * 2**20
@@ -32,12 +39,39 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where lists are made of bits, two chunks' bits and a run's
-    lists in parts, before they are joined."""
+    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where lists are made of bits, two chunks' bits and a run's lists
+    in parts, before they are joined."""
     scores = min(4 * sizes.pairs_of_run / config.gsa.selection_block, SCORE_CHUNK_BYTES)
-    if gathers(config) and config.gsa.selection_block == 1:
-        return scores + SCORE_CHUNK_BYTES / 16 + selection_bytes(config, sizes) / sizes.runs
-    return scores
+    if not gathers(config) or config.gsa.selection_block > 1:
+        return scores
+    lists = selection_bytes(config, sizes) / sizes.runs
+    if config.train.seq_len_tokens <= MASKED_MAX_TOKENS:
+        return scores + SCORE_CHUNK_BYTES / 16 + lists
+    return max(listing_bytes(config, sizes, run, lists) for runs in _runs_of_ranks(config) for run in runs)
+
+
+def listing_bytes(config: Config, sizes: Sizes, run: QueryRun, lists: float) -> float:
+    """While a run's lists are made chunk by chunk, beside these: scores of the rows with few keys, two chunks' bits,
+    and the candidates of a chunk of the others, whose lists are not there yet, or all lists in parts."""
+    batch, room = config.train.micro_batch_size, candidate_room(config.gsa.k_max)
+    turn = min(max(CANDIDATES_FROM, run.start), run.end) if room <= MOST_CANDIDATES else run.end
+    scored, guessed = turn - run.start, run.end - turn
+    scores = min(4 * batch * scored * turn, SCORE_CHUNK_BYTES)
+    chunk = min(guessed, SCORE_CHUNK_BYTES // (8 * batch * room))
+    # Of a row a score and a key each; before them the scores of a sample of the keys, one of 32; two sums for each
+    # program's keys.
+    program_keys = 512 if sizes.value == 2 else 256
+    candidates = batch * chunk * (max(8 * room, run.end / 8) + 8 * run.end / program_keys)
+    waiting = lists * chunk / (run.end - run.start)
+    bits = max(scores / 32, batch * chunk * run.end / 8)
+    return scores + (1 if scored == 0 and chunk == guessed else 2) * bits + max(candidates - waiting, lists)
+
+
+def candidate_room(k_max: int) -> int:
+    """Candidates kept of a row (gsa_kernels.selection.candidates: candidate_room)."""
+    expected = k_max / 32
+    sampled = (expected + 5 * math.sqrt(expected) + 3) * 1.0625
+    return 1 << math.ceil(math.log2(32 * (sampled + 3 * math.sqrt(sampled))))
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
@@ -106,23 +140,22 @@ def gathered_heads(sizes: Sizes) -> float:
 def _list_entries(config: Config) -> float:
     """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
     Of the context-parallel ranks that of the one with most."""
-    length, parallel = config.train.seq_len_tokens, config.parallel
+    length = config.train.seq_len_tokens
     most = TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
 
     def entries(run: QueryRun) -> float:
         turn = min(max(most, run.start), run.end)  # up to here the keys that are there are the limit
         return (turn**2 - run.start**2) / 2 + (run.end - turn) * most
 
-    per_query = max(
-        sum(
-            entries(run)
-            for run in query_runs(
-                length // parallel.context, SequenceCut(rank, parallel.context, parallel.context_chunks)
-            )
-        )
-        for rank in range(parallel.context)
-    )
+    per_query = max(sum(entries(run) for run in runs) for runs in _runs_of_ranks(config))
     return config.train.micro_batch_size * per_query / TILE_QUERIES
+
+
+def _runs_of_ranks(config: Config) -> list[list[QueryRun]]:
+    """The runs of queries of each context-parallel rank."""
+    ranks, chunks = config.parallel.context, config.parallel.context_chunks
+    held = config.train.seq_len_tokens // ranks
+    return [query_runs(held, SequenceCut(rank, ranks, chunks)) for rank in range(ranks)]
 
 
 def _block_entries(config: Config) -> tuple[float, float]:

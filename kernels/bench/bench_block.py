@@ -22,14 +22,12 @@ from gsa_kernels.lists.triton_block_lists import block_key_lists
 from gsa_kernels.sampling import RowSample
 from gsa_kernels.selection.block_op import BlockSelection, expand_block_words, select_block_lists
 from gsa_kernels.selection.op import (
-    chunk_view,
     mask_from_words,
     new_outputs,
-    row_chunks,
-    score_buffer,
     score_rows,
     select_chunk,
 )
+from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
 
 HEADS, DIM = 4, 64
 K_BASE, K_MIN = 2048, 256

@@ -1,12 +1,14 @@
 """Times the indexer scores and the selection on a GPU, and checks the selection beside each time.
 
-python kernels/bench/bench_selection.py [--lengths 4096 32768] [--candidates-from 8192] [--profile] [--json FILE]
+python kernels/bench/bench_selection.py [--lengths 4096 32768] [--query-start 98304] [--candidates-from 8192]
+    [--profile] [--json FILE]
 
 Per length: the score pass and the selection pass over the same chunks of rows; both together as `select_keys`
 runs them, by all scores and by candidates; the same to key lists, as `select_key_lists` runs them; torch.topk
 over the same scores (its sort, without the words). All are medians of CUDA events. `best / scores` is the faster
 way to the lists over the score pass. TFLOP/s count the products of the causal pairs, 2 HI DI each; GB/s count one
-write (scores) or one read (selection) of each causal score. --profile adds each kernel's share of the lists.
+write (scores) or one read (selection) of each causal score. --query-start N takes the queries from N on and all keys,
+as a context-parallel rank has them. --profile adds each kernel's share of the lists.
 """
 
 import argparse
@@ -27,15 +29,13 @@ from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import (
     ROW_CHUNK_BYTES,
     Selection,
-    chunk_view,
     mask_from_words,
     new_outputs,
-    row_chunks,
-    score_buffer,
     score_rows,
     select_chunk,
     select_keys,
 )
+from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
 
 HEADS, DIM = 4, 64
 K_BASE, K_MIN, K_MAX = 2048, 256, 4096
@@ -66,10 +66,13 @@ def main() -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--query-start", type=int, default=0, help="position of the first query")
     parser.add_argument("--candidates-from", type=int, default=8192, help="keys of the first such row")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    if not 0 <= args.query_start < min(args.lengths):
+        parser.error(f"--query-start is {args.query_start}; pass 0 to {min(args.lengths) - 1}")
 
     about = {
         "commit": _commit(),
@@ -77,6 +80,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "dtype": args.dtype,
+        "first query": args.query_start,
         "heads x dim": f"{HEADS} x {DIM}",
         "k": f"base {K_BASE}, {K_MIN} to {K_MAX}",
     }
@@ -87,7 +91,9 @@ def main() -> None:
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     rows = []
     for length in args.lengths:
-        row = measure(length, getattr(torch, args.dtype), args.candidates_from, args.profile)
+        row = measure(
+            length, args.query_start, getattr(torch, args.dtype), args.candidates_from, args.profile
+        )
         rows.append(row)
         cells = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in asdict(row).values()]
         print("| " + " | ".join(cells) + " |", flush=True)
@@ -95,7 +101,8 @@ def main() -> None:
         args.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def measure(length: int, dtype: torch.dtype, candidates_from: int, profiled: bool) -> Row:
+def measure(length: int, query_start: int, dtype: torch.dtype, candidates_from: int, profiled: bool) -> Row:
+    """Of the queries from `query_start` on, with all `length` keys."""
     generator = torch.Generator("cuda").manual_seed(length)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -103,20 +110,22 @@ def measure(length: int, dtype: torch.dtype, candidates_from: int, profiled: boo
 
     # The keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
     q_idx, k_idx, weights = draw(1, length, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, length, HEADS)
+    q_idx, weights = q_idx[:, query_start:].contiguous(), weights[:, query_start:].contiguous()
+    num_rows, options = length - query_start, {**RULE, "query_start": query_start}
     budget_rule = (K_BASE, K_MIN, min(K_MAX, length), "inverse")
 
     def select(ema: torch.Tensor, start: int | None = None) -> Selection:
-        return select_keys(q_idx, k_idx, weights, ema, **RULE, candidates_from=start)
+        return select_keys(q_idx, k_idx, weights, ema, **options, candidates_from=start)
 
     def select_lists(start: int | None = None) -> KeyLists:
-        return select_key_lists(q_idx, k_idx, weights, ema, **RULE, candidates_from=start).lists
+        return select_key_lists(q_idx, k_idx, weights, ema, **options, candidates_from=start).lists
 
     ema = select(torch.ones((), device="cuda")).variance.mean()
     selection = select(ema)
     narrowed = select(ema, candidates_from)
 
-    inputs = score_inputs(q_idx, k_idx, weights)
-    chunks = list(row_chunks(1, length, score_tiles(inputs).rows, ROW_CHUNK_BYTES))
+    inputs = score_inputs(q_idx, k_idx, weights, query_start=query_start)
+    chunks = list(row_chunks(1, num_rows, score_tiles(inputs).rows, ROW_CHUNK_BYTES, query_start=query_start))
     buffer = score_buffer(inputs, chunks)
     outputs = new_outputs(inputs)
     views = [(rows, chunk_view(buffer, inputs, rows)) for rows in chunks]
@@ -132,7 +141,8 @@ def measure(length: int, dtype: torch.dtype, candidates_from: int, profiled: boo
 
     def topk_pass() -> None:
         for rows, view in views:
-            view[..., : rows.stop].topk(min(K_BASE, rows.stop), sorted=False)
+            num_keys = query_start + rows.stop
+            view[..., :num_keys].topk(min(K_BASE, num_keys), sorted=False)
 
     scores_ms = median_ms(scores_pass)
     selection_ms = median_ms(selection_pass)
@@ -140,7 +150,7 @@ def measure(length: int, dtype: torch.dtype, candidates_from: int, profiled: boo
     candidate_lists_ms = median_ms(lambda: select_lists(candidates_from))
     if profiled:
         print_kernels(lambda: select_lists(candidates_from))
-    pairs = length * (length + 1) / 2
+    pairs = num_rows * (query_start + length + 1) / 2
     return Row(
         length=length,
         scores_ms=scores_ms,
@@ -178,12 +188,19 @@ def print_kernels(run: Callable[[], object]) -> None:
 
 def is_correct(inputs: ScoreInputs, selection: Selection, ema: torch.Tensor, sample: int = 64) -> bool:
     """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
-    length = inputs.q_idx.shape[1]
-    sample = min(sample, length)
-    for start in (0, (length - sample) // 2, length - sample):
+    num_rows, length = inputs.q_idx.shape[1], inputs.k_idx.shape[1]
+    sample = min(sample, num_rows)
+    for start in (0, (num_rows - sample) // 2, num_rows - sample):
         rows = torch.arange(start, start + sample, device="cuda")
-        visible = visible_mask(length, query_positions=rows)
-        scores = score_rows(inputs.q_idx, inputs.k_idx, inputs.weight_logits, start, start + sample)
+        visible = visible_mask(length, query_positions=inputs.query_start + rows)
+        scores = score_rows(
+            inputs.q_idx,
+            inputs.k_idx,
+            inputs.weight_logits,
+            start,
+            start + sample,
+            query_start=inputs.query_start,
+        )
         scores = torch.where(visible, scores, 0)
         budget = adaptive_budget(
             selection.variance[:, rows],

@@ -1,9 +1,9 @@
 """The device memory of a training step, traced without a device: `python memory_trace.py CASES.json` prints bytes.
 
 The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing, so any size and any
-rank of any layout can be looked at. What runs is the code of a run on a GPU, fused kernels included, except that
-kernels are not launched; what GPUs do otherwise than CPUs is put in the way of `_as_on_a_gpu`. Counted is every
-storage while it lives, in the allocator's blocks of 512 bytes.
+rank of any layout can be looked at, or the selection of some queries alone. What runs is the code of a run on a GPU,
+fused kernels included, except that kernels are not launched; what GPUs do otherwise than CPUs is put in the way of
+`_as_on_a_gpu`. Counted is every storage while it lives, in the allocator's blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -216,12 +216,32 @@ def traced_peak(
     return {"static": static, "peak": peak}
 
 
+def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
+    """Bytes that one layer's selection of the queries from start to stop takes at its peak, and those of its lists."""
+    gsa, dtype = config.gsa, torch.bfloat16
+    live, rows = LiveBytes(), stop - start
+    with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
+        inputs = (
+            torch.empty(1, rows, gsa.indexer_heads, gsa.indexer_dim, dtype=dtype),
+            torch.empty(1, stop, gsa.indexer_dim, dtype=dtype),
+            torch.empty(1, rows, gsa.indexer_heads, dtype=dtype),
+            torch.empty(()),
+        )
+        before = live.peak = live.now
+        rule = {"k_base": gsa.k_base, "k_min": gsa.k_min, "k_max": gsa.k_max, "mode": gsa.adaptive_k}
+        selection = lists_op.select_key_lists(*inputs, query_start=start, **rule)
+        return {"peak": live.peak - before, "lists": 8 * selection.lists.keys.numel()}
+
+
 def main() -> None:
     results = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(
             case["config"], case["overrides"], world_size=case["world_size"], need_data=False
         )
+        if "queries" in case:
+            results.append(traced_selection(config, *case["queries"]))
+            continue
         results.append(traced_peak(config, case["rank"], case["world_size"], case.get("phase", -1)))
         print(case, results[-1], file=sys.stderr, flush=True)
     print(json.dumps(results))

@@ -41,7 +41,7 @@ from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists
 from gsa_kernels.lists.triton_rows import words_of_rows
 from gsa_kernels.prologue.op import fused_split_rotate_gate
 from gsa_kernels.sampling import RowSample
-from gsa_kernels.selection import op, triton_select_long
+from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.selection.block_op import expand_block_words, select_block_lists
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
 from gsa_kernels.selection.op import mask_from_words, select_keys, words_from_mask
@@ -61,14 +61,14 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     fake.empty = poisoned
-    for module in (op, triton_select_long, triton_block_lists):
+    for module in (op, score_chunks, triton_select_long, triton_block_lists):
         monkeypatch.setattr(module, "torch", fake)
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CUDA:
-        monkeypatch.setattr(op, "_SMALLEST_BLOCK", 32)
+        monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 32)
 
 
 @devices

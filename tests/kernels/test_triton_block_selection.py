@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 from gsa_kernels.lists import triton_block_lists  # noqa: E402
 from gsa_kernels.lists.key_lists import KeyLists, mask_from_key_lists  # noqa: E402
-from gsa_kernels.selection import block_op, op  # noqa: E402
+from gsa_kernels.selection import block_op, op, score_chunks  # noqa: E402
 
 DEVICES = [
     pytest.param(
@@ -62,14 +62,14 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.empty = poisoned
     from gsa_kernels.selection import triton_select_long
 
-    for module in (op, triton_select_long, triton_block_lists):
+    for module in (op, score_chunks, triton_select_long, triton_block_lists):
         monkeypatch.setattr(module, "torch", fake)
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setattr(op, "_SMALLEST_BLOCK", 64)
+        monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 64)
 
 
 @dataclass
@@ -232,7 +232,7 @@ def test_budgets(device: str, changes: dict[str, Any]) -> None:
 def test_ties(device: str, levels: str, register_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through both selection kernels; of equal scores the first keys are taken."""
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", min(register_keys, 128) // 4)
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128) // 4)
     case = make_case(device, 90, 16, 20)
     case.k[:] = 0 if levels == "equal" else case.k[:, :1]
     if levels == "two":

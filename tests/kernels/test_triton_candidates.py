@@ -14,7 +14,7 @@ import gsa_kernels as ops
 
 pytest.importorskip("triton")
 
-from gsa_kernels.selection import candidates, op, triton_guess, triton_select_long
+from gsa_kernels.selection import candidates, op, score_chunks, triton_guess, triton_select_long
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     fake.empty = poisoned
-    for module in (op, candidates, triton_select_long):
+    for module in (op, score_chunks, candidates, triton_select_long):
         monkeypatch.setattr(module, "torch", fake)
 
 
@@ -47,7 +47,7 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 16 keys are long, and 4 samples enough."""
     monkeypatch.setattr(op, "_TILE_MULTIPLE", 1)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", 64)
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 64)
     monkeypatch.setattr(candidates, "SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from gsa_kernels.lists import triton_build, triton_rows
 from gsa_kernels.lists.triton_rows import words_of_rows
-from gsa_kernels.selection import candidates, lists_op, op, triton_guess
+from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     fake.empty = poisoned
-    for module in (op, lists_op, candidates, triton_build):
+    for module in (op, score_chunks, lists_op, candidates, triton_build):
         monkeypatch.setattr(module, "torch", fake)
 
 

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
-from gsa_kernels.selection import op  # noqa: E402
+from gsa_kernels.selection import op, score_chunks  # noqa: E402
 
 DEVICES = [
     pytest.param(
@@ -58,6 +58,7 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     from gsa_kernels.selection import triton_select_long
 
     monkeypatch.setattr(op, "torch", fake)
+    monkeypatch.setattr(score_chunks, "torch", fake)
     monkeypatch.setattr(triton_select_long, "torch", fake)
 
 
@@ -217,7 +218,7 @@ def test_selection_is_the_stable_sort_of_its_own_scores(
     device: str, length: int, register_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", min(register_keys, 128))
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128))
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     case = make_case(device, length, dtype=dtype)
     check(case, case.select())
@@ -239,7 +240,7 @@ def test_budgets(
     device: str, changes: dict[str, Any], register_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", min(register_keys, 128))
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128))
     case = make_case(device, 38)
     check(case, case.select(**changes), **changes)
 
@@ -257,7 +258,7 @@ def test_documents_and_window(
     device: str, window: int, register_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", min(register_keys, 128))
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128))
     case = make_case(device, 50, documents=True, biases=True)
     check(case, case.select(local_window=window), local_window=window)
 
@@ -316,7 +317,7 @@ def test_ties_and_degenerate_rows(
     device: str, make: Any, register_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", min(register_keys, 128))
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128))
     case = make_case(device, 40)
     make(case)
     selection = case.select()
@@ -339,7 +340,7 @@ def test_future_tokens_chunks_and_repetition_change_no_bit(
     device: str, register_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    monkeypatch.setattr(op, "_SMALLEST_BLOCK", min(register_keys, 128))
+    monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128))
     case = make_case(device, 44)
     first = case.select(local_window=3)
     again = case.select(local_window=3, row_chunk_bytes=1)  # one tile of rows at a time
@@ -362,7 +363,7 @@ def test_batch_of_sequences(device: str) -> None:
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 4096), (3, 1000), (1, 131072), (2, 40001)])
 def test_chunks_cover_the_rows_within_their_bytes(batch: int, length: int) -> None:
     limit = 64 * 2**20
-    chunks = list(op.row_chunks(batch, length, 64, limit))
+    chunks = list(score_chunks.row_chunks(batch, length, 64, limit))
     assert [row for chunk in chunks for row in chunk] == list(range(length))
     assert all(chunk.start % 64 == 0 for chunk in chunks)
     columns = [-(-chunk.stop // 128) * 128 for chunk in chunks]
@@ -375,8 +376,8 @@ def test_what_just_fits_is_one_chunk() -> None:
         columns = 4096
         limit = 4 * 8 * columns * length
         options = {"query_stride": stride, "query_start": query_start}
-        assert list(op.row_chunks(8, length, 64, limit, **options)) == [range(length)]
-        assert len(list(op.row_chunks(8, length, 64, limit - 1, **options))) > 1
+        assert list(score_chunks.row_chunks(8, length, 64, limit, **options)) == [range(length)]
+        assert len(list(score_chunks.row_chunks(8, length, 64, limit - 1, **options))) > 1
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gsa_train.config import load_config
-from gsa_train.memory import selection as memory_selection
 from gsa_train.memory.estimate import estimate_memory
+from gsa_train.memory.estimate import selection as memory_selection
 from gsa_train.memory.selection import gathered_heads
 from gsa_train.memory.sizes import sizes_of
 from gsa_train.model.flops import count_parameters
@@ -198,12 +198,19 @@ def test_scratch_is_what_the_kernels_take():
     from gsa_kernels.attention.gathered import gathered_attention
     from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
     from gsa_kernels.kl.op import indexer_kl_loss
+    from gsa_kernels.selection import candidates
+    from gsa_kernels.selection.lists_op import select_key_lists
     from gsa_kernels.selection.op import select_keys
 
     def default(function, name):
         return inspect.signature(function).parameters[name].default
 
     assert default(select_keys, "row_chunk_bytes") == memory_selection.SCORE_CHUNK_BYTES
+    assert default(select_key_lists, "row_chunk_bytes") == memory_selection.SCORE_CHUNK_BYTES
+    assert default(select_key_lists, "candidates_from") == memory_selection.CANDIDATES_FROM
+    assert candidates.MOST_CANDIDATES == memory_selection.MOST_CANDIDATES
+    for k_max in (1, 100, 1024, 2048, 4096, 5000, 16384):
+        assert candidates.candidate_room(k_max) == memory_selection.candidate_room(k_max)
     assert default(indexer_kl_loss, "row_chunk_bytes") == 4 * memory_selection.KL_CHUNK_PAIRS
     assert default(gathered_indexer_kl_loss, "scratch_bytes") == memory_selection.GATHERED_KL_BYTES
     assert default(gathered_attention, "scratch_bytes") == memory_selection.GATHERED_PARTIAL_BYTES

@@ -16,6 +16,9 @@ import pytest
 
 from gsa_train.config import load_config
 from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
+from gsa_train.memory.selection import listing_bytes
+from gsa_train.memory.sizes import sizes_of
+from gsa_train.sequence_cut import QueryRun
 from helpers.runs import ENVIRONMENT, REPOSITORY
 
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"
@@ -134,6 +137,19 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
 }
 
 
+# Queries of one layer's selection at 128K, and overrides: the whole sequence and runs of it, smaller budgets, and such
+# large ones that all scores are kept.
+SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
+    "whole": (0, 131072, []),
+    "last half": (65536, 131072, []),
+    "last": (122880, 131072, []),
+    "middle": (57344, 65536, []),
+    "first": (0, 32768, []),
+    "small budgets": (98304, 131072, ["gsa.k_max=1024", "gsa.k_base=512"]),
+    "large budgets": (98304, 131072, ["gsa.k_max=16384"]),
+}
+
+
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """In a process of their own: the kernels are imported for tensors of CPUs there."""
@@ -142,6 +158,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
     cases = [
         dict(zip(names, (case[0], overrides_of(case), *case[2:]), strict=True)) for case in CASES.values()
     ]
+    for start, stop, overrides in SELECTIONS.values():
+        case = {"config": GSA_128K, "overrides": overrides, "world_size": 8, "queries": (start, stop)}
+        cases.append(case)
     file.write_text(json.dumps(cases))
     paths = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -154,7 +173,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    return dict(zip([*CASES, *SELECTIONS], json.loads(done.stdout), strict=True))
 
 
 def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:
@@ -173,6 +192,17 @@ def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any])
     assert static == pytest.approx(traced[name]["static"], rel=0.005)
     added = traced[name]["peak"] - traced[name]["static"]
     assert 0.97 <= (estimate.total - static - WORKSPACE_BYTES) / added <= 1.09
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, Any]) -> None:
+    start, stop, overrides = SELECTIONS[name]
+    config = load_config(REPOSITORY / GSA_128K, overrides, world_size=8, need_data=False)
+    lists = traced[name]["lists"]
+    said = lists + listing_bytes(
+        config, sizes_of(config), QueryRun(slice(0, stop - start), start, stop), lists
+    )
+    assert 0.97 <= said / traced[name]["peak"] <= 1.09
 
 
 def test_the_trace_names_the_large_logits(traced: dict[str, Any]) -> None:

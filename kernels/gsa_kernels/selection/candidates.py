@@ -8,6 +8,7 @@ again in full and selected by groups of keys.
 
 import math
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import triton
@@ -26,6 +27,8 @@ MOST_CANDIDATES = 16384
 
 _ENTRY_BYTES = 8
 
+_Numbers = TypeVar("_Numbers", int, torch.Tensor)
+
 
 def candidate_room(k_max: int) -> int:
     """How many candidates of a row are kept: what a guess for the largest budget lets through.
@@ -39,16 +42,24 @@ def candidate_room(k_max: int) -> int:
 
 
 def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
-    """The indexer with one key of each SAMPLE_STRIDE neighbours, and the positions of these, int32 [S].
+    """The indexer with one key of each SAMPLE_STRIDE neighbours, and the positions of these, int32 [S], ascending.
 
     Which of the neighbours changes from one to the next, by the golden ratio: text that repeats with a period
-    must not show the sample one phase of it alone.
+    must not show the sample one phase of it alone. Of the last neighbours there may be none: a key is in the sample
+    or not wherever the sequence ends.
     """
     length = inputs.k_idx.shape[1]
-    group = torch.arange(triton.cdiv(length, SAMPLE_STRIDE), device=inputs.k_idx.device)
-    phase = ((group * 2654435769) % 2**32 * SAMPLE_STRIDE) >> 32
-    positions = (group * SAMPLE_STRIDE + phase).clamp_(max=length - 1)
-    return replace(inputs, k_idx=inputs.k_idx[:, positions].contiguous()), positions.to(torch.int32)
+    groups = length // SAMPLE_STRIDE
+    if _sampled_of(groups) < length:
+        groups += 1
+    sampled = _sampled_of(torch.arange(groups, device=inputs.k_idx.device))
+    return replace(inputs, k_idx=inputs.k_idx[:, sampled].contiguous()), sampled.to(torch.int32)
+
+
+def _sampled_of(groups: _Numbers) -> _Numbers:
+    """Positions of the sampled keys of the groups of SAMPLE_STRIDE neighbours with these numbers."""
+    phase = ((groups * 2654435769) % 2**32 * SAMPLE_STRIDE) >> 32
+    return groups * SAMPLE_STRIDE + phase
 
 
 def candidate_rows(batch: int, k_max: int, tile: int, chunk_bytes: int) -> int:
@@ -80,11 +91,12 @@ def select_by_candidates(
         failed: int32 [B, R], 1 for the rows that are left to `select_failed`: their words are 0
     """
     words, budget, variance = outputs
-    sampled_inputs, positions = sample
+    sampled_inputs, sampled = sample
     batch, device = budget.shape[0], budget.device
     starts = inputs.document_starts
+    end = inputs.position(rows.stop - 1) + 1
     sample_scores = torch.empty(
-        (batch, len(rows), triton.cdiv(rows.stop, SAMPLE_STRIDE * 16) * 16),
+        (batch, len(rows), triton.cdiv(end, SAMPLE_STRIDE * 16) * 16),
         dtype=torch.float32,
         device=device,
     )
@@ -96,7 +108,8 @@ def select_by_candidates(
     for part, block in blocks:
         guess_thresholds(
             sample_scores,
-            positions,
+            sampled,
+            inputs.query_start,
             part,
             rows.start,
             block,
@@ -111,9 +124,7 @@ def select_by_candidates(
     del sample_scores
 
     span = columns_per_program(inputs)
-    sums = torch.empty(
-        (batch, len(rows), triton.cdiv(rows.stop, span), 2), dtype=torch.float32, device=device
-    )
+    sums = torch.empty((batch, len(rows), triton.cdiv(end, span), 2), dtype=torch.float32, device=device)
     room = candidate_room(budget_rule[2])
     candidates = torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device)
     counts = torch.zeros((batch, len(rows)), dtype=torch.int32, device=device)
@@ -126,6 +137,7 @@ def select_by_candidates(
         guesses,
         sums,
         span,
+        inputs.query_start,
         rows,
         words,
         words_start,
@@ -171,5 +183,6 @@ def select_failed(
             budget_rule,
             local_window,
             words_start=words_start,
+            query_start=inputs.query_start,
             wanted=failed,
         )

@@ -1,7 +1,6 @@
 """Scores, budget and selection in one call, without an L x L matrix: rows go through in chunks."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,15 +19,20 @@ from gsa_kernels.selection.candidates import (
     select_by_candidates,
     select_failed,
 )
+from gsa_kernels.selection.score_chunks import (
+    chunk_view,
+    row_blocks,
+    row_chunks,
+    score_buffer,
+    score_columns,
+)
 from gsa_kernels.selection.triton_select import LogSums, select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
 
 ROW_CHUNK_BYTES = 512 * 2**20
 # Rows below this many keys are selected in registers. One program has 256 KiB of them.
 REGISTER_KEYS = 32768
-_SMALLEST_BLOCK = 2048  # smaller ones gain less than their launch costs
 _TILE_MULTIPLE = 64  # of the rows where another method begins: no tile of rows is split
-_COLUMN_MULTIPLE = 128  # of the score buffer's rows, so that loads are aligned and tiles unmasked
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,8 @@ def select_keys(
             More bytes fill the device better: at 128K tokens, 512 MiB are a tenth faster than 256 MiB.
         candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
             of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
-            the variance. No rows if None. With query_start > 0 no rows either: those kernels take rows for
-            positions, and selection by all scores takes longer.
+            the variance. No rows if None. They are whole tiles of 64: where query_start is no multiple of 64, up to
+            63 rows beyond are selected by all their scores, too.
         inverse_temperature: beta > 0, a number or a tensor of one element: also give `log_sum`, which spares the
             indexer's loss a pass. For rows of at most REGISTER_KEYS keys, not selected by candidates.
     """
@@ -173,8 +177,6 @@ def make_selector(
         raise ValueError(
             f"candidates_from is {candidates_from}; pass a positive multiple of {_TILE_MULTIPLE}, or None"
         )
-    if inputs.query_start != 0:
-        candidates_from = None  # the candidates' kernels take a row's number for its position
     # No row has more than Lk keys: limits above that would only cost registers.
     budget_rule = (k_base, min(k_min, length), min(k_max, length), mode)
     return Selector(
@@ -183,7 +185,7 @@ def make_selector(
         budget_rule,
         min(local_window, length),
         row_chunk_bytes,
-        candidates_from or length,
+        candidates_from,
     )
 
 
@@ -197,7 +199,7 @@ class Selector:
         budget_rule: tuple[int, int, int, str],
         local_window: int,
         row_chunk_bytes: int,
-        candidates_from: int,
+        candidates_from: int | None,
     ) -> None:
         """budget_rule: k_base, k_min, k_max, mode; the others as `select_keys` has them"""
         self.inputs, self.variance_ema = inputs, variance_ema
@@ -206,22 +208,23 @@ class Selector:
         self.tile_rows, stride = score_tiles(inputs).rows, inputs.query_stride
         # Blocks of queries make few rows, which are not worth more launches.
         enough = stride == 1 and candidate_room(budget_rule[2]) <= MOST_CANDIDATES
-        self.candidates_from = min(candidates_from, num_rows) if enough else num_rows
+        self.first_guessed = num_rows
+        if enough and candidates_from is not None:
+            below = max(inputs.rows_below(candidates_from), 0)
+            self.first_guessed = min(triton.cdiv(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)
         self.row_chunk_bytes = row_chunk_bytes
         scored = list(
-            row_chunks(
-                batch, self.candidates_from, self.tile_rows, row_chunk_bytes, stride, inputs.query_start
-            )
+            row_chunks(batch, self.first_guessed, self.tile_rows, row_chunk_bytes, stride, inputs.query_start)
         )
         step = candidate_rows(batch, budget_rule[2], self.tile_rows, row_chunk_bytes)
-        guessed = range(self.candidates_from, num_rows, step)
+        guessed = range(self.first_guessed, num_rows, step)
         self.chunks = scored + [range(start, min(start + step, num_rows)) for start in guessed]
         self.sample = sample_keys(inputs) if guessed else None
         self.buffer = score_buffer(inputs, scored)
 
     def by_candidates(self, rows: range) -> bool:
         """Whether that is how the chunk is selected."""
-        return rows.start >= self.candidates_from
+        return rows.start >= self.first_guessed
 
     def select(
         self,
@@ -242,7 +245,7 @@ class Selector:
         """
         inputs, rule, window = self.inputs, self.budget_rule, self.local_window
         if self.sample is not None and self.by_candidates(rows):
-            blocks = list(_row_blocks(inputs, rows))
+            blocks = list(row_blocks(inputs, rows))
             return select_by_candidates(
                 inputs, self.sample, rows, blocks, outputs, words_start, self.variance_ema, rule, window
             )
@@ -265,7 +268,7 @@ class Selector:
             failed_on_host: the same as `failed`; saves launches for rows without any
         """
         batch = self.inputs.q_idx.shape[0]
-        columns = _score_columns(self.inputs, rows)
+        columns = score_columns(self.inputs, rows)
         step = max(self.row_chunk_bytes // (4 * batch * columns) // self.tile_rows, 1) * self.tile_rows
         parts = [range(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
         buffer = score_buffer(self.inputs, parts)
@@ -276,7 +279,7 @@ class Selector:
             select_failed(
                 self.inputs,
                 part,
-                list(_row_blocks(self.inputs, part)),
+                list(row_blocks(self.inputs, part)),
                 chunk_view(buffer, self.inputs, part),
                 failed[:, here].contiguous(),
                 outputs,
@@ -350,35 +353,6 @@ def mask_from_words(words: torch.Tensor, num_keys: int) -> torch.Tensor:
     return bits.bool().flatten(-2)[..., :num_keys]
 
 
-def row_chunks(
-    batch: int, num_rows: int, tile: int, chunk_bytes: int, query_stride: int = 1, query_start: int = 0
-) -> Iterator[range]:
-    """Row ranges whose scores, up to the last row's diagonal, fit in `chunk_bytes`; whole tiles of rows."""
-    start = 0
-    entries = chunk_bytes // (4 * batch)
-    while start < num_rows:
-        # rows * (query_start + (start + rows) * query_stride) <= entries; then with the width rounded up
-        width = query_start + start * query_stride
-        rows = (math.isqrt(width * width + 4 * query_stride * entries) - width) // (2 * query_stride)
-        stop = num_rows
-        if rows < num_rows - start:
-            stop = min(start + max(rows // tile, 1) * tile, num_rows)
-        while stop - start > tile:  # once or twice
-            columns = _rounded_columns(query_start + (stop - 1) * query_stride)
-            if (stop - start) * columns <= entries:
-                break
-            stop = start + ((stop - start - 1) // tile) * tile
-        yield range(start, stop)
-        start = stop
-
-
-def score_buffer(inputs: ScoreInputs, chunks: list[range]) -> torch.Tensor:
-    """A flat fp32 buffer that holds the scores of the largest chunk."""
-    batch = inputs.q_idx.shape[0]
-    size = max(batch * len(rows) * _score_columns(inputs, rows) for rows in chunks)
-    return torch.empty(size, dtype=torch.float32, device=inputs.q_idx.device)
-
-
 def new_outputs(inputs: ScoreInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """words, of zeros since only what is selected gets written, budget and variance."""
     batch, num_rows = inputs.q_idx.shape[:2]
@@ -388,12 +362,6 @@ def new_outputs(inputs: ScoreInputs) -> tuple[torch.Tensor, torch.Tensor, torch.
         torch.empty((batch, num_rows), dtype=torch.int32, device=device),
         torch.empty((batch, num_rows), dtype=torch.float32, device=device),
     )
-
-
-def chunk_view(buffer: torch.Tensor, inputs: ScoreInputs, rows: range) -> torch.Tensor:
-    """The start of the flat `buffer` as [B, rows, columns], columns enough for the last row."""
-    batch, columns = inputs.q_idx.shape[0], _score_columns(inputs, rows)
-    return buffer[: batch * len(rows) * columns].view(batch, len(rows), columns)
 
 
 def select_chunk(
@@ -408,7 +376,7 @@ def select_chunk(
     log_sums: LogSums | None = None,
 ) -> None:
     """Select for the rows whose scores are in `scores`, each size of row by the kernel made for it."""
-    for part, block in _row_blocks(inputs, rows):
+    for part, block in row_blocks(inputs, rows):
         select: Callable[..., None] = select_long_rows
         if block <= REGISTER_KEYS:
             select = partial(select_rows, log_sums=log_sums)
@@ -426,23 +394,3 @@ def select_chunk(
             words_start,
             inputs.query_start,
         )
-
-
-def _row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
-    """Split at the powers of two: a row's block, and so its result, depends on its position alone."""
-    start = rows.start
-    # Where rows are few, a launch for the short ones alone would leave most of the device idle.
-    smallest = _SMALLEST_BLOCK * min(inputs.query_stride, 4)
-    while start < rows.stop:
-        block = max(smallest, 1 << inputs.position(start).bit_length())
-        stop = min(inputs.rows_below(block), rows.stop)
-        yield range(start, stop), block
-        start = stop
-
-
-def _score_columns(inputs: ScoreInputs, rows: range) -> int:
-    return _rounded_columns(inputs.position(rows.stop - 1))
-
-
-def _rounded_columns(last_position: int) -> int:
-    return triton.cdiv(last_position + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

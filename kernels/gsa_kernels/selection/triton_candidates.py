@@ -62,10 +62,11 @@ def write_candidates(
         sums: fp32 [B, R, P, 2]: over the visible keys of the p-th `columns_per_program` columns, the sum of
             x - centre and of its square; written up to the diagonal
     """
-    batch, length, _, dim = inputs.q_idx.shape
+    batch, num_rows, _, dim = inputs.q_idx.shape
     tiles = score_tiles(inputs)
+    assert inputs.query_stride == 1, "row r stands at query_start + r"
     assert candidates.shape[2] >= _COLUMNS, "a full list takes one more tile's candidates at its start"
-    num_spans = triton.cdiv(rows.stop, columns_per_program(inputs))
+    num_spans = triton.cdiv(inputs.position(rows.stop - 1) + 1, columns_per_program(inputs))
     # Two kernels, since what tiles with many equal scores need costs the others a third of their time.
     for is_tied, spans in ((False, 1), (True, _TIED_SPANS)):
         # Row tiles first: programs that run side by side add to different counts.
@@ -83,10 +84,12 @@ def write_candidates(
             counts,
             words,
             sums,
+            inputs.query_start,
             rows.start,
             rows.stop,
             words_start,
-            length,
+            num_rows,
+            inputs.k_idx.shape[1],
             words.shape[1],
             words.shape[2],
             sums.shape[2],
@@ -143,9 +146,11 @@ def append(list_ptr, before, word, up_to, score, column, threshold, ASM: tl.cons
 
 @triton.jit(
     do_not_specialize=[
+        "query_start",
         "row_start",
         "row_stop",
         "words_start",
+        "num_rows",
         "length",
         "words_rows",
         "words_per_row",
@@ -166,9 +171,11 @@ def _candidates_kernel(
     counts_ptr,
     words_ptr,
     sums_ptr,
+    query_start,
     row_start,
     row_stop,
     words_start,
+    num_rows,
     length,
     words_rows,
     words_per_row,
@@ -196,15 +203,16 @@ def _candidates_kernel(
     first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(0) * BLOCK_ROWS
-    end_row = tl.minimum(first_row + BLOCK_ROWS, row_stop)
+    first_position = query_start + first_row
+    end_position = query_start + tl.minimum(first_row + BLOCK_ROWS, row_stop)
     first_col = first_span * (TILES * BLOCK_COLS)
     is_tied = tl.load(tied_ptr + batch * tl.num_programs(0) + tl.program_id(0)) != 0
-    if (first_col >= end_row) | (is_tied != TIED):  # above the diagonal, or the other kernel's
+    if (first_col >= end_position) | (is_tied != TIED):  # above the diagonal, or the other kernel's
         return
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     row_ok = rows < row_stop
-    tokens = batch * length + rows
+    tokens = batch * num_rows + rows
     starts = rows * 0
     first_start = first_row * 0
     last_start = first_row * 0
@@ -242,7 +250,7 @@ def _candidates_kernel(
     bits = 1 << (tl.arange(0, BLOCK_COLS) % 32)
     for span in range(first_span, first_span + SPANS):
         start_col = span * (TILES * BLOCK_COLS)
-        end_col = tl.minimum(end_row, start_col + TILES * BLOCK_COLS)
+        end_col = tl.minimum(end_position, start_col + TILES * BLOCK_COLS)
         if starts_ptr is not None:
             # Tiles before every query's document are skipped too.
             start_col = tl.maximum(start_col, first_start) // BLOCK_COLS * BLOCK_COLS
@@ -270,9 +278,12 @@ def _candidates_kernel(
                 PRECISION,
             )
             cols = col + tl.arange(0, BLOCK_COLS)
-            edge = (col + BLOCK_COLS > first_row + 1) | (col < last_start)
+            edge = (col + BLOCK_COLS > first_position + 1) | (col < last_start)
             if edge:
-                visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
+                # Columns counted from the first query: positions of the rows would take registers in all tiles.
+                visible = ((cols - query_start)[None, :] <= rows[:, None]) & (
+                    cols[None, :] >= starts[:, None]
+                )
                 scores = tl.where(visible, scores, float("-inf"))
 
             if TIED:
@@ -297,7 +308,9 @@ def _candidates_kernel(
             )
             distance = scores - centre[:, None]
             if edge:
-                visible = (cols[None, :] <= rows[:, None]) & (cols[None, :] >= starts[:, None])
+                visible = ((cols - query_start)[None, :] <= rows[:, None]) & (
+                    cols[None, :] >= starts[:, None]
+                )
                 distance = tl.where(visible, distance, 0.0)
             distance = tl.reshape(distance, [BLOCK_ROWS, BLOCK_COLS // 8, 4, 2])
             total += tl.sum(tl.sum(distance, axis=3), axis=1)
@@ -319,6 +332,6 @@ def _candidates_kernel(
                 TANH,
             )
         sums_ptrs = sums_ptr + (chunk_row * sums_per_row + span) * 2
-        up_to_diagonal = row_ok & (span * (TILES * BLOCK_COLS) < end_row)
+        up_to_diagonal = row_ok & (span * (TILES * BLOCK_COLS) < end_position)
         tl.store(sums_ptrs, tl.sum(total, axis=1), mask=up_to_diagonal)
         tl.store(sums_ptrs + 1, tl.sum(squares, axis=1), mask=up_to_diagonal)

@@ -20,7 +20,8 @@ _MOST_ROUNDS = tl.constexpr(12)
 
 def guess_thresholds(
     sample_scores: torch.Tensor,
-    positions: torch.Tensor,
+    sampled: torch.Tensor,
+    query_start: int,
     rows: range,
     chunk_start: int,
     block: int,
@@ -32,14 +33,15 @@ def guess_thresholds(
     tied: torch.Tensor,
     guesses: torch.Tensor,
 ) -> None:
-    """guesses[b, r - chunk_start] = threshold, centre, last for `rows`, all of them below `block`.
+    """guesses[b, r - chunk_start] = threshold, centre, last for `rows`, whose positions are all below `block`.
 
     `last`: of the keys whose score is the threshold those up to this one; infinite if it is all of them.
 
     Args:
         sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on
-        positions: int32 [S], of the sampled keys: one of each `key_stride` neighbours
-        document_starts: int32 [B, L]
+        sampled: int32 [S], positions of the sampled keys, ascending: one of each `key_stride` neighbours
+        query_start: position of row 0
+        document_starts: int32 [B, L], of all rows
         tied: int32 [B, ceil(R / tile_rows)] of zeros; 1 for a tile of rows with one that has a finite `last`
         guesses: fp32 [B, R, 3]
     """
@@ -47,15 +49,16 @@ def guess_thresholds(
     samples = max(block // key_stride, 16)
     _guess_kernel[(len(rows), sample_scores.shape[0])](
         sample_scores,
-        positions,
+        sampled,
         document_starts,
         variance_ema,
         tied,
         guesses,
+        query_start,
         rows.start,
         chunk_start,
         sample_scores.shape[1],
-        positions.shape[0],
+        sampled.shape[0],
         0 if document_starts is None else document_starts.shape[1],
         sample_scores.stride(0),
         sample_scores.stride(1),
@@ -73,11 +76,12 @@ def guess_thresholds(
 
 @triton.jit(
     do_not_specialize=[
+        "query_start",
         "first_row",
         "chunk_start",
         "chunk_rows",
         "num_samples",
-        "length",
+        "num_rows",
         "k_base",
         "k_min",
         "k_max",
@@ -85,16 +89,17 @@ def guess_thresholds(
 )
 def _guess_kernel(
     scores_ptr,
-    positions_ptr,
+    sampled_ptr,
     starts_ptr,
     ema_ptr,
     tied_ptr,
     guesses_ptr,
+    query_start,
     first_row,
     chunk_start,
     chunk_rows,
     num_samples,
-    length,
+    num_rows,
     stride_b,
     stride_r,
     k_base,
@@ -107,16 +112,17 @@ def _guess_kernel(
     SAMPLES: tl.constexpr,
 ):
     row = first_row + tl.program_id(0)
+    position = query_start + row
     batch = tl.program_id(1).to(tl.int64)
     start = row * 0
     if starts_ptr is not None:
-        start = tl.load(starts_ptr + batch * length + row)
-    num_visible = tl.maximum(row - start + 1, 0)
+        start = tl.load(starts_ptr + batch * num_rows + row)
+    num_visible = tl.maximum(position - start + 1, 0)
 
     columns = tl.arange(0, SAMPLES)
-    in_row = (columns >= start // KEY_STRIDE) & (columns <= row // KEY_STRIDE) & (columns < num_samples)
-    position = tl.load(positions_ptr + columns, mask=in_row, other=-1)
-    visible = in_row & (position >= start) & (position <= row)
+    in_row = (columns >= start // KEY_STRIDE) & (columns <= position // KEY_STRIDE) & (columns < num_samples)
+    sampled = tl.load(sampled_ptr + columns, mask=in_row, other=-1)
+    visible = in_row & (sampled >= start) & (sampled <= position)
     row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
     x = tl.load(row_ptr + columns, mask=visible, other=0.0)
     found = tl.sum(visible.to(tl.int32))
@@ -154,7 +160,7 @@ def _guess_kernel(
             equal = (visible & (x == threshold)).to(tl.int32)
             missing = wanted - (reached - tl.sum(equal))
             first = (equal == 1) & (tl.cumsum(equal, 0) == missing)
-            last = tl.sum(tl.where(first, position, 0)).to(tl.float32)  # exact up to 2^24
+            last = tl.sum(tl.where(first, sampled, 0)).to(tl.float32)  # exact up to 2^24
     tl.store(guess_ptr, threshold)
     tl.store(guess_ptr + 2, last)
     tile = batch * tl.cdiv(chunk_rows, TILE_ROWS) + (row - chunk_start) // TILE_ROWS

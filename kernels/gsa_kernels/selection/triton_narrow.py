@@ -16,6 +16,7 @@ from gsa_kernels.selection.triton_search import (
 _SMALLEST_SIZE = 128
 _SIZES = 3
 _KEYS_PER_WARP = 512
+_SPANS = 128  # read at a time: one for each thread
 _MAX_REGISTERS = 64  # of a thread, so that several rows are at work on a multiprocessor
 
 
@@ -25,6 +26,7 @@ def narrow_candidates(
     guesses: torch.Tensor,
     sums: torch.Tensor,
     span: int,
+    query_start: int,
     rows: range,
     words: torch.Tensor,
     words_start: int,
@@ -35,7 +37,7 @@ def narrow_candidates(
     budget_rule: tuple[int, int, int, str],
     local_window: int,
 ) -> None:
-    """Turn the bits of candidates into the selection of `rows`, the rows of the chunk.
+    """Turn the bits of candidates into the selection of `rows`, the rows of the chunk, at query_start + r.
 
     Args:
         candidates, counts, words, sums, span: as `write_candidates` leaves them
@@ -60,6 +62,7 @@ def narrow_candidates(
             budget,
             variance,
             failed,
+            query_start,
             rows.start,
             words_start,
             budget.shape[1],
@@ -75,7 +78,7 @@ def narrow_candidates(
             local_window,
             MODE=mode,
             SPAN=span,
-            SPANS=triton.next_power_of_2(sums.shape[2]),
+            SPANS=_SPANS,
             MOST=most,
             SIZE=size,
             num_warps=max(size // _KEYS_PER_WARP, 4),
@@ -85,9 +88,10 @@ def narrow_candidates(
 
 @triton.jit(
     do_not_specialize=[
+        "query_start",
         "first_row",
         "words_start",
-        "length",
+        "num_rows",
         "chunk_rows",
         "words_rows",
         "words_per_row",
@@ -111,9 +115,10 @@ def _narrow_kernel(
     budget_ptr,
     variance_ptr,
     failed_ptr,
+    query_start,
     first_row,
     words_start,
-    length,
+    num_rows,
     chunk_rows,
     words_rows,
     words_per_row,
@@ -132,16 +137,17 @@ def _narrow_kernel(
 ):
     """For rows with above < candidates <= SIZE, and if SIZE is all there is room for, with more."""
     row = first_row + tl.program_id(0)
+    position = query_start + row
     batch = tl.program_id(1).to(tl.int64)
     chunk_row = batch * chunk_rows + tl.program_id(0)
     count = tl.load(counts_ptr + chunk_row)
     if (count <= above) | ((count > SIZE) & (SIZE < MOST)):
         return
-    token = batch * length + row
+    token = batch * num_rows + row
     start = row * 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + token)
-    num_visible = tl.maximum(row - start + 1, 0)
+    num_visible = tl.maximum(position - start + 1, 0)
     everything = tl.load(guesses_ptr + chunk_row * 3) == float("-inf")
 
     slots = tl.arange(0, SIZE)
@@ -167,11 +173,17 @@ def _narrow_kernel(
         deviation = tl.where(listed, distance - mean, 0.0)
         variance = tl.sum(deviation * deviation) / divisor
     else:
-        spans = tl.arange(0, SPANS)
+        # In steps of one size: the order of the sums depends on the row alone, not on what else is in the chunk.
+        total = tl.zeros([SPANS], dtype=tl.float32)
+        squares = tl.zeros([SPANS], dtype=tl.float32)
         sums_ptr += chunk_row * sums_per_row * 2
-        in_row = (spans >= start // SPAN) & (spans <= row // SPAN)
-        mean = tl.sum(tl.load(sums_ptr + spans * 2, mask=in_row, other=0.0)) / divisor
-        square = tl.sum(tl.load(sums_ptr + spans * 2 + 1, mask=in_row, other=0.0)) / divisor
+        for first in range(0, position // SPAN + 1, SPANS):
+            spans = first + tl.arange(0, SPANS)
+            in_row = (spans >= start // SPAN) & (spans <= position // SPAN)
+            total += tl.load(sums_ptr + spans * 2, mask=in_row, other=0.0)
+            squares += tl.load(sums_ptr + spans * 2 + 1, mask=in_row, other=0.0)
+        mean = tl.sum(total) / divisor
+        square = tl.sum(squares) / divisor
         # The centre is the mean of a sample, a part p of the row: (mean - centre)^2 <= variance (1 - p) / p, so
         # that no more than five bits cancel.
         variance = tl.maximum(square - mean * mean, 0.0)
@@ -184,18 +196,18 @@ def _narrow_kernel(
         tl.store(variance_ptr + token, variance)
         keys = tl.where(listed, order_key(x), INT_MIN)
         threshold, last = find_cut(keys, columns, count, k)
-        near = row + 1
+        near = position + 1
         if local_window > 0:
-            near = tl.maximum(row - local_window + 1, start)
+            near = tl.maximum(position - local_window + 1, start)
         dropped = listed & (above_cut(keys, columns, threshold, last) == 0) & (columns < near)
         # Each bit is cleared or set by one thread, so that the order of these operations does not matter.
         tl.atomic_and(words_ptr + columns // 32, ~(1 << (columns & 31)), mask=dropped, sem="relaxed")
         if local_window > 0:
-            for word in range(near // 32, row // 32 + 1, 128):
+            for word in range(near // 32, position // 32 + 1, 128):
                 index = word + tl.arange(0, 128)
-                window = window_words(index, near, row)
-                tl.atomic_or(words_ptr + index, window, mask=index <= row // 32, sem="relaxed")
+                window = window_words(index, near, position)
+                tl.atomic_or(words_ptr + index, window, mask=index <= position // 32, sem="relaxed")
     else:
-        for word in range(start // 32, row // 32 + 1, 1024):
+        for word in range(start // 32, position // 32 + 1, 1024):
             index = word + tl.arange(0, 1024)
-            tl.store(words_ptr + index, index * 0, mask=index <= row // 32)
+            tl.store(words_ptr + index, index * 0, mask=index <= position // 32)
