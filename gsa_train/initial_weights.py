@@ -15,6 +15,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint import (
     RunState,
     find_damage,
+    load_main_weights,
     load_weights,
     read_run_state,
     saved_weights,
@@ -24,6 +25,7 @@ from gsa_train.checkpoint_files import find_checkpoint
 from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.resume import ResumeError
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,11 @@ MEANING = {
 such weights."""
 
 
-def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> None:
+def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> Path:
     """Fill a model that has just been built. Collective.
+
+    Returns:
+        The checkpoint, for `load_initial_main_weights`: a folder's newest may soon be another.
 
     Raises:
         ResumeError: the checkpoint is missing, damaged, of another tokenizer, or of a model that this one cannot take
@@ -93,6 +98,23 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
         logger.info("weights of %s, step %d; the run begins at step 0", checkpoint, state.step)
         if fresh:
             logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
+    return checkpoint
+
+
+def load_initial_main_weights(
+    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
+) -> None:
+    """Let the first phase begin with the fp32 weights of what it trains, where that checkpoint has them: the model's
+    lack what the other run's updates had not yet added up to a step of bf16. Collective."""
+    others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
+    if others and parallel.is_main:
+        logger.warning(
+            "%s: the optimizer's fp32 weights of %d parameters (%s, ...) are not those of the model, so none is taken: "
+            "the run begins with the model's",
+            checkpoint,
+            len(others),
+            others[0],
+        )
 
 
 def _find(folder: Path) -> Path:

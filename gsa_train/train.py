@@ -19,7 +19,7 @@ from gsa_train.config import Config
 from gsa_train.corruption import CorruptionFound
 from gsa_train.evaluate import describe
 from gsa_train.finish import finish, give_up, give_up_corrupted, leave, leave_world
-from gsa_train.initial_weights import load_initial_weights
+from gsa_train.initial_weights import load_initial_main_weights, load_initial_weights
 from gsa_train.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.model.build import build_model
 from gsa_train.monitor import MonitorStop, SpikeFound
@@ -68,7 +68,8 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     watch.note(start.step, "starting")
     model = build_model(config, parallel)
     if start.checkpoint is None and config.checkpoint.initial_weights:
-        load_initial_weights(config, model, tokenizer, parallel)
+        checkpoint = load_initial_weights(config, model, tokenizer, parallel)
+        start = replace(start, initial_weights=checkpoint)
     lock.take(make=True)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
     if folder.sinks is not None:
@@ -151,6 +152,8 @@ def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound |
                 start.checkpoint, run.model, phase_optimizer, run.parallel, with_optimizer=start.inside_phase
             )
             start.restore_rng(run.parallel)
+        if start.initial_weights is not None and span.index == 0:
+            load_initial_main_weights(start.initial_weights, run.model, phase_optimizer, run.parallel)
         if kept is not None:
             carry_over(kept, phase_optimizer)
         found = run_phase(run, span, phase_optimizer)
