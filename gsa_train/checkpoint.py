@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import socket
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,9 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
     if fault is None:
         share = share_of(files, parallel.rank, parallel.world_size)
         found: list[Any] = [None] * parallel.world_size
-        dist.all_gather_object(found, faults_in(checkpoint, share, checksums))
+        unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
+        mine = faults_in(checkpoint, share, checksums) if checkpoint.is_dir() else [unseen]
+        dist.all_gather_object(found, mine)
         faults = [each for faults in found for each in faults]
         fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
     return fault

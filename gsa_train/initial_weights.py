@@ -21,12 +21,11 @@ from gsa_train.checkpoint import (
     saved_weights,
     weights_to_load,
 )
-from gsa_train.checkpoint_files import find_checkpoint
 from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.phase_optimizer import PhaseOptimizer
-from gsa_train.resume import ResumeError
+from gsa_train.resume import ResumeError, named_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
             over: weights that are left, missing (other than NEW) or of another size.
     """
     folder = Path(config.checkpoint.initial_weights)
-    checkpoint = _find(folder)
+    checkpoint = named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
     fault = find_damage(checkpoint, parallel, checksums=config.checkpoint.verify == "full")
     if fault is not None:
         raise ResumeError(f"{FIELD} = {folder}: {checkpoint} is damaged: {fault}. Give another checkpoint.")
@@ -115,18 +114,6 @@ def load_initial_main_weights(
             len(others),
             others[0],
         )
-
-
-def _find(folder: Path) -> Path:
-    try:
-        checkpoint = find_checkpoint(folder)
-    except FileNotFoundError as error:
-        raise ResumeError(f"{FIELD} = {folder}: {error}") from error
-    if checkpoint is None:
-        raise ResumeError(
-            f"{FIELD} = {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
-        )
-    return checkpoint
 
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:

@@ -21,10 +21,11 @@ from gsa_train.evaluate import describe
 from gsa_train.finish import finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.initial_weights import load_initial_main_weights, load_initial_weights
 from gsa_train.main_weights import MainWeights, carry_over, keep_main_weights
-from gsa_train.model.build import build_model
+from gsa_train.model.build import Model, build_model
 from gsa_train.monitor import MonitorStop, SpikeFound
 from gsa_train.optim import build_optimizer, close_optimizer
-from gsa_train.parallel import collective_timeout, init_parallel
+from gsa_train.parallel import Parallel, collective_timeout, init_parallel
+from gsa_train.phase_optimizer import PhaseOptimizer
 from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.profiler import StepProfiler
 from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
@@ -70,6 +71,8 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     if start.checkpoint is None and config.checkpoint.initial_weights:
         checkpoint = load_initial_weights(config, model, tokenizer, parallel)
         start = replace(start, initial_weights=checkpoint)
+    phase_optimizer = open_phase(config, model, start, spans, parallel)
+    # From here on nothing refuses the start, so the run folder may change.
     lock.take(make=True)
     folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
     if folder.sinks is not None:
@@ -96,12 +99,14 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         profiler=profiler,
         straggler_warning=StragglerWarning(config.logging.straggler_ratio),
         stop_vote=StopVote(request, collective_timeout(config.parallel)),
+        phase_optimizer=phase_optimizer,
         step=start.step,
         tokens=start.tokens,
         validation_due=start.state is not None and start.state.validation_due,
         monitor=replace(start.monitor, rewinds=rewinds),
         skipped_steps=skipped_steps(config, rewinds),
     )
+    del phase_optimizer  # the run lets it go with its phase
     if run.progress is not None:
         for each in validation_sets:
             run.progress.message(describe(each))
@@ -109,12 +114,10 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     if folder.hang is not None:
         phase = start.state.phase_name if start.state else ""
         run.log({"event": "restart_after_hang", "step": start.step, "phase": phase, "reason": folder.hang})
-    freeze()
     try:
         while (found := train_phases(run, start, spans)) is not None:
             gc.unfreeze()
             start = go_back(run, found, arguments, spans)
-            freeze()
         run.batches.close()
         finish(run, spans[-1].phase)
     except Stopped as stop:
@@ -134,36 +137,45 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     leave_world(run.watch)
 
 
-def freeze() -> None:
-    """All that is here stays: without it in the way, a full collection, of which megatron-core makes one per save,
-    takes 10 ms instead of 300."""
+def open_phase(
+    config: Config, model: Model, start: Start, spans: list[PhaseSpan], parallel: Parallel
+) -> PhaseOptimizer:
+    """Optimizer of the phase to enter first, model and optimizer as the start's checkpoint has them. Collective.
+
+    Raises:
+        StateError: the checkpoint's optimizer state is not that of its weights.
+    """
+    # All that is here stays: without it in the way, a full collection, of which megatron-core makes one per save, takes
+    # 10 ms instead of 300. The optimizer goes with its phase.
     gc.collect()
     gc.freeze()
+    phase_optimizer = build_optimizer(model, spans[start.phase_index].phase, config)
+    if start.checkpoint is not None:
+        load_checkpoint(start.checkpoint, model, phase_optimizer, parallel, with_optimizer=start.inside_phase)
+    if start.initial_weights is not None:
+        load_initial_main_weights(start.initial_weights, model, phase_optimizer, parallel)
+    return phase_optimizer
 
 
 def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound | None:
-    """From the start to the last checkpoint, or to a spike that asks for a rewind."""
+    """From the start, whose phase is open, to the last checkpoint, or to a spike that asks for a rewind."""
+    if start.state is not None:
+        start.restore_rng(run.parallel)
     kept: MainWeights | None = None
     for span in spans[start.phase_index :]:
-        # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
-        phase_optimizer = build_optimizer(run.model, span.phase, run.config)
-        if start.checkpoint is not None and span.index == start.phase_index:
-            load_checkpoint(
-                start.checkpoint, run.model, phase_optimizer, run.parallel, with_optimizer=start.inside_phase
-            )
-            start.restore_rng(run.parallel)
-        if start.initial_weights is not None and span.index == 0:
-            load_initial_main_weights(start.initial_weights, run.model, phase_optimizer, run.parallel)
         if kept is not None:
-            carry_over(kept, phase_optimizer)
-        found = run_phase(run, span, phase_optimizer)
+            # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
+            run.phase_optimizer = build_optimizer(run.model, span.phase, run.config)
+            carry_over(kept, run.phase_optimizer)
+        assert run.phase_optimizer is not None
+        found = run_phase(run, span, run.phase_optimizer)
         if found is None and span is spans[-1]:
-            save_the_end(run, span, phase_optimizer)
-        kept = None if span is spans[-1] else keep_main_weights(run.model, phase_optimizer)
-        close_optimizer(run.model, phase_optimizer)
+            save_the_end(run, span, run.phase_optimizer)
+        kept = None if span is spans[-1] else keep_main_weights(run.model, run.phase_optimizer)
+        close_optimizer(run.model, run.phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
-        del phase_optimizer
+        run.phase_optimizer = None
         gc.collect()
         if found is not None:
             return found
@@ -193,6 +205,7 @@ def go_back(run: Run, found: SpikeFound, arguments: Arguments, spans: list[Phase
     run.skipped_steps = skipped_steps(run.config, run.monitor.rewinds)
     run.model.runtime.stats.reset()
     run.model.work_time.read_and_reset()
+    run.phase_optimizer = open_phase(run.config, run.model, start, spans, run.parallel)
     if run.sinks is not None and run.progress is not None:
         run.sinks.go_back(start.step)
         run.progress.go_back(start.step)

@@ -56,6 +56,8 @@ class Run:
     watch: Watch
     profiler: StepProfiler
     straggler_warning: StragglerWarning
+    phase_optimizer: PhaseOptimizer | None = None
+    """Of the phase under way. Nothing else holds it from one phase to the next."""
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
+from gsa_train import train
+from gsa_train.checkpoint import StateError
 from gsa_train.checkpoint_save import CheckpointSaver
+from gsa_train.cli import Arguments
 from gsa_train.config import CheckpointConfig, Config
 from gsa_train.initial_weights import load_initial_main_weights, load_initial_weights
 from gsa_train.model.build import Model
@@ -20,7 +24,7 @@ from gsa_train.optim import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phase_optimizer import MAIN_WEIGHT
 from gsa_train.phases import phase_spans
 from gsa_train.resume import ResumeError, Start
-from gsa_train.train import train_phases
+from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.single_rank import (
     DENSE,
@@ -54,7 +58,7 @@ Trained = Callable[[Config], tuple[Path, Model]]
 def trained(tmp_path: Path) -> Trained:
     """Folder of a run that took one step, and its model."""
 
-    def train(config: Config) -> tuple[Path, Model]:
+    def train_one(config: Config) -> tuple[Path, Model]:
         model = tiny_model(config)
         optimizer = build_optimizer(model, config.phases[0], config)
         take_step(model, optimizer, random_batches(config), config, lr=1e-2)
@@ -66,7 +70,7 @@ def trained(tmp_path: Path) -> Trained:
         close_optimizer(model, optimizer)
         return tmp_path, model
 
-    return train
+    return train_one
 
 
 def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Model:
@@ -200,12 +204,29 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("gsa_train.train.run_phase", one_weight_changes)
     monkeypatch.setattr("gsa_train.train.save_the_end", lambda *_: None)
-    run = tiny_run(config, model)
-    assert train_phases(run, Start(initial_weights=checkpoint), phase_spans(config.phases)) is None
+    begin, spans = Start(initial_weights=checkpoint), phase_spans(config.phases)
+    run = tiny_run(config, model, phase_optimizer=open_phase(config, model, begin, spans, single_rank()))
+    assert train_phases(run, begin, spans) is None
     for name, main in mains.items():
         assert torch.equal(seen[0][name], main), name
     changed = [name for name, main in mains.items() if not torch.equal(seen[1][name], main)]
     assert len(changed) == 1
+
+
+def test_a_resume_is_refused_before_the_run_folder_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what only loading finds: an optimizer's state that is not that of its weights."""
+    run = {"dir": str(tmp_path / "runs"), "name": "new"}
+    config = tiny_config([SPARSE], train=BF16, run=run)
+    checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
+    monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
+    for name in ("Watch", "load_tokenizer", "shared_validation_sets", "open_batches"):
+        monkeypatch.setattr(train, name, Mock())
+    arguments = Arguments("", (), str(checkpoint), False, False, False, False, 1)
+    with pytest.raises(StateError, match=r"fp32 weights of embedding.* are not those of the model"):
+        train.train(config, arguments, Mock())
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
