@@ -46,8 +46,6 @@ class Start:
     """The checkpoint belongs to this run folder: its metrics and its W&B run go on."""
     damaged: tuple[tuple[str, str], ...] = ()
     """Newer checkpoints that were passed over: name, and what is wrong with it."""
-    initial_weights: Path | None = None
-    """Another run's checkpoint, whose weights the model has at step 0."""
 
     @property
     def step(self) -> int:

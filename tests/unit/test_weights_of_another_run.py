@@ -204,9 +204,11 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("gsa_train.train.run_phase", one_weight_changes)
     monkeypatch.setattr("gsa_train.train.save_the_end", lambda *_: None)
-    begin, spans = Start(initial_weights=checkpoint), phase_spans(config.phases)
-    run = tiny_run(config, model, phase_optimizer=open_phase(config, model, begin, spans, single_rank()))
-    assert train_phases(run, begin, spans) is None
+    spans = phase_spans(config.phases)
+    optimizer = open_phase(config, model, Start(), spans, single_rank(), checkpoint)
+    run = tiny_run(config, model, phase_optimizer=optimizer)
+    del optimizer
+    assert train_phases(run, Start(), spans) is None
     for name, main in mains.items():
         assert torch.equal(seen[0][name], main), name
     changed = [name for name, main in mains.items() if not torch.equal(seen[1][name], main)]
