@@ -16,7 +16,7 @@ import yaml
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
-from gsa_train.checkpoint.files import find_checkpoint, pass_over, recover_folder, resume_candidates
+from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
 from gsa_train.checkpoint.load import RunState, find_damage, read_run_state, restore_rng
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
@@ -110,7 +110,8 @@ def _is_restart(own: Path, parallel: Parallel) -> bool:
 def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
-    These options are for a launch's first start; its restarts go on from the run folder once that has a checkpoint.
+    What is damaged keeps its name until nothing refuses the start (`set_damaged_aside`). These options are for a
+    launch's first start; its restarts go on from the run folder once that has a checkpoint.
 
     Raises:
         SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
@@ -118,7 +119,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     """
     own = run_dir(config)
     if parallel.is_main:
-        recover_folder(own / "checkpoints")
+        put_back(own / "checkpoints")
     dist.barrier()
     resume_from = arguments.resume_from
     if _is_restart(own, parallel):
@@ -134,7 +135,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
     damaged: list[tuple[str, str]] = []
     checkpoint: Path | None
     if resume_from:
-        checkpoint = _named_checkpoint(Path(resume_from))
+        checkpoint = named_checkpoint(f"--resume-from {resume_from}", Path(resume_from), parallel)
         fault = find_damage(checkpoint, parallel, checksums)
         if fault is not None:
             raise ResumeError(
@@ -182,15 +183,28 @@ def start_from(
     )
 
 
-def _named_checkpoint(folder: Path) -> Path:
-    try:
-        checkpoint = find_checkpoint(folder)
-    except FileNotFoundError as error:
-        raise ResumeError(str(error)) from error
+def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
+    """The checkpoint that a user's folder means to rank 0, since its newest may soon be another. Collective.
+
+    Args:
+        option: with its value, for the message.
+
+    Raises:
+        ResumeError: there is none, on all ranks alike.
+    """
+    shared: list[Any] = [
+        None,
+        f"{option}: no complete checkpoint there; give a step_* folder, or a run folder",
+    ]
+    if parallel.is_main:
+        try:
+            shared[0] = find_checkpoint(folder)
+        except OSError as error:
+            shared[1] = f"{option}: {error}"
+    dist.broadcast_object_list(shared, src=0)
+    checkpoint: Path | None = shared[0]
     if checkpoint is None:
-        raise ResumeError(
-            f"--resume-from {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
-        )
+        raise ResumeError(shared[1])
     return checkpoint
 
 
@@ -199,14 +213,12 @@ def _newest_intact(
 ) -> tuple[Path | None, list[tuple[str, str]]]:
     """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
 
-    The damaged ones are renamed and `latest` names the intact one, so that the next start finds it, too.
-
     Raises:
         ResumeError: there are checkpoints and all are damaged; a start at step 0 needs to be asked for.
     """
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
-    candidate, damaged = first_intact(checkpoints, shared[0], parallel, checksums)
+    candidate, damaged = first_intact(shared[0], parallel, checksums)
     if candidate is None and damaged:
         raise ResumeError(
             f"{checkpoints} has no intact checkpoint to resume from:\n"
@@ -218,26 +230,28 @@ def _newest_intact(
 
 
 def first_intact(
-    checkpoints: Path, candidates: Sequence[Path], parallel: Parallel, checksums: bool
+    candidates: Sequence[Path], parallel: Parallel, checksums: bool
 ) -> tuple[Path | None, list[tuple[str, str]]]:
-    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
-
-    If there is one, those are renamed and `latest` names it, so that the next start finds it, too.
-    """
+    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective."""
     damaged: list[tuple[str, str]] = []
     for candidate in candidates:
         fault = find_damage(candidate, parallel, checksums)
         if fault is None:
-            if damaged and parallel.is_main:
-                renamed = pass_over([checkpoints / name for name, _ in damaged], candidate)
-                for name, why in damaged:
-                    logger.warning("checkpoint %s is damaged: %s", name, why)
-                kept = f"; kept as {', '.join(path.name for path in renamed)}" if renamed else ""
-                logger.warning("going back to the newest intact checkpoint, %s%s", candidate.name, kept)
-            dist.barrier()
             return candidate, damaged
         damaged.append((candidate.name, fault))
     return None, damaged
+
+
+def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
+    """Rename the damaged checkpoints and let `latest` name the chosen one beside them, so that the next start finds it,
+    too. On the main rank."""
+    if not damaged:
+        return
+    renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
+    for name, fault in damaged:
+        logger.warning("checkpoint %s is damaged: %s", name, fault)
+    kept = f"; kept as {', '.join(path.name for path in renamed)}" if renamed else ""
+    logger.warning("going back to the newest intact checkpoint, %s%s", chosen.name, kept)
 
 
 def open_batches(

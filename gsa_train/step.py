@@ -70,7 +70,7 @@ def train_step(
     model, optimizer, config = training.model, training.optimizer, training.config
     detector, check, groups = training.detector, training.check, training.parallel.groups
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
-    model.work_time.end()
+    model.work_time.end()  # what a rank waits for others is not its own work
     dist.all_reduce(loss_tokens, group=groups.dp)
     model.work_time.begin()
     optimizer.set_learning_rate(lr, config.train.weight_decay)
@@ -78,7 +78,7 @@ def train_step(
     compute = partial(_compute, training, micro_batches, loss_tokens, step)
     computed = compute() if check is None else check.compute(step + 1, compute)
     verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
-    if check is not None:
+    if check is not None:  # looks for wrong bits before the update
         if check.suspects(verdict):
             computed = check.compute_again(step + 1, computed, compute)
             detector.take_back()

@@ -56,6 +56,8 @@ class Run:
     watch: Watch
     profiler: StepProfiler
     straggler_warning: StragglerWarning
+    phase_optimizer: PhaseOptimizer | None = None
+    """Of the phase under way. Nothing else holds it from one phase to the next."""
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
@@ -79,8 +81,8 @@ class Run:
 
 
 @dataclass
-class _Phase:
-    """What a phase begins with and ends with."""
+class _Current:
+    """The phase under way: what its steps have in common, made anew for each phase."""
 
     span: PhaseSpan
     optimizer: PhaseOptimizer
@@ -89,7 +91,7 @@ class _Phase:
     training: Training
 
 
-def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Phase:
+def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Current:
     config, device = run.config.monitor, run.parallel.device
     monitor = Monitor(config, span, device, run.monitor, run.log, partial(newest_save, run))
     check = None
@@ -97,7 +99,7 @@ def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Phase:
         modules = optimizer.modules
         check = CorruptionCheck(config, run.model, modules, run.parallel, run.log, span.phase.name)
     training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check)
-    return _Phase(span, optimizer, monitor, IntervalClock(device), training)
+    return _Current(span, optimizer, monitor, IntervalClock(device), training)
 
 
 def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
@@ -109,46 +111,50 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
         Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
     """
     config = run.config
-    phase = _begin(run, span, phase_optimizer)
-    monitor, clock = phase.monitor, phase.clock
+    current = _begin(run, span, phase_optimizer)
+    monitor, clock = current.monitor, current.clock
 
     def stop_validation_if_asked() -> None:
         run.watch.note(run.step, "validating")
         reason = run.stop_vote.ask()
         if reason:
-            _stop(run, phase, reason, in_validation=True)
+            _stop(run, current, reason, in_validation=True)
 
     if run.validation_due:
         validate(run, span.phase.name, stop_validation_if_asked)
         run.validation_due = False
     while run.step < span.end:
         reason = run.stop_vote.ask()
-        found = monitor.read(run.step if reason else run.step - READ_DELAY_STEPS)
-        if found is not None:
-            return found
+        # Read late, so that the host does not wait for the device; all of them before a stop.
+        spike = monitor.read(run.step if reason else run.step - READ_DELAY_STEPS)
+        if spike is not None:
+            return spike
         if reason:
-            _stop(run, phase, reason)
+            _stop(run, current, reason)
+
         run.watch.note(run.step, "reading text")
         trains = run.step + 1 not in run.skipped_steps
         logged = trains and _is_logged(run.step + 1, span, config)
         run.profiler.before(run.step + 1)
         if trains:
             lr = learning_rate(span.phase, run.step - span.start) * monitor.lr_factor(run.step + 1)
-            result = _train(run, phase, lr, logged)
+            result = _train(run, current, lr, logged)
         else:
             clock.pause()
             _leave_out(run, span)
             clock.resume()
+
+        # The step is done, and `run.step` counts it.
         saves = run.saver.is_due(run.step)
         validates = config.evaluate.every_steps > 0 and run.step % config.evaluate.every_steps == 0
         if logged or saves or validates or run.step == span.end:
             # Nothing is logged, validated or saved before what the monitor makes of it.
-            found = monitor.read(run.step)
-            if found is not None:
-                return found
+            spike = monitor.read(run.step)
+            if spike is not None:
+                return spike
         if logged:
             with part("logging"):
-                _log(run, phase, lr, result)
+                _log(run, current, lr, result)
             report_saves(run, run.saver.ended(now=run.step))
         run.profiler.after(run.step)
         if validates:
@@ -164,12 +170,12 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
     return None
 
 
-def _stop(run: Run, phase: _Phase, reason: int, in_validation: bool = False) -> NoReturn:
+def _stop(run: Run, current: _Current, reason: int, in_validation: bool = False) -> NoReturn:
     """Save and leave. Every step has been read."""
     run.validation_due = in_validation
-    run.monitor = phase.monitor.state()
+    run.monitor = current.monitor.state()
     if run.step > 0:
-        save_the_end(run, phase.span, phase.optimizer)
+        save_the_end(run, current.span, current.optimizer)
     raise Stopped(reason, run.step)
 
 
@@ -180,7 +186,7 @@ def newest_save(run: Run) -> int | None:
     return run.saver.durable_step
 
 
-def _train(run: Run, phase: _Phase, lr: float, logged: bool) -> StepResult:
+def _train(run: Run, current: _Current, lr: float, logged: bool) -> StepResult:
     """One step."""
     config = run.config
     run.model.runtime.measuring = logged
@@ -189,12 +195,12 @@ def _train(run: Run, phase: _Phase, lr: float, logged: bool) -> StepResult:
     with part("data"):
         micro_batches = run.batches.next_step()
     run.watch.note(run.step, "training")
-    result = train_step(phase.training, micro_batches, lr, run.step, saves=run.saver.is_due(run.step + 1))
+    result = train_step(current.training, micro_batches, lr, run.step, saves=run.saver.is_due(run.step + 1))
     run.step += 1
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     run.tokens += tokens
-    phase.clock.count(tokens, run.batches.wait_seconds - waited)
-    phase.monitor.observe(run.step, result.verdict)
+    current.clock.count(tokens, run.batches.wait_seconds - waited)
+    current.monitor.observe(run.step, result.verdict)
     return result
 
 
@@ -209,11 +215,11 @@ def _leave_out(run: Run, span: PhaseSpan) -> None:
         run.log({"event": "skipped_batches", "step": run.step, "phase": span.phase.name, "last_step": last})
 
 
-def _log(run: Run, phase: _Phase, lr: float, result: StepResult) -> None:
+def _log(run: Run, current: _Current, lr: float, result: StepResult) -> None:
     """The record of the step just done, whose verdict has been read. Collective."""
     config, parallel = run.config, run.parallel
-    changed = phase.optimizer.update_norm(result.verdict.applied, parallel)
-    interval = phase.clock.read_and_reset()
+    changed = current.optimizer.update_norm(result.verdict.applied, parallel)
+    interval = current.clock.read_and_reset()
     reduced = reduce_step(
         run.model.runtime.stats,
         result.loss_sum,
@@ -227,13 +233,13 @@ def _log(run: Run, phase: _Phase, lr: float, result: StepResult) -> None:
     )
     if parallel.is_main:
         run.straggler_warning.look(run.step, *slowest(reduced.work_seconds))
-    lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(phase.span.phase).items()}
+    lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(current.span.phase).items()}
     precision = "bf16" if run.model.mcore_config.bf16 else "fp32"
     record = step_record(
         run.step,
-        phase.span.phase,
+        current.span.phase,
         lrs,
-        phase.monitor.last_grad_norm,
+        current.monitor.last_grad_norm,
         run.tokens,
         reduced,
         interval,
@@ -241,9 +247,9 @@ def _log(run: Run, phase: _Phase, lr: float, result: StepResult) -> None:
         parallel,
         precision,
     )
-    record |= {"update_norm": changed.item(), **phase.monitor.metrics()}
+    record |= {"update_norm": changed.item(), **current.monitor.metrics()}
     run.log(record)
-    phase.monitor.watch_layers(run.step, record)
+    current.monitor.watch_layers(run.step, record)
 
 
 def _is_logged(step: int, span: PhaseSpan, config: Config) -> bool:

@@ -16,7 +16,8 @@ nothing.
 With the documents of a text a long sequence is not a long context: a query sees the keys of its own document alone, the
 kernels of our models skip the others, and `visible` is how many it sees in the mean, of which MFU counts the `attended`
 ones (of GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context, as it is
-with random tokens and, whatever the documents, for megatron-core's model.
+with random tokens and, whatever the documents, for megatron-core's model. --scaling compares only steps whose queries
+see the same, to one percent.
 
 --breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
 of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the

@@ -35,7 +35,7 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     cannot be mapped because they are not on a local (or mounted) file system.
     """
     reading = reading or Reading()
-    filesystem, base = file_system(root)
+    filesystem, base = file_system(root, reading)
 
     def listing(_: Pulse) -> list[str]:
         try:

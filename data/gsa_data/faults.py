@@ -44,7 +44,7 @@ class Reading:
     retries: int = 5
     """Times that a read which failed or timed out is tried again."""
     timeout_seconds: float = 60.0
-    """A read, an opening or a listing that brings nothing for so long has failed."""
+    """A read, an opening, a listing or a connection that brings nothing for so long has failed."""
     backoff_seconds: float = 0.5
     """Wait before the first retry; doubles each time up to a minute: 0.5, 1, 2, 4, 8."""
 

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import fsspec
 from fsspec.exceptions import FSTimeoutError
+from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.faults import DataFault, Reading
 
@@ -34,6 +36,7 @@ NETWORK_LIBRARIES = frozenset(
         "http",
         "httpcore",
         "httpx",
+        "paramiko",
         "requests",
         "urllib3",
     }
@@ -58,30 +61,49 @@ class Pulse:
         self.last_seconds = time.monotonic()
 
 
-def file_system(address: str) -> tuple[Any, str]:
-    """The fsspec file system of an address, and the path in it.
+def file_system(address: str, reading: Reading) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it. Some connect for it, which is tried again where no
+    answer comes.
 
-    Not for a thread that ends soon: fsspec keeps one file system, with its connection, per thread.
+    Not for a thread that ends soon: one connection, and a thread that holds it, are kept per thread.
 
-    Raises DataFault when the package for its protocol is not installed, or the protocol is unknown.
+    Raises DataFault when there is no connection, the package for its protocol is not installed, or the protocol is
+    unknown.
     """
-    protocol = address.partition("://")[0]
     try:
-        filesystem, path = fsspec.core.url_to_fs(address)
+        return with_retries(
+            lambda: connected(address, reading.timeout_seconds),
+            f"connection to {address!r}",
+            reading,
+            Counter(),
+        )
+    except OSError as error:
+        raise DataFault(
+            f"{address!r} cannot be connected to ({type(error).__name__}: {error}); check address and access, and that "
+            "its server answers"
+        ) from error
+
+
+def connected(address: str, limit_seconds: float) -> tuple[Any, str]:
+    """One try of `file_system`: OSError when there is no connection."""
+    protocol = fsspec.utils.get_protocol(address)
+    try:
+        if protocol in LocalFileSystem.protocol:
+            return fsspec.core.url_to_fs(address)  # connects to nothing
+        return _of_thread().connect(address, limit_seconds)
     except ImportError as error:
         package = PACKAGES.get(protocol, f"the fsspec package of {protocol}")
         raise DataFault(f"{address}: {error}; run: pip install {package}") from error
     except ValueError as error:
         raise DataFault(f"{address}: {error}; give a folder, or an address that fsspec knows") from error
-    return filesystem, path
 
 
 def read_bytes(address: str, reading: Reading, counters: Counter[str]) -> bytes:
     """The whole file, or OSError when it is missing or all tries failed."""
-    filesystem, path = file_system(address)
     limit = reading.timeout_seconds
 
     def read() -> bytes:
+        filesystem, path = connected(address, limit)
         file = in_time(lambda: filesystem.open(path, "rb"), limit)
         pieces = []
         while piece := in_time(lambda: file.read(PIECE_BYTES), limit):
@@ -149,15 +171,7 @@ def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None)
         thread.join(left)
     if thread.is_alive():
         raise ReadError(f"no answer within {seconds:g} s")
-    error = outcome.error
-    if error is None:
-        return outcome.value[0]
-    # asyncio's timeout, which fsspec passes on, is no OSError before Python 3.11; nor is fsspec's own.
-    library = type(error).__module__.partition(".")[0]
-    passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
-    if passing and not isinstance(error, OSError):
-        raise ReadError(repr(error)) from error
-    raise error
+    return outcome.result()
 
 
 class _Outcome(Generic[T]):
@@ -174,4 +188,56 @@ class _Outcome(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.error = error
-        return True  # raised again by in_time
+        return True  # raised again by `result`
+
+    def result(self) -> T:
+        error = self.error
+        if error is None:
+            return self.value[0]
+        # asyncio's timeout, which fsspec passes on, is no OSError before Python 3.11; nor is fsspec's own.
+        library = type(error).__module__.partition(".")[0]
+        passing = isinstance(error, FSTimeoutError | EOFError) or library in NETWORK_LIBRARIES | {"asyncio"}
+        if passing and not isinstance(error, OSError):
+            raise ReadError(repr(error)) from error
+        raise error
+
+
+class _Connector(threading.Thread):
+    """Connects to file systems for one other thread. fsspec keeps a file system for the thread that asked for it, so
+    this one stays, until it gets no answer: then it is left behind, and another one begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__(name="gsa_data connections", daemon=True)
+        self._requests: SimpleQueue[tuple[str, _Outcome[tuple[Any, str]], threading.Event] | None]
+        self._requests = SimpleQueue()
+        self.is_left = False
+        self.start()
+
+    def run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            address, outcome, done = request
+            with outcome:
+                outcome.value.append(fsspec.core.url_to_fs(address))
+            done.set()
+
+    def connect(self, address: str, limit_seconds: float) -> tuple[Any, str]:
+        outcome: _Outcome[tuple[Any, str]] = _Outcome()
+        done = threading.Event()
+        self._requests.put((address, outcome, done))
+        if not done.wait(limit_seconds):
+            self.is_left = True
+            self._requests.put(None)
+            raise ReadError(f"no answer within {limit_seconds:g} s")
+        return outcome.result()
+
+
+_connectors = threading.local()
+"""As fsspec's own cache of file systems."""
+
+
+def _of_thread() -> _Connector:
+    """Of the thread that asks. A process that was forked has lost it."""
+    connector: _Connector | None = getattr(_connectors, "connector", None)
+    if connector is None or connector.is_left or not connector.is_alive():
+        connector = _connectors.connector = _Connector()
+    return connector

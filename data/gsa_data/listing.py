@@ -29,7 +29,7 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
 
     Raises DataFault when `root` is no folder, or when any part of it cannot be listed.
     """
-    filesystem, base = file_system(root)
+    filesystem, base = file_system(root, reading)
     base = base.rstrip("/")
     is_local = isinstance(filesystem, LocalFileSystem)
 

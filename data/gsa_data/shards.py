@@ -71,7 +71,7 @@ def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: R
         if relpath.endswith(".parquet"):
             require_pyarrow(relpath)
             break
-    filesystem, base = file_system(root)
+    filesystem, base = file_system(root, reading)
     copies = retried(lambda pulse: find_copies(filesystem, base.rstrip("/"), shards, pulse), root, reading)
     for trouble in copies.values():
         if reading.on_bad_shard == "fail":

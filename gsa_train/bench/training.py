@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 LEFT_OVER_BYTES = 64 * 2**20
 """More than this after a model is gone is a leak: cuBLAS keeps 32 MiB of workspace."""
 
+LARGEST_DIFFERENCE_OF_KEYS = 0.01
+"""Between two reports whose speeds are compared: it may change an efficiency by as much, and those are some percent."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -355,7 +358,7 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
     """Weak scaling: tokens per second and device of the same model and layout in the rows of two reports.
 
     Raises:
-        ValueError: they have no model and layout in common, or other work per device.
+        ValueError: they have no model and layout in common, other work per device, or other documents.
     """
     rows = []
     for row in many:
@@ -371,11 +374,13 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
             speeds = row["tokens_per_second_per_device"], other["tokens_per_second_per_device"]
             if None in speeds:
                 continue
+            _refuse_other_documents(row, other)
             rows.append(
                 {
                     "model": row["model"],
                     "layout": row["layout"],
                     "devices": f"{other['world_size']} -> {row['world_size']}",
+                    "visible_keys": row["visible_keys"],
                     "tokens_per_second_per_device": speeds[0],
                     "efficiency": speeds[0] / speeds[1],
                 }
@@ -383,6 +388,22 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
     if not rows:
         raise ValueError("the two reports have no model and layout in common")
     return rows
+
+
+def _refuse_other_documents(row: dict[str, Any], other: dict[str, Any]) -> None:
+    """A query that sees other keys is other work: a step of nothing else would take as many times as long."""
+    before, now = other.get("visible_keys"), row.get("visible_keys")
+    if before is None or now is None:
+        raise ValueError(
+            f"{row['model']}, {row['layout']}: a report does not say how many keys a query sees (visible_keys): "
+            "it was written by an earlier version, measure it again"
+        )
+    if abs(before - now) > LARGEST_DIFFERENCE_OF_KEYS * min(before, now):
+        raise ValueError(
+            f"{row['model']}, {row['layout']}: a query sees {before:.1f} keys on {other['world_size']} devices and "
+            f"{now:.1f} on {row['world_size']}, as their texts have other documents; measure both without --text, "
+            "or with data.attend_across_documents=true"
+        )
 
 
 def as_row(result: Result) -> dict[str, Any]:

@@ -112,16 +112,19 @@ def resume_candidates(checkpoints: Path) -> list[Path]:
 # --- after a kill, after damage --------------------------------------------------------------------------
 
 
-def recover_folder(checkpoints: Path) -> None:
-    """Undo what a killed save left behind. Call on one process before anything is read."""
+def put_back(checkpoints: Path) -> None:
+    """Give back its name to what a killed save was about to replace. Call on one process before anything is read."""
     for replaced in checkpoints.glob(".replaced_step_*"):
         original = checkpoints / replaced.name.removeprefix(".replaced_")
-        if original.exists():
-            shutil.rmtree(replaced)
-        else:
+        if not original.exists():
             replaced.rename(original)
-    for unfinished in checkpoints.glob(".tmp_step_*"):
-        shutil.rmtree(unfinished)
+
+
+def recover_folder(checkpoints: Path) -> None:
+    """Undo what a killed save left behind. Call on one process."""
+    put_back(checkpoints)
+    for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
+        shutil.rmtree(leftover)
 
 
 def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:

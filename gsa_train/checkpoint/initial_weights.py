@@ -12,10 +12,10 @@ from pathlib import Path
 import yaml
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import (
     RunState,
     find_damage,
+    load_main_weights,
     load_weights,
     read_run_state,
     saved_weights,
@@ -23,8 +23,9 @@ from gsa_train.checkpoint.load import (
 )
 from gsa_train.config import Config
 from gsa_train.model.build import Model
+from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
-from gsa_train.resume import ResumeError
+from gsa_train.resume import ResumeError, named_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +49,18 @@ MEANING = {
 such weights."""
 
 
-def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> None:
+def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> Path:
     """Fill a model that has just been built. Collective.
+
+    Returns:
+        The checkpoint, for `load_initial_main_weights`: a folder's newest may soon be another.
 
     Raises:
         ResumeError: the checkpoint is missing, damaged, of another tokenizer, or of a model that this one cannot take
             over: weights that are left, missing (other than NEW) or of another size.
     """
     folder = Path(config.checkpoint.initial_weights)
-    checkpoint = _find(folder)
+    checkpoint = named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
     fault = find_damage(checkpoint, parallel, checksums=config.checkpoint.verify == "full")
     if fault is not None:
         raise ResumeError(f"{FIELD} = {folder}: {checkpoint} is damaged: {fault}. Give another checkpoint.")
@@ -93,18 +97,23 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
         logger.info("weights of %s, step %d; the run begins at step 0", checkpoint, state.step)
         if fresh:
             logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
-
-
-def _find(folder: Path) -> Path:
-    try:
-        checkpoint = find_checkpoint(folder)
-    except FileNotFoundError as error:
-        raise ResumeError(f"{FIELD} = {folder}: {error}") from error
-    if checkpoint is None:
-        raise ResumeError(
-            f"{FIELD} = {folder}: no complete checkpoint there; give a step_* folder, or a run folder"
-        )
     return checkpoint
+
+
+def load_initial_main_weights(
+    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
+) -> None:
+    """Let the first phase begin with the fp32 weights of what it trains, where that checkpoint has them: the model's
+    lack what the other run's updates had not yet added up to a step of bf16. Collective."""
+    others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
+    if others and parallel.is_main:
+        logger.warning(
+            "%s: the optimizer's fp32 weights of %d parameters (%s, ...) are not those of the model, so none is taken: "
+            "the run begins with the model's",
+            checkpoint,
+            len(others),
+            others[0],
+        )
 
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:

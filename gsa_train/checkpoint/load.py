@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import socket
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint.files import MANIFEST, faults_in, is_complete, read_manifest, share_of
 from gsa_train.checkpoint.optimizer_state import (
+    Saved,
     from_main_weights,
     has_main_weights,
     names_of_others,
@@ -101,7 +103,9 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
     if fault is None:
         share = share_of(files, parallel.rank, parallel.world_size)
         found: list[Any] = [None] * parallel.world_size
-        dist.all_gather_object(found, faults_in(checkpoint, share, checksums))
+        unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
+        mine = faults_in(checkpoint, share, checksums) if checkpoint.is_dir() else [unseen]
+        dist.all_gather_object(found, mine)
         faults = [each for faults in found for each in faults]
         fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
     return fault
@@ -160,53 +164,102 @@ def load_checkpoint(
     Raises:
         StateError: the fp32 weights in the optimizer's state are not the model's.
     """
+    others = _fill(checkpoint, model, phase_optimizer, parallel, weights=True, moments=with_optimizer)
+    if others:
+        more = f" and {len(others) - 3} more" if others[3:] else ""
+        raise StateError(
+            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} are not those of the model. "
+            "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
+            "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
+            f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
+        )
+    if with_optimizer:
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        phase_optimizer.set_step_count(step_count(common["optimizer"]))
+
+
+def load_main_weights(
+    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
+) -> list[str]:
+    """Where `load_weights` has filled the model: the fp32 weights that the checkpoint has beside the model's, into the
+    optimizer, or into a model in fp32. Collective.
+
+    Returns:
+        Parameters of which they are not the model's. If there are any, all weights stay the model's own.
+    """
+    others = _fill(checkpoint, model, phase_optimizer, parallel, weights=False, moments=False)
+    if others:
+        with phase_optimizer.whole_weights(changes=True):
+            load_weights(checkpoint, model, parallel, names=saved_weights(checkpoint).keys())
+        phase_optimizer.start_from_weights()
+    return others
+
+
+def _fill(
+    checkpoint: Path,
+    model: Model,
+    phase_optimizer: PhaseOptimizer,
+    parallel: Parallel,
+    weights: bool,
+    moments: bool,
+) -> list[str]:
+    """Model and optimizer, whose fp32 weights are the checkpoint's where it has them. Collective.
+
+    Args:
+        weights: fill the model, too; otherwise it has the checkpoint's.
+
+    Returns:
+        Parameters of which some rank found other weights in the optimizer's state than in the model's.
+    """
     metadata = _loading_metadata(checkpoint, parallel)
     saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
     with phase_optimizer.whole_weights(changes=True):
-        weights = sharded_state(model, None, metadata)
-        from_mains = from_main_weights(weights, saved) if has_main_weights(saved) else {}
-        wanted = wanted_state(phase_optimizer, dict(weights), saved, moments=with_optimizer)
-        parts = parts_with_main_weights(phase_optimizer, dict(weights), saved)
-        _load(checkpoint, model, weights, parallel)
+        entries = sharded_state(model, None, metadata)
+        # All that is made of the entries, before a load takes them apart.
+        wanted = wanted_state(phase_optimizer, dict(entries), saved, moments)
+        parts = parts_with_main_weights(phase_optimizer, dict(entries), saved)
+        from_mains = from_main_weights(entries, saved)
+        names_of_mains = [entries[chunk][name].key for chunk, state in from_mains.items() for name in state]
+        if weights:
+            _load(checkpoint, model, entries, parallel)
         before = [part.weight() for _, part in parts]
-        if from_mains and not model.mcore_config.bf16:  # the optimizer's weights are the model's
-            _load(checkpoint, model, from_mains, parallel, all_weights=False)
-        mains = [
-            part.tensors[MAIN_WEIGHT] if MAIN_WEIGHT in part.tensors else part.weight() for _, part in parts
-        ]
+        mine = []
+        if has_main_weights(saved) and not model.mcore_config.bf16:  # the optimizer's weights are the model's
+            mine = _fill_in_fp32(checkpoint, model, from_mains, names_of_mains, saved, parallel)
     phase_optimizer.start_from_weights()
     targets = {name: box.data for name, box in wanted.items()}
     # A rank that loads nothing finds nothing.
     shared = phase_optimizer.state_group is None
     for name, tensor in _read(checkpoint, {"state": wanted}, parallel, shared).get("state", {}).items():
         targets[name].copy_(tensor)  # mostly itself
-    _refuse_other_weights(
-        checkpoint, names_of_others([name for name, _ in parts], mains, before, saved), parallel
-    )
-    if with_optimizer:
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-        phase_optimizer.set_step_count(step_count(common["optimizer"]))
-
-
-def _refuse_other_weights(checkpoint: Path, mine: list[str], parallel: Parallel) -> None:
-    """
-    Args:
-        mine: parameters of which this rank found other weights in the optimizer's state.
-
-    Raises:
-        StateError: some rank found one, on all ranks.
-    """
+    mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
+    mine += names_of_others([name for name, _ in parts], mains, before, saved)
     found: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(found, mine)
-    names = sorted({name for each in found for name in each})
-    if names:
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        raise StateError(
-            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(names[:3])}{more} are not those of the model. "
-            "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
-            "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
-            f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
-        )
+    return sorted({name for each in found for name in each})
+
+
+def _fill_in_fp32(
+    checkpoint: Path,
+    model: Model,
+    from_mains: dict[str, Any],
+    names: list[str],
+    saved: Saved,
+    parallel: Parallel,
+) -> list[str]:
+    """A model in fp32 from the fp32 weights of a run in bf16, also where the phase trains none. Collective.
+
+    Args:
+        from_mains: of `from_main_weights`, where the model has the checkpoint's weights.
+        names: on disk, of those weights.
+
+    Returns:
+        Parameters of which this rank found others.
+    """
+    parameters = [entry.data for state in from_mains.values() for entry in state.values()]
+    before = [parameter.detach().clone() for parameter in parameters]
+    _load(checkpoint, model, from_mains, parallel, all_weights=False)
+    return names_of_others(names, parameters, before, saved)
 
 
 def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[str] | None = None) -> None:

@@ -112,9 +112,10 @@ def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, An
 def parts_with_main_weights(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved
 ) -> list[tuple[str, StatePart]]:
-    """Name of the parameter, and part, where the checkpoint has fp32 weights beside the model's."""
+    """Name of the parameter, and part, where checkpoint and optimizer have fp32 weights beside the model's."""
     entries = by_parameter(model_state)
-    named = ((entries[id(part.parameter)].key, part) for part in phase_optimizer.state_parts())
+    kept = (part for part in phase_optimizer.state_parts() if MAIN_WEIGHT in part.tensors)
+    named = ((entries[id(part.parameter)].key, part) for part in kept)
     return [(name, part) for name, part in named if main_weight_key(name, saved) is not None]
 
 
@@ -124,7 +125,7 @@ def names_of_others(
     """The parameters of which fp32 weights are not the model's, when they are rounded as in the checkpoint and here.
 
     Args:
-        mains: fp32 weights, flat.
+        mains: fp32 weights.
         weights: the model's, of the same elements.
     """
     found = []

@@ -3,7 +3,7 @@
 A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
 list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
 What happens beside the steps has records of its own with an `event`: spikes and what was done about them
-(gsa_train.monitor.monitor); validation results (`validation`), where those of sets after the first have the set's name in
+(gsa_train/monitor/); validation results (`validation`), where those of sets after the first have the set's name in
 their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; saves that ended (`checkpoint`),
 failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
 they are logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` (not in the file that it

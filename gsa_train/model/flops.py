@@ -85,7 +85,8 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Q K^T once more over the attended keys: the probabilities, averaged over heads, that the indexer learns."""
+    """Q K^T once more over the attended keys: the probabilities, averaged over heads, that the indexer learns; of the
+    queries that its loss takes."""
     dense_equivalent: float
     """Not part of the total: a token of the same model with dense attention and no indexer, all of it trained."""
 
@@ -105,7 +106,8 @@ def flops_per_token(
     """Operations per token in a phase, averaged over the positions of a sequence.
 
     Only products of matrices count, and recomputation does not. A backward pass costs twice the forward pass of
-    what it trains; the indexer's scores get gradients only where its loss looks, on the attended keys.
+    what it trains; the indexer's scores get gradients only where its loss looks, on the attended keys of the queries
+    that it takes. The indexer's projections are products over all queries, whatever the loss takes.
 
     Args:
         mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`). No more
@@ -136,7 +138,8 @@ def flops_per_token(
     indexer_projections = 2 * d * (query_share * (heads * dim + heads) + dim)
     per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted sum over heads
     scored = mean_scored_keys(gsa, tokens, visible)
-    learned = min(scored, query_share * attended) if learns else 0.0
+    row_share = sampled_row_share(gsa, tokens) if learns else 0.0
+    learned = row_share * min(scored, query_share * attended)
 
     return FlopsPerToken(
         projections=base_passes * projections,
@@ -146,9 +149,23 @@ def flops_per_token(
         attention=base_passes * layers * 4 * query * attended,
         indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
         indexer_scores=indexers * per_score * (scored + 2 * learned),
-        kl_target=indexers * 2 * query * attended if learns else 0.0,
+        kl_target=indexers * 2 * query * attended * row_share,
         dense_equivalent=3 * (projections + gates + mlp + output + layers * 4 * query * visible),
     )
+
+
+LOSS_RUN_ROWS = 128
+"""Queries that the indexer loss takes or leaves together (gsa_kernels/sampling.py, which imports torch)."""
+
+
+def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
+    """Share of the queries that the indexer loss takes, on the average over its draws.
+
+    One of n runs of queries, n = 1 / `gsa.indexer_loss_row_fraction`; of a sequence of fewer runs one of them all.
+    """
+    rows = -(-seq_len_tokens // gsa.selection_block)
+    runs = -(-rows // LOSS_RUN_ROWS)
+    return 1 / min(round(1 / gsa.indexer_loss_row_fraction), runs)
 
 
 def causal_mean_keys(seq_len_tokens: int) -> float:

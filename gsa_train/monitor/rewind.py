@@ -20,7 +20,7 @@ from gsa_train.config import Config
 from gsa_train.metrics.sinks import write_atomically
 from gsa_train.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.parallel import Parallel
-from gsa_train.resume import Start, first_intact
+from gsa_train.resume import Start, first_intact, set_damaged_aside
 
 FILE = "rewinds.json"
 
@@ -78,7 +78,7 @@ def rewind(
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
     fitting = [path for path in shared[0] if (step := step_of(path.name)) is not None and step <= newest]
-    checkpoint, damaged = first_intact(checkpoints, fitting, parallel, config.checkpoint.verify == "full")
+    checkpoint, damaged = first_intact(fitting, parallel, config.checkpoint.verify == "full")
     if checkpoint is None:
         faults = "".join(f"; {name} is damaged: {fault}" for name, fault in damaged)
         raise MonitorStop(
@@ -97,6 +97,7 @@ def rewind(
         last_skipped=min(last_step, found.last_step + monitor.rewind_skip_after_steps),
     )
     if parallel.is_main:
+        set_damaged_aside(checkpoint, damaged)
         # In this order: killed in between, the run starts from the same checkpoint and finds the same spike.
         go_back_to(checkpoint)
         write_atomically(checkpoints / FILE, json.dumps([*rewinds, asdict(done)], indent=2) + "\n")

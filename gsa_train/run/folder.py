@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from gsa_train.checkpoint.files import go_back_to, read_latest
+from gsa_train.checkpoint.files import go_back_to, read_latest, recover_folder
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, open_sinks, write_atomically
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
-from gsa_train.resume import LAUNCH, Start, launch_id, run_dir
+from gsa_train.resume import LAUNCH, Start, launch_id, run_dir, set_damaged_aside
 from gsa_train.run.starts import note_start, read_starts
 from gsa_train.run.stop_signals import children_keep_running
 from gsa_train.run.watch import newest_hang
@@ -47,6 +47,9 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
     shared: list[str | None] = [None]
     if parallel.is_main:
         folder.mkdir(parents=True, exist_ok=True)
+        recover_folder(folder / "checkpoints")
+        if start.checkpoint is not None:
+            set_damaged_aside(start.checkpoint, start.damaged)
         continues = start.same_run and start.state is not None
         is_complete = start.step == total_steps
         went_back = continues and _go_back_to_older(

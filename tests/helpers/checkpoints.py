@@ -22,7 +22,7 @@ def run_state(
         phase_index=0,
         phase_name=config.phases[0].name,
         phase_start=0,
-        data={"consumed_samples": 4 * step},
+        data={"consumed_samples": 4 * step, "tokenizer_fingerprint": None},
         wandb_run_id="abc",
         config_yaml=config_to_yaml(config),
         layout=layout,

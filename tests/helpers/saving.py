@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.checkpoint.load import files as checkpoint_files
+from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config
 from gsa_train.model.build import Model

@@ -323,6 +323,21 @@ def test_cross_entropy(device, rows, vocabulary):
 
 
 @devices
+def test_a_second_backward_pass_after_the_logits_are_gone_is_an_error(device):
+    """The first one has written the gradient over them: it would take that for logits."""
+    targets = torch.zeros(2, dtype=torch.int64, device=device)
+    leaf = torch.randn(2, 5, device=device, requires_grad=True)
+    for overwrite in (False, True):
+        loss = vocab_parallel_cross_entropy(leaf * 1, targets, overwrite_logits=overwrite).sum()
+        (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        if overwrite:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            assert torch.equal(torch.autograd.grad(loss, leaf)[0], first)
+
+
+@devices
 def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
     """Both ranks in turn, the collectives done by hand."""
     logits = torch.randn(6, 40, device=device) * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gsa_train.run.starts import read_starts
@@ -19,6 +21,18 @@ def refusal(run: Run) -> str:
     output = run.wait(expected=2).output
     assert "Traceback" not in output
     return output
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """All in it but the lock."""
+    stats = {path: path.stat() for path in folder.rglob("*") if path.name != "lock"}
+    return {path: (each.st_size, each.st_mtime_ns) for path, each in stats.items()}
+
+
+def cut(checkpoint: Path) -> None:
+    """Half of a file, as a full disk leaves it."""
+    path = checkpoint / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def test_a_finished_run_ends_again_and_changes_nothing(old_run):
@@ -72,3 +86,45 @@ def test_another_model_or_other_phases_are_refused(old_run, override, expected):
     message = refusal(start_in(old_run, override))
     assert expected in message
     assert "--no-resume" in message  # the way out
+
+
+@pytest.mark.parametrize(
+    ("fault", "override", "expected"),
+    [
+        ("incomplete", "gsa.indexer_dim=32", "step_00000015: no complete checkpoint there"),
+        ("damaged", "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
+        ("", "gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
+        ("", "data.seed=3", "cannot go on with this data"),
+    ],
+    ids=["incomplete", "damaged", "another model", "other data"],
+)
+def test_a_refused_resume_leaves_no_trace(old_run, tmp_path, fault, override, expected):
+    """Neither in a new folder nor in an old one; several ranks say it once."""
+    checkpoint = old_run.checkpoints / "step_00000015"
+    if fault == "incomplete":
+        (checkpoint / "metadata.json").unlink()
+    elif fault == "damaged":
+        cut(checkpoint)
+    options = ("--resume-from", str(checkpoint), override)
+    before = contents(old_run.folder)
+    new = start(tmp_path, *SMALL, *options, name="new", ranks=2).wait(expected=2)
+    old = start(tmp_path, *SMALL, *options, ranks=2).wait(expected=2)
+    for run in (new, old):
+        assert run.output.count(expected) == 1
+        assert "Traceback" not in run.output
+    assert not new.folder.exists()
+    assert contents(old.folder) == before
+
+
+def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_run):
+    cut(old_run.checkpoints / "step_00000020")
+    unfinished = old_run.checkpoints / ".tmp_step_00000025"
+    unfinished.mkdir()
+    before = contents(old_run.folder)
+    refusal(start_in(old_run, "gsa.indexer_dim=16"))
+    assert contents(old_run.folder) == before
+    again = start_in(old_run).wait()
+    assert (old_run.checkpoints / "step_00000020.damaged").is_dir()
+    assert not unfinished.exists()
+    events = [record for record in again.records() if record.get("event") == "checkpoint_damaged"]
+    assert [record["checkpoint_name"] for record in events] == ["step_00000020"]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_train.checkpoint import files as checkpoint_files
+from gsa_train.checkpoint import load as checkpoint
 from gsa_train.checkpoint.files import (
     complete_checkpoints,
     find_checkpoint,
@@ -20,9 +22,7 @@ from gsa_train.checkpoint.files import (
     recover_folder,
     resume_candidates,
 )
-from gsa_train.checkpoint.load import files as checkpoint_files
 from gsa_train.checkpoint.load import find_damage, load_checkpoint, read_run_state
-from gsa_train.checkpoint.load import load as checkpoint
 from gsa_train.model.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
 from helpers import saving

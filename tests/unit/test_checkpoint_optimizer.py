@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_train.checkpoint import save as checkpoint_save
 from gsa_train.checkpoint.load import (
     StateError,
     load_checkpoint,
@@ -21,7 +22,6 @@ from gsa_train.checkpoint.load import (
     sharded_state,
     sharding_metadata,
 )
-from gsa_train.checkpoint.load import save as checkpoint_save
 from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_state
 from gsa_train.config import Config
 from gsa_train.memory.estimate import checkpoint_bytes

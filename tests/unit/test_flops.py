@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from gsa_kernels.sampling import SAMPLED_ROWS, sample_rows
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
 from gsa_train.model.flops import (
     causal_mean_keys,
@@ -173,6 +174,35 @@ def test_a_measured_selection_replaces_the_assumed_one():
     assert half.attention == pytest.approx(assumed.attention / 2)
     assert half.kl_target == pytest.approx(assumed.kl_target / 2)
     assert half.dense_equivalent == assumed.dense_equivalent
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "fraction"),
+    [
+        (6 * SAMPLED_ROWS, 1, 0.3333),
+        (12 * SAMPLED_ROWS, 2, 0.5),
+        (2 * SAMPLED_ROWS, 1, 0.25),
+        (4 * SAMPLED_ROWS, 4, 0.5),
+    ],
+    ids=["of runs", "of blocks", "fewer runs than n", "one run"],
+)
+@pytest.mark.parametrize("attention", ["dense", "sparse"])
+def test_an_indexer_loss_of_some_queries_costs_as_many(length, block, fraction, attention):
+    whole = dataclasses.replace(GSA, selection_block=block, local_window=6, k_base=10**6)
+    gsa = dataclasses.replace(whole, indexer_loss_row_fraction=fraction)
+    phase = PhaseConfig(attention=attention, train="all")
+    draws = {sample_rows(length // block, fraction, seed)[0] for seed in range(50)}
+    rows = torch.arange(1, length + 1).view(-1, block).double().sum(1)  # keys of each row's queries
+    taken = sum(rows[draw.rows()].sum().item() for draw in draws) / len(draws)
+
+    count, full = (flops_per_token(MODEL, each, phase, length) for each in (gsa, whole))
+    select_only = flops_per_token(MODEL, whole, PhaseConfig(attention="sparse", train="base"), length)
+    assert count.kl_target == pytest.approx(full.kl_target * taken / rows.sum().item())
+    gradients = full.indexer_scores - select_only.indexer_scores
+    share = len(torch.cat([draw.rows() for draw in draws])) / len(draws) / len(rows)
+    assert count.indexer_scores == pytest.approx(select_only.indexer_scores + gradients * share)
+    unchanged = {"kl_target": 0, "indexer_scores": 0}
+    assert dataclasses.replace(count, **unchanged) == dataclasses.replace(full, **unchanged)
 
 
 def test_mean_keys():

@@ -22,7 +22,7 @@ from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import Start
-from gsa_train.train import train_phases
+from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import write_checkpoint
 from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
@@ -94,7 +94,10 @@ def train(config: Config, folder: Path, resume_from: Path | None = None) -> list
         tokens=start.tokens,
         monitor=start.monitor,
     )
-    assert train_phases(run, start, phase_spans(config.phases)) is None
+    spans = phase_spans(config.phases)
+    run.phase_optimizer = open_phase(config, run.model, start, spans, single_rank())
+    assert train_phases(run, start, spans) is None
+    assert run.phase_optimizer is None
     run.saver.close()
     return numbers_of(records)
 

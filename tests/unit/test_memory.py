@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gsa_train.config import load_config
+from gsa_train.memory import selection as memory_selection
 from gsa_train.memory.estimate import estimate_memory
-from gsa_train.memory.estimate import selection as memory_selection
 from gsa_train.memory.selection import gathered_heads
 from gsa_train.memory.sizes import sizes_of
 from gsa_train.model.flops import count_parameters

@@ -50,6 +50,15 @@ def start_of(config: Config, **arguments: Any) -> Start:
     )
 
 
+def go_on(config: Config, **arguments: Any) -> Start:
+    """A start that nothing refuses: it opens the run folder."""
+    start = start_of(config, **arguments)
+    folder = open_run_folder(config, start, single_rank(), total_steps=10)
+    assert folder.sinks is not None
+    folder.sinks.close()
+    return start
+
+
 def checkpoints_of(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name / "checkpoints"
 
@@ -79,6 +88,7 @@ def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
     start = start_of(config)
     assert start.step == 4
     assert start.damaged == (("step_00000006", "it is missing or incomplete"),)
+    assert go_on(config) == start
     assert (checkpoints_of(config) / "latest").read_text() == "step_00000004"
     assert start_of(config).damaged == ()
 
@@ -86,7 +96,10 @@ def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
 def test_damaged_checkpoints_are_kept_under_another_name(config: Config, caplog: Any) -> None:
     for step in (4, 6):
         cut(checkpoints_of(config) / f"step_{step:08d}")
-    start = start_of(config)
+    before = names_in(checkpoints_of(config))
+    assert start_of(config).step == 2
+    assert names_in(checkpoints_of(config)) == before
+    start = go_on(config)
     assert start.step == 2
     assert [name for name, _ in start.damaged] == ["step_00000006", "step_00000004"]
     assert all("__0_0.distcp has" in fault for _, fault in start.damaged)
@@ -122,6 +135,17 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_
     assert start_of(config, resume_from=str(checkpoints_of(config) / "step_00000004")).step == 4
 
 
+def test_a_rank_that_does_not_see_the_checkpoint_is_named(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node without the shared folder."""
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: path.name != "step_00000006" and is_dir(path))
+    message = r"step_00000006 is damaged: rank 0 on \S+ does not see it"
+    with pytest.raises(ResumeError, match=message):
+        start_of(config, resume_from=str(checkpoints_of(config) / "step_00000006"))
+
+
 def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(config: Config) -> None:
     """A kill before the next save: the restart goes on from there, too, and no step's record is lost."""
     run_dir = checkpoints_of(config).parent
@@ -129,10 +153,7 @@ def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(config: 
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     older = checkpoints_of(config) / "step_00000004"
 
-    start = start_of(config, resume_from=str(older))
-    folder = open_run_folder(config, start, single_rank(), total_steps=10)
-    assert folder.sinks is not None
-    folder.sinks.close()
+    go_on(config, resume_from=str(older))
 
     assert (start_of(config).checkpoint, start_of(config).step) == (older, 4)
     assert names_in(checkpoints_of(config)) == {"latest", "step_00000002", "step_00000004", "set_aside"}

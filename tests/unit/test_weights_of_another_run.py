@@ -7,18 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train import train
+from gsa_train.checkpoint.initial_weights import load_initial_main_weights, load_initial_weights
+from gsa_train.checkpoint.load import StateError
 from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.cli import Arguments
 from gsa_train.config import CheckpointConfig, Config
 from gsa_train.model.build import Model
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.resume import ResumeError
-from helpers.checkpoints import run_state
+from gsa_train.optimizer.interface import MAIN_WEIGHT
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.phases import phase_spans
+from gsa_train.resume import ResumeError, Start
+from gsa_train.train import open_phase, train_phases
+from helpers.checkpoints import run_state, write_checkpoint
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -29,9 +36,20 @@ from helpers.single_rank import (
     tiny_config,
     tiny_model,
 )
+from helpers.tiny_run import tiny_run
 
 TOKENIZER = cast(Tokenizer, SimpleNamespace(fingerprint="pieces"))
+NO_TOKENIZER = cast(Tokenizer, SimpleNamespace(fingerprint=None))
 DENSE_MODEL: dict[str, Any] = {"attention": "dense", "value_gate": False, "output_gate": False}
+
+BF16 = {"precision": "bf16"}
+BASE = dataclasses.replace(SPARSE, train="base")
+KINDS: dict[str, dict[str, Any]] = {
+    "distributed": {},
+    "replicated": {"distributed_optimizer": False},
+    "ZeRO-1": {"strategy": "deepspeed", "zero_stage": 1},
+    "ZeRO-3": {"strategy": "deepspeed", "zero_stage": 3},
+}
 
 Trained = Callable[[Config], tuple[Path, Model]]
 
@@ -40,7 +58,7 @@ Trained = Callable[[Config], tuple[Path, Model]]
 def trained(tmp_path: Path) -> Trained:
     """Folder of a run that took one step, and its model."""
 
-    def train(config: Config) -> tuple[Path, Model]:
+    def train_one(config: Config) -> tuple[Path, Model]:
         model = tiny_model(config)
         optimizer = build_optimizer(model, config.phases[0], config)
         take_step(model, optimizer, random_batches(config), config, lr=1e-2)
@@ -52,7 +70,7 @@ def trained(tmp_path: Path) -> Trained:
         close_optimizer(model, optimizer)
         return tmp_path, model
 
-    return train
+    return train_one
 
 
 def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Model:
@@ -93,6 +111,124 @@ def test_a_dense_model_gets_gates_and_an_indexer(trained: Trained, caplog: pytes
     new = len(loaded) - len(old) + config.model.num_layers  # and the moving averages
     assert f"{new} weights are new" in caplog.text
     assert "the run begins at step 0" in caplog.text
+
+
+def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
+    """Parameter -> fp32 weight, flat, of those that have one beside the model's."""
+    names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
+    return {
+        names[id(part.parameter)]: part.tensors[MAIN_WEIGHT].clone()
+        for part in optimizer.state_parts()
+        if MAIN_WEIGHT in part.tensors
+    }
+
+
+def saved_in_bf16(
+    folder: Path, config: Config, spoil: bool = False
+) -> tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint, its fp32 weights and its model's.
+
+    Args:
+        spoil: one of the fp32 weights is not the model's.
+    """
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, config.phases[0], config)
+    for seed in range(3):
+        take_step(model, optimizer, random_batches(config, seed), config, lr=1e-3)
+    if spoil:
+        next(optimizer.state_parts()).tensors[MAIN_WEIGHT][0] += 1
+    checkpoint = write_checkpoint(folder, 3, model, optimizer, config)
+    mains, weights = main_weights(model, optimizer), named_weights(model)
+    close_optimizer(model, optimizer)
+    rounded = sum(not torch.equal(main, main.bfloat16().float()) for main in mains.values())
+    assert rounded > 10
+    return checkpoint, mains, {name: weight.flatten().float() for name, weight in weights.items()}
+
+
+def begun(checkpoint: Path, config: Config) -> dict[str, torch.Tensor]:
+    """With what the optimizer of the first phase begins, and the model's other weights, flat."""
+    model = start(checkpoint, config, NO_TOKENIZER)
+    optimizer = build_optimizer(model, config.phases[0], config)
+    load_initial_main_weights(checkpoint, model, optimizer, single_rank())
+    found = main_weights(model, optimizer)
+    assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
+    close_optimizer(model, optimizer)
+    weights = {name: weight.flatten() for name, weight in named_weights(model).items()}
+    for name, main in found.items():
+        assert torch.equal(weights[name], main.to(weights[name].dtype)), name
+    return weights | found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_weights_of_a_run_in_bf16(kind: str, tmp_path: Path) -> None:
+    checkpoint, mains, _ = saved_in_bf16(tmp_path, tiny_config([SPARSE], train=BF16))
+    found = begun(checkpoint, tiny_config([SPARSE], train=BF16, parallel=KINDS[kind]))
+    for name, main in mains.items():
+        assert torch.equal(found[name], main), name
+    # In fp32 also what the first phase does not train.
+    found = begun(checkpoint, tiny_config([BASE], parallel=KINDS[kind]))
+    for name, main in mains.items():
+        assert torch.equal(found[name], main), name
+
+
+def test_fp32_weights_beside_new_ones(tmp_path: Path) -> None:
+    checkpoint, mains, _ = saved_in_bf16(tmp_path, tiny_config([DENSE], gsa=DENSE_MODEL, train=BF16))
+    config = tiny_config([SPARSE], train=BF16)
+    fresh, found = named_weights(tiny_model(config)), begun(checkpoint, config)
+    assert found.keys() == fresh.keys()
+    for name, weight in fresh.items():
+        assert torch.equal(found[name], mains.get(name, weight.flatten().float())), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["distributed", "ZeRO-3"])
+def test_fp32_weights_that_are_not_the_model_s(
+    kind: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, _, weights = saved_in_bf16(tmp_path, tiny_config([SPARSE], train=BF16), spoil=True)
+    config = tiny_config([SPARSE], train={"precision": precision}, parallel=KINDS[kind])
+    found = begun(checkpoint, config)
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight), name
+    assert "fp32 weights of 1 parameters (" in caplog.text
+
+
+def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config([SPARSE, dataclasses.replace(SPARSE, name="second")], train=BF16)
+    checkpoint, mains, _ = saved_in_bf16(tmp_path, config)
+    model, seen = start(checkpoint, config, NO_TOKENIZER), []
+
+    def one_weight_changes(run: Any, span: Any, optimizer: PhaseOptimizer) -> None:
+        seen.append(main_weights(run.model, optimizer))
+        next(optimizer.state_parts()).tensors[MAIN_WEIGHT][0] += 1
+
+    monkeypatch.setattr("gsa_train.train.run_phase", one_weight_changes)
+    monkeypatch.setattr("gsa_train.train.save_the_end", lambda *_: None)
+    spans = phase_spans(config.phases)
+    optimizer = open_phase(config, model, Start(), spans, single_rank(), checkpoint)
+    run = tiny_run(config, model, phase_optimizer=optimizer)
+    del optimizer
+    assert train_phases(run, Start(), spans) is None
+    for name, main in mains.items():
+        assert torch.equal(seen[0][name], main), name
+    changed = [name for name, main in mains.items() if not torch.equal(seen[1][name], main)]
+    assert len(changed) == 1
+
+
+def test_a_resume_is_refused_before_the_run_folder_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what only loading finds: an optimizer's state that is not that of its weights."""
+    run = {"dir": str(tmp_path / "runs"), "name": "new"}
+    config = tiny_config([SPARSE], train=BF16, run=run)
+    checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
+    monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
+    for name in ("Watch", "load_tokenizer", "shared_validation_sets", "open_batches"):
+        monkeypatch.setattr(train, name, Mock())
+    arguments = Arguments("", (), str(checkpoint), False, False, False, False, 1)
+    with pytest.raises(StateError, match=r"fp32 weights of embedding.* are not those of the model"):
+        train.train(config, arguments, Mock())
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:

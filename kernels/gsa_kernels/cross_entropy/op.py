@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from gsa_kernels.checks import check_shape
 from gsa_kernels.cross_entropy.triton_rows import row_statistics, write_gradient
@@ -29,7 +30,8 @@ def vocab_parallel_cross_entropy(
             fp32, rows contiguous
         targets: int64 [N] in 0 .. V - 1, the same on every rank
         group: ranks that hold the other parts; None: the vocabulary is whole
-        overwrite_logits: the backward pass writes the gradient over the logits, which nobody else may need
+        overwrite_logits: the backward pass writes the gradient over the logits, which nobody else may need, nor a
+            second backward pass
 
     Returns:
         fp32 [N]
@@ -67,6 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, maximum, total = ctx.saved_tensors
         out = logits if ctx.overwrite_logits else torch.empty_like(logits)
         write_gradient(logits, targets, maximum, total, grad.float().contiguous(), ctx.first_column, out)
+        if ctx.overwrite_logits:
+            increment_version(logits)  # so that a second backward pass is an error
         return out, None, None, None
 
 

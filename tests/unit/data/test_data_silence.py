@@ -38,7 +38,7 @@ class Server:
     """Of SilentFileSystem: the next `hangs` calls of one method never come back."""
 
     def __init__(self) -> None:
-        self.method, self.hangs = "", 0
+        self.method, self.hangs, self.connections = "", 0, 0
         self.test_is_over = threading.Event()
 
     def silence(self, method: str, hangs: int) -> None:
@@ -65,6 +65,11 @@ class SilentFileSystem(MemoryFileSystem):
     pseudo_dirs = [""]  # noqa: RUF012
     server = Server()
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.server.answer("connect")
+        self.server.connections += 1
+        super().__init__(*arguments, **options)
+
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return str(super()._strip_protocol(path.removeprefix("silent://")))
@@ -89,6 +94,7 @@ class SilentFileSystem(MemoryFileSystem):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     gc.collect()  # readers that an earlier test left take seconds to end, and not in a thread that QUICK limits
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
+    SilentFileSystem.clear_instance_cache()
     SilentFileSystem.server = Server()
     yield SilentFileSystem.server
     SilentFileSystem.server.test_is_over.set()
@@ -122,6 +128,47 @@ def test_a_listing_that_never_ends(
     assert told == "data folder 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"
     server.silence(method, hangs=2)
     with pytest.raises(DataFault, match=rf"'silent://text' cannot be read .*{SILENCE}.*its server answers"):
+        open_corpus(share, reading=QUICK)
+
+
+def test_a_connection_that_never_comes(
+    share: str, server: Server, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.silence("connect", hangs=1)
+    assert len(open_text(share).shards) == 2
+    assert caplog.messages == ["connection to 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"]
+    SilentFileSystem.clear_instance_cache()
+    server.silence("connect", hangs=2)
+    message = rf"'silent://text' cannot be connected to \(ReadError: {SILENCE}\); .*its server answers"
+    with pytest.raises(DataFault, match=message):
+        open_corpus(share, reading=QUICK)
+    server.silence("connect", hangs=1)
+    assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
+    SilentFileSystem.clear_instance_cache()
+    server.silence("connect", hangs=2)
+    with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
+        Tokenizer("silent://t.model", reading=QUICK)
+
+
+def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
+    """Also for the reads, each of which has a thread of its own."""
+    before = server.connections
+    manifest, counters = open_text(share), Counter[str]()
+    reader = shard_reader(manifest, tokenizer, QUICK)
+    assert len(reader.open(manifest.shards[0][0], 0, 1, counters)) == 20
+    Tokenizer("silent://t.model", reading=QUICK)
+    assert server.connections == before + 1
+
+
+def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SSHException(Exception):
+        __module__ = "paramiko.ssh_exception"
+
+    def refused(*_: Any) -> None:
+        raise SSHException("no banner")
+
+    monkeypatch.setattr(SilentFileSystem, "__init__", refused)
+    with pytest.raises(DataFault, match=r"cannot be connected to .*SSHException\('no banner'\)"):
         open_corpus(share, reading=QUICK)
 
 
