@@ -355,6 +355,8 @@ def _scores_kernel(
         # Tiles before every query's document are skipped too.
         skipped = tl.maximum(tl.min(starts), first_col) // BLOCK_COLS * BLOCK_COLS
         first_col = tl.maximum(first_col, skipped)
+        if first_col >= end_col:
+            return
 
     queries, weights, biases, base = load_queries(
         q_ptr,

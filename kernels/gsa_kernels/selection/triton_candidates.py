@@ -60,7 +60,7 @@ def write_candidates(
         words: int32 [B, rows, W]: bit s % 32 of word s // 32 of row r - words_start is set if s is a candidate.
             Written up to the diagonal, except before the documents of all rows of a tile.
         sums: fp32 [B, R, P, 2]: over the visible keys of the p-th `columns_per_program` columns, the sum of
-            x - centre and of its square; written up to the diagonal
+            x - centre and of its square; written up to the diagonal, from the documents of a tile's rows on
     """
     batch, num_rows, _, dim = inputs.q_idx.shape
     tiles = score_tiles(inputs)
@@ -220,6 +220,8 @@ def _candidates_kernel(
         starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647)
         first_start = tl.min(starts)
         last_start = tl.max(tl.where(row_ok, starts, 0))
+        if first_col + SPANS * TILES * BLOCK_COLS <= first_start:  # before every query's document
+            return
 
     queries, weights, biases, base = load_queries(
         q_ptr,
