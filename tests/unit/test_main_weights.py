@@ -4,6 +4,7 @@ tests/distributed/test_many_layouts.py."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -40,6 +41,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {**ZERO, "zero_stage": 3},
     "in host memory": {**ZERO, "zero_stage": 2, "offload_optimizer": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process with other tests, what a run leaves is to be collected."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import ResumeError, Start
+from gsa_train.run_lock import RunFolderError
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.single_rank import (
@@ -52,6 +54,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 Trained = Callable[[Config], tuple[Path, Model]]
+
+
+@pytest.fixture(autouse=True)
+def no_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process with other tests, what a run leaves is to be collected."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 @pytest.fixture
@@ -215,20 +223,26 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
     assert len(changed) == 1
 
 
-def test_a_resume_is_refused_before_the_run_folder_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_start_loads_before_it_opens_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also what only loading finds: an optimizer's state that is not that of its weights."""
-    run = {"dir": str(tmp_path / "runs"), "name": "new"}
-    config = tiny_config([SPARSE], train=BF16, run=run)
+    """So what only loading finds leaves no trace: an optimizer's state that is not that of its weights."""
+    config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
-    for name in ("Watch", "load_tokenizer", "shared_validation_sets", "open_batches"):
+    monkeypatch.setattr(train, "load_tokenizer", lambda _: NO_TOKENIZER)
+    for name in ("Watch", "shared_validation_sets", "open_batches"):
         monkeypatch.setattr(train, name, Mock())
     arguments = Arguments("", (), str(checkpoint), False, False, False, False, 1)
     with pytest.raises(StateError, match=r"fp32 weights of embedding.* are not those of the model"):
         train.train(config, arguments, Mock())
     assert not (tmp_path / "runs").exists()
+
+    (tmp_path / "runs").write_text("no folder")
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(initial_weights=str(checkpoint)))
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        train.train(config, dataclasses.replace(arguments, resume_from=None), Mock())
+    assert "fp32 weights of 1 parameters (" in caplog.text
 
 
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
