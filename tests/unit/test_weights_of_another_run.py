@@ -25,7 +25,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import ResumeError, Start
-from gsa_train.run_lock import RunFolderError
+from gsa_train.run.lock import RunFolderError
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.single_rank import (
