@@ -37,13 +37,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """On two ranks of torchrun's. Whenever one looks, `latest` names a complete checkpoint."""
     run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2, real=True)
     assert run.process is not None
-    named = set()
     while run.process.poll() is None:
         if latest := run.latest:
             assert (run.checkpoints / latest / "metadata.json").exists() or run.latest != latest
-            named.add(latest)
         time.sleep(0.005)
-    assert "step_00000010" in named
     return run.wait()
 
 

@@ -39,7 +39,7 @@ class FaultPlan:
             check=True,
             timeout=LONGEST_WAIT_SECONDS,
             cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         codes: dict[str, list[int]] = json.loads(plan.with_suffix(".codes").read_text())
         return codes

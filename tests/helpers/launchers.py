@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, processes_of
+from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, faulty_launcher, processes_of
 
 
 def launch(
@@ -20,18 +20,24 @@ def launch(
     torchrun: tuple[str, ...],
     mark: str = "",
     environment: dict[str, str] | None = None,
+    faults: dict[str, Any] | None = None,
 ) -> Run:
-    """One agent of the run `run_dir/run`. Agents with one `mark` belong to one run, as nodes of a job do."""
+    """One agent of the run `run_dir/run`. Agents with one `mark` belong to one run, as nodes of a job do.
+
+    Args:
+        faults: of its ranks, see faults.py.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex
     log = run_dir / f"agent-{uuid.uuid4().hex[:8]}.log"
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "launch/pretrain.py"]
+    script, of_faults = faulty_launcher(run_dir, faults)
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, script]
     command += ["--config", CONFIG, f"run.dir={run_dir}", "run.name=run", *overrides]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, **(environment or {}), MARK: mark},
+            env={**os.environ, **ENVIRONMENT, **of_faults, **(environment or {}), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -47,9 +53,3 @@ def ranks_of(run: Run) -> dict[int, psutil.Process]:
         for process in processes_of(run)
         if process.ppid() in agents and "RANK" in process.environ()
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -28,6 +29,9 @@ MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, workers in sessions of their own included."""
 SHARED = "GSA_TEST_SHARED_RUNS"
 """Environment variable with the folder of the `finished` runs, for all processes of a test session (conftest.py)."""
+
+FAULTS = "GSA_TEST_FAULTS"
+"""Environment variable with the faults of a run, and the folder of its marks, as JSON (faults.py)."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -185,17 +189,20 @@ def start(
     name: str = "run",
     launcher: Literal["torchrun", "python"] = "torchrun",
     real: bool = False,
+    faults: Mapping[str, Any] | None = None,
 ) -> Run:
     """Start a run in `run_dir/name`; options such as --no-resume may stand among the overrides.
 
     Args:
         real: start the launcher itself; else its ranks are forked (see forked.py), which is much quicker.
+        faults: of its ranks, see faults.py.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = {MARK: uuid.uuid4().hex}
     log = run_dir / f"{name}-{mark[MARK][:8]}.log"
-    command = ["launch/pretrain.py", "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
-    environment = {**os.environ, **ENVIRONMENT}
+    script, of_faults = faulty_launcher(run_dir, faults)
+    command = [script, "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
+    environment = {**os.environ, **ENVIRONMENT, **of_faults}
     if not real:
         forked = ForkedRanks(command, REPOSITORY, environment, mark, log, ranks, launcher == "torchrun")
         return Run(run_dir / name, forked, log, mark[MARK])
@@ -210,6 +217,15 @@ def start(
             stderr=subprocess.STDOUT,
         )
     return Run(run_dir / name, process, log, mark[MARK])
+
+
+def faulty_launcher(run_dir: Path, faults: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
+    """The file that ranks run, and what it needs of the environment."""
+    if faults is None:
+        return "launch/pretrain.py", {}
+    paths = os.pathsep.join(filter(None, sys.path))
+    marked = json.dumps([faults, str(run_dir / "marks")])
+    return "tests/helpers/faulty_rank.py", {FAULTS: marked, "PYTHONPATH": paths}
 
 
 def run_script(
@@ -258,6 +274,14 @@ def processes_of(run: Run) -> list[psutil.Process]:
             belongs = os.getsid(process.pid) in sessions or process.environ().get(MARK) == run.mark
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
+    return found
+
+
+def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
+    """What outlives the end of a run by so long: W&B's service and readers follow their ranks by themselves."""
+    deadline = time.monotonic() + seconds
+    while (found := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     return found
 
 

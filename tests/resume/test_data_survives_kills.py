@@ -40,14 +40,18 @@ LAYOUTS = {
 pytestmark = pytest.mark.slow
 
 
-def start_somewhere(run_dir: Path, chance: random.Random, *overrides: str) -> tuple[Run, str]:
-    """Start or go on, with layout, workers and prefetch drawn anew; also says which."""
+def start_somewhere(
+    run_dir: Path, chance: random.Random, *overrides: str, most_steps: int = STEPS
+) -> tuple[Run, str]:
+    """Start or go on, with layout, workers and prefetch drawn anew; also says which. Where this process is late, the
+    run waits after `most_steps` steps of this start, with its last rank: it must not end before it is killed."""
     layout = chance.choice(list(LAYOUTS))
     ranks, tensor = LAYOUTS[layout]
     workers, prefetch = chance.choice([0, 1, 3]), chance.choice([1, 8, 64])
     split = (f"parallel.tensor={tensor}", f"train.micro_batch_size={4 * tensor // ranks}")
     options = (*split, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")
-    run = start(run_dir, *TINY, *options, *overrides, ranks=ranks)
+    faults = {"held_after": [most_steps, ranks - 1]}
+    run = start(run_dir, *TINY, *options, *overrides, ranks=ranks, faults=faults)
     return run, f"{layout}, {workers} workers, prefetch {prefetch}"
 
 
@@ -59,8 +63,8 @@ def test_every_step_sees_its_text_through_twenty_kills(tmp_path: Path) -> None:
     seen: list[int] = []  # the steps of all starts that were killed
     saved, places = set(), set()
     for number in range(KILLS):
-        run, where = start_somewhere(tmp_path, chance)
         steps, delay_seconds = chance.randint(1, 9), chance.uniform(0, 0.03)
+        run, where = start_somewhere(tmp_path, chance, most_steps=steps + 2)
         run.wait_until(lambda run=run, steps=steps: len(run.steps_printed()) >= steps)
         time.sleep(delay_seconds)
         kill(run)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from helpers.runs import SMALL, STEPS, Run, finished, kill, numbers_of, processes_of, start
+from helpers.runs import SMALL, STEPS, Run, finished, kill, left_of, numbers_of, processes_of, start
 
 COMMAND = (*SMALL, "data.num_workers=1", "logging.wandb=offline")
 RANKS = 2
@@ -30,7 +30,7 @@ class Kill:
     """Files in the folder of the checkpoint being written."""
     complete: list[str]
     survivors: list[psutil.Process]
-    """What lived on for 20 seconds after those that were to be killed."""
+    """What outlived those that were to be killed."""
 
 
 def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill:
@@ -38,11 +38,10 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
     survivors: list[psutil.Process] = []
     if at_once:
         for process in at_once:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with one before it
+                process.kill()
         run.process.wait(100)  # torchrun ends the ranks that are left
-        until = time.monotonic() + 20
-        while (survivors := processes_of(run)) and time.monotonic() < until:
-            time.sleep(0.05)
+        survivors = left_of(run)
     processes = [process.pid for process in at_once or []] + kill(run)
     return Kill(
         run,
@@ -55,22 +54,28 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
     )
 
 
-def restart(run_dir: Path, until_step: int, until_saved: int | None = None, real: bool = False) -> Run:
-    """Start by the same command, and come back when the step is logged, and another one's checkpoint durable."""
-    run = start(run_dir, *COMMAND, ranks=RANKS, real=real)
-    run.wait_until(lambda: until_step in run.steps_printed())
-    if until_saved is not None:
-        run.wait_until(lambda: run.latest == f"step_{until_saved:08d}")
+def start_until(
+    run_dir: Path, step: int, saved: int | None = None, real: bool = False, **faults: object
+) -> Run:
+    """Start by the same command, and come back when the step is logged, and another one's checkpoint durable.
+
+    However late this process looks, the run stands there: no further step is taken.
+    """
+    held = {"held": [[step + 1, 1]], **faults}
+    run = start(run_dir, *COMMAND, ranks=RANKS, real=real, faults=held)
+    run.wait_until(lambda: step in run.steps_printed())
+    if saved is not None:
+        run.wait_until(lambda: run.latest == f"step_{saved:08d}")
     return run
 
 
 def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
-    """Kill when data files of the next checkpoint exist, but it does not."""
+    """Kill when rank 1 has written its files of the next checkpoint, which it keeps to itself."""
+    run.wait_until(lambda: [*run.checkpoints.glob(".tmp_step_*/__1_*.distcp")])
     processes = processes_of(run)
     if only_rank is not None:
         processes = [each for each in processes if each.environ().get("RANK") == str(only_rank)]
         assert processes
-    run.wait_until(lambda: [*run.checkpoints.glob(".tmp_step_*/*.distcp")])
     return kill_and_look(run, at_once=processes)
 
 
@@ -81,11 +86,11 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
     Two starts are torchrun's own: the kill of all takes the launcher, too, and that of one rank leaves it the others.
     """
     run_dir = tmp_path_factory.mktemp("killed")
-    in_warm_up = kill_and_look(restart(run_dir, until_step=7, until_saved=5))
-    during_write = killed_in_a_write(restart(run_dir, until_step=9, real=True))
-    after_boundary = kill_and_look(restart(run_dir, until_step=12, until_saved=10))
-    one_rank = killed_in_a_write(restart(run_dir, until_step=14, real=True), only_rank=1)
-    in_sparse_phase = kill_and_look(restart(run_dir, until_step=17, until_saved=15))
+    in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
+    during_write = killed_in_a_write(start_until(run_dir, 11, real=True, held_write=[10, 1]))
+    after_boundary = kill_and_look(start_until(run_dir, 12, saved=10))
+    one_rank = killed_in_a_write(start_until(run_dir, 16, real=True, held_write=[15, 1]), only_rank=1)
+    in_sparse_phase = kill_and_look(start_until(run_dir, 17, saved=15))
     start(run_dir, *COMMAND, ranks=RANKS).wait()
     return [in_warm_up, during_write, after_boundary, one_rank, in_sparse_phase]
 

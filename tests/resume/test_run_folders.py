@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,8 @@ from helpers.runs import SMALL, Run, kill, start
 pytestmark = pytest.mark.slow
 
 
-def start_in(old_run: Run, *overrides: str) -> Run:
-    return start(old_run.folder.parent, *SMALL, *overrides, launcher="python")
+def start_in(old_run: Run, *overrides: str, **options: Any) -> Run:
+    return start(old_run.folder.parent, *SMALL, *overrides, launcher="python", **options)
 
 
 def refusal(run: Run) -> str:
@@ -50,7 +51,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
 
 def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):
     records = old_run.records()
-    fresh = start_in(old_run, "--no-resume")
+    fresh = start_in(old_run, "--no-resume", faults={"held": [[3, 0]]})
     fresh.wait_until(lambda: "/20  warm-up" in fresh.output)
     kill(fresh)
     assert fresh.steps()[0]["step"] == 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import SMALL, STEPS, Run, finished, numbers_of, processes_of, train
+from helpers.runs import SMALL, STEPS, Run, finished, left_of, numbers_of, processes_of
+from helpers.runs import start as start_forked
 
 RANKS = 2
 COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
@@ -17,8 +20,9 @@ COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging
 pytestmark = pytest.mark.slow
 
 
-def start(run_dir: Path, *overrides: str) -> Run:
-    return launch(run_dir, *COMMAND, *overrides, torchrun=("--standalone", f"--nproc_per_node={RANKS}"))
+def start(run_dir: Path, *overrides: str, **faults: object) -> Run:
+    torchrun = ("--standalone", f"--nproc_per_node={RANKS}")
+    return launch(run_dir, *COMMAND, *overrides, torchrun=torchrun, faults=faults)
 
 
 def stopped(run: Run) -> dict[str, object]:
@@ -28,11 +32,11 @@ def stopped(run: Run) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Three stops and the end of one run. Only stops and the end write checkpoints."""
+    """Three stops and the end of one run. Only stops and the end write checkpoints. Rank 1 waits for its signals."""
     run_dir = tmp_path_factory.mktemp("stopped")
 
     # SIGTERM to torchrun, which passes it on: to each rank with its readers and W&B's service.
-    by_torchrun = start(run_dir)
+    by_torchrun = start(run_dir, waits_for=[4, 1, signal.SIGTERM])
     by_torchrun.wait_until(lambda: len(by_torchrun.steps()) >= 3)
     by_torchrun.process.send_signal(signal.SIGTERM)
     by_torchrun.wait(expected=1)  # torchrun's own
@@ -42,25 +46,25 @@ def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     assert 3 <= saved <= len(by_torchrun.steps()) == saved
 
     # The time is over before the first step.
-    by_clock = start(run_dir, "run.time_limit_minutes=0.001")
-    by_clock.wait(expected=1)
-    assert by_clock.output.count("exitcode  : 75") >= 1
+    by_clock = start_forked(run_dir, *COMMAND, "run.time_limit_minutes=0.001", ranks=RANKS).wait(expected=75)
     assert (stopped(by_clock)["step"], stopped(by_clock)["reason"]) == (saved, "the time limit")
 
     # SIGUSR1 to one rank only; while both write, SIGTERM to every process of the run but torchrun, as Slurm may send.
-    twice = start(run_dir)
+    waits_for, write_waits_for = [saved + 4, 1, signal.SIGUSR1], [1, signal.SIGTERM]
+    twice = start(run_dir, waits_for=waits_for, write_waits_for=write_waits_for)
     twice.wait_until(lambda: len(twice.steps()) >= saved + 3)
     launcher = twice.process.pid
     ranks_of(twice)[1].send_signal(signal.SIGUSR1)
     twice.wait_until(lambda: [*twice.checkpoints.glob(".tmp_step_*")])
     for process in processes_of(twice):
         if process.pid != launcher:
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):  # ranks start some that end at once
+                process.send_signal(signal.SIGTERM)
     twice.wait(expected=1)
     assert "exitcode  : 75" in twice.output
     assert stopped(twice)["reason"] == "SIGUSR1"
 
-    return [by_torchrun, by_clock, twice, train(run_dir, *COMMAND, ranks=RANKS)]
+    return [by_torchrun, by_clock, twice, start_forked(run_dir, *COMMAND, ranks=RANKS).wait()]
 
 
 def test_every_stop_saved_the_step_where_it_was(stops: list[Run]) -> None:
@@ -72,7 +76,7 @@ def test_every_stop_saved_the_step_where_it_was(stops: list[Run]) -> None:
 
 
 def test_no_process_of_a_stopped_run_is_left(stops: list[Run]) -> None:
-    assert [processes_of(run) for run in stops] == [[]] * len(stops)
+    assert [left_of(run) for run in stops] == [[]] * len(stops)
 
 
 def test_the_numbers_are_those_of_a_run_that_was_not_stopped(stops: list[Run]) -> None:

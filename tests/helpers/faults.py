@@ -1,0 +1,233 @@
+"""Faults of one rank of a training run, by patches in its process: `launch/pretrain.py` itself is as it is.
+
+A fault that comes from outside comes at a moment that the machine decides; these come at a step. They are given as JSON
+by name (steps count from 1, "before" a step is before its batch is trained):
+
+    random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it
+    nan_gradient: [step, rank]              one element of a weight's gradient is NaN, before any reduction
+    flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once; without rank on all
+    wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
+    wrong_output: [step, rank]              a layer's output is twice what it should be, once
+    full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
+    failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
+    slow: [first, last, rank]               in these steps this rank works four times as long as in the longest before
+    held: [[step, rank], ...]               before that step this rank stands still for ever, once in a run's life
+    held_after: [steps, rank]               the same after so many steps of this start, in every start
+    frozen: [step, rank]                    before that step this rank sends itself SIGSTOP, once in a run's life
+    waits_for: [step, rank, signal]         before that step this rank waits until this signal has reached it
+    held_write: [step, rank]                this checkpoint's files of this rank are written, and nobody is told
+    write_waits_for: [rank, signal]         the same until this signal has reached this rank
+    saves_end: true                         what a step saves has ended when the next one is logged
+    all_operations: true                    a profile names all operations: which take longest, the machine decides
+
+Where a rank stands still, the others wait for it in a collective: so does the run, until it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from gsa_data.stream import BlockStream
+from gsa_train import trainer
+from gsa_train.checkpoint import save
+from gsa_train.profiling import table
+from gsa_train.run.stop_signals import StopRequest
+
+SMALL_FILE_BYTES = 1000
+LONGEST_SLEEP_SECONDS = 20.0
+"""Far below what counts as a hang."""
+
+
+class Faults:
+    """Of this rank."""
+
+    def __init__(self, faults: dict[str, Any], marks: Path | None = None) -> None:
+        """`marks`: a folder of the run, for what happens once in its life."""
+        self._faults, self._marks = faults, marks
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._done: set[str] = set()
+        self._signals: set[int] = set()
+        self._steps = self._saves = 0
+        self._longest_step_seconds = 0.0
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for target, name, other in (
+                (BlockStream, "next_blocks", self._poisoned(BlockStream.next_blocks)),
+                (trainer, "train_step", self._faulty(trainer.train_step)),
+                (save, "write_share", self._written(save.write_share)),
+                (StopRequest, "_note", self._noted(StopRequest._note)),
+            ):
+                stack.enter_context(patch.object(target, name, other))
+            if "all_operations" in self._faults:
+                stack.enter_context(patch.object(table, "TOP_OPERATIONS", 10_000))
+            if "saves_end" in self._faults:
+                saver = save.CheckpointSaver
+                stack.enter_context(patch.object(saver, "ended", _waiting(saver.ended)))
+            yield
+
+    def _mine(self, name: str, step: int) -> bool:
+        return bool(self._faults.get(name) == [step, self._rank])
+
+    def _once(self, name: str) -> bool:
+        """True for the first start that asks; the test may wait for the mark."""
+        assert self._marks is not None
+        self._marks.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            (self._marks / name).touch(exist_ok=False)
+            return True
+        return False
+
+    # --- text ----------------------------------------------------------------------------------------------
+
+    def _poisoned(self, next_blocks: Any) -> Any:
+        def poisoned_blocks(stream: BlockStream, count: int) -> Any:
+            step = stream.consumed_samples // (count * stream.world_size) + 1
+            blocks = next_blocks(stream, count)
+            if any(first <= step <= last for first, last in self._faults.get("random_tokens", [])):
+                generator = np.random.default_rng([step, stream.rank])
+                return generator.integers(3, 4096, blocks.shape, dtype=blocks.dtype)
+            return blocks
+
+        return poisoned_blocks
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def _faulty(self, train_step: Any) -> Any:
+        def faulty_step(
+            training: Any, micro_batches: Any, lr: float, steps_before: int, **options: Any
+        ) -> Any:
+            step, gpt = steps_before + 1, training.model.gpt
+            self._stand_still(step)
+            self._limit_disk(step)
+            weight = next(p for name, p in gpt.named_parameters() if name.endswith("linear_fc2.weight"))
+            self._flip_a_bit(step, weight)
+            hooks = self._hooks(step, gpt, weight)
+            began = time.monotonic()
+            result = train_step(training, micro_batches, lr, steps_before, **options)
+            self._longest_step_seconds = max(self._longest_step_seconds, time.monotonic() - began)
+            self._steps += 1
+            for hook in hooks:
+                hook.remove()
+            return result
+
+        return faulty_step
+
+    def _stand_still(self, step: int) -> None:
+        if [step, self._rank] in self._faults.get("held", []) and self._once(f"held_{step}"):
+            _for_ever()
+        if self._faults.get("held_after") == [self._steps, self._rank]:
+            _for_ever()
+        if self._mine("frozen", step) and self._once(f"frozen_{step}"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        at, rank, number = self._faults.get("waits_for", (0, 0, 0))
+        if (step, self._rank) == (at, rank):
+            self._wait_for(number)
+        first, last, rank = self._faults.get("slow", (0, 0, 0))
+        if first <= step <= last and rank == self._rank:
+            time.sleep(min(4 * self._longest_step_seconds, LONGEST_SLEEP_SECONDS))
+
+    def _limit_disk(self, step: int) -> None:
+        first, last = self._faults.get("full_disk", (0, 0))
+        if self._rank == 0 and step in (first, last + 1):
+            _let_files_grow_to(0 if step == first else resource.RLIM_INFINITY)
+
+    def _flip_a_bit(self, step: int, weight: torch.nn.Parameter) -> None:
+        at, bit, *ranks = self._faults.get("flipped_bit", (0, 0))
+        if step == at and "bit" not in self._done and self._rank in (ranks or [self._rank]):
+            self._done.add("bit")
+            weight.data.view(torch.int32).view(-1)[0] ^= 1 << bit
+
+    def _hooks(self, step: int, gpt: torch.nn.Module, weight: torch.nn.Parameter) -> list[Any]:
+        hooks: list[Any] = []
+        if self._mine("nan_gradient", step):
+            hooks.append(weight.register_hook(self._with_nan))
+        if self._mine("wrong_gradient", step):
+            hooks.append(weight.register_hook(self._with_wrong_bit))
+        if self._mine("wrong_output", step):
+            module = next(module for name, module in gpt.named_modules() if name.endswith("linear_fc2"))
+            hooks.append(module.register_forward_hook(self._doubled))
+        return hooks
+
+    def _first(self, name: str) -> bool:
+        """In this process."""
+        known = name in self._done
+        self._done.add(name)
+        return not known
+
+    def _with_nan(self, gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone()
+        if self._first("nan"):
+            spoilt.view(-1)[0] = torch.nan
+        return spoilt
+
+    def _with_wrong_bit(self, gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone()
+        if self._first("gradient"):
+            spoilt.view(-1).view(torch.int32)[0] ^= 1 << 20
+        return spoilt
+
+    def _doubled(self, module: torch.nn.Module, inputs: Any, output: tuple[Any, ...]) -> Any:
+        return (2 * output[0], *output[1:]) if self._first("output") else None
+
+    # --- saves and signals ---------------------------------------------------------------------------------
+
+    def _written(self, write_share: Any) -> Any:
+        """In the thread that writes."""
+
+        def write(writer: Any, buckets: Any, others: Any, rank: int) -> Any:
+            failing_rank, numbers = self._faults.get("failing_saves", (None, []))
+            fails = failing_rank == self._rank and self._saves in numbers
+            self._saves += 1
+            if fails:  # this rank writes nothing else meanwhile
+                _let_files_grow_to(SMALL_FILE_BYTES)
+            written = write_share(writer, buckets, others, rank)
+            if fails:
+                _let_files_grow_to(resource.RLIM_INFINITY)
+            step, held_rank = self._faults.get("held_write", (0, None))
+            if held_rank == self._rank and any(f"step_{step:08d}/" in path for path, *_ in buckets):
+                _for_ever()
+            waiting_rank, number = self._faults.get("write_waits_for", (None, 0))
+            if waiting_rank == self._rank:
+                self._wait_for(number)
+            return written
+
+        return write
+
+    def _noted(self, note: Any) -> Any:
+        def noting(request: StopRequest, number: int, frame: Any) -> None:
+            note(request, number, frame)
+            self._signals.add(number)
+
+        return noting
+
+    def _wait_for(self, number: int) -> None:
+        while number not in self._signals:
+            time.sleep(0.01)
+
+
+def _waiting(ended: Any) -> Any:
+    return lambda saver, now, wait=False: ended(saver, now, wait=True)
+
+
+def _for_ever() -> None:
+    while True:
+        threading.Event().wait(3600.0)
+
+
+def _let_files_grow_to(size_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))

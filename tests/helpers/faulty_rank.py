@@ -1,0 +1,16 @@
+"""launch/pretrain.py with the faults (helpers/faults.py) that the environment names, for `start(..., faults=...)`."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+from helpers.faults import Faults
+from helpers.runs import FAULTS, REPOSITORY
+
+if __name__ == "__main__":
+    faults, marks = json.loads(os.environ[FAULTS])
+    with Faults(faults, Path(marks)).patched():
+        runpy.run_path(str(REPOSITORY / "launch" / "pretrain.py"), run_name="__main__")
