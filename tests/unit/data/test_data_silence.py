@@ -1,14 +1,12 @@
 """A share whose server is gone: no call to it ever comes back. Every touch of the data has a limit, retries, a message.
 
-What hangs here hangs far longer than all tries of QUICK take: without a limit the call succeeds at last, and the test
-finds no fault.
+The limits are on a clock that passes only in what hangs (data_clock.py). Without a limit such a call would be waited
+for until the test fails.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import fsspec
 import numpy as np
 import prepare
 import pytest
+from data_clock import stand_still, stop_the_clock
 from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from prepare_tokens import prepare_tokens
@@ -29,7 +28,6 @@ from gsa_data.faults import Reading
 from gsa_data.fetch import ReadError, in_time, patiently
 from gsa_data.tokenize import TokenizerError
 
-HANG_SECONDS = 30.0
 QUICK = Reading(retries=1, backoff_seconds=0.0, timeout_seconds=0.2)
 SILENCE = r"no answer within 0\.2 s"
 
@@ -39,7 +37,6 @@ class Server:
 
     def __init__(self) -> None:
         self.method, self.hangs, self.connections = "", 0, 0
-        self.test_is_over = threading.Event()
 
     def silence(self, method: str, hangs: int) -> None:
         self.method, self.hangs = method, hangs
@@ -47,7 +44,7 @@ class Server:
     def answer(self, method: str) -> None:
         if method == self.method and self.hangs > 0:
             self.hangs -= 1
-            self.test_is_over.wait(HANG_SECONDS)
+            stand_still()
 
     def before(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, answered by this server."""
@@ -92,12 +89,12 @@ class SilentFileSystem(MemoryFileSystem):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    gc.collect()  # readers that an earlier test left take seconds to end, and not in a thread that QUICK limits
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
     SilentFileSystem.clear_instance_cache()
     SilentFileSystem.server = Server()
+    clock = stop_the_clock(monkeypatch)
     yield SilentFileSystem.server
-    SilentFileSystem.server.test_is_over.set()
+    clock.test_is_over.set()
 
 
 @pytest.fixture
@@ -172,15 +169,17 @@ def test_a_library_s_error_of_a_connection_may_pass(share: str, monkeypatch: pyt
         open_corpus(share, reading=QUICK)
 
 
-def test_a_tokenizer_that_cannot_be_opened(
-    share: str, server: Server, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_cannot_be_opened(share: str, server: Server, tokenizer: Tokenizer) -> None:
     server.silence("open", hangs=1)
     assert Tokenizer("silent://t.model", reading=QUICK).fingerprint == tokenizer.fingerprint
     server.silence("open", hangs=2)
     with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
         Tokenizer("silent://t.model", reading=QUICK)
-    os.mkfifo(tmp_path / "pipe.model")  # to open it for reading waits in the kernel, for someone who writes
+
+
+def test_what_waits_in_the_kernel_is_limited_too(tmp_path: Path) -> None:
+    """By the real clock: to open a pipe for reading waits for someone who writes."""
+    os.mkfifo(tmp_path / "pipe.model")
     with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
         Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
 
@@ -243,10 +242,10 @@ def test_mapped_files_that_cannot_be_opened(
             open_corpus(str(tmp_path / "tokens"), reading=QUICK)
 
 
-def test_what_shows_signs_of_life_may_take_long() -> None:
+def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
     def twelve_beats(pulse: Any) -> str:
         for _ in range(12):
-            threading.Event().wait(0.05)
+            stand_still(0.15)
             pulse.beat()
         return "done"
 
@@ -254,7 +253,7 @@ def test_what_shows_signs_of_life_may_take_long() -> None:
     assert patiently(twelve_beats, "the whole", QUICK, counters) == "done"
     assert not counters
     with pytest.raises(ReadError, match="no answer within"):
-        in_time(lambda: threading.Event().wait(HANG_SECONDS), 0.05)
+        in_time(stand_still, 0.05)
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(

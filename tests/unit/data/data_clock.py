@@ -1,0 +1,110 @@
+"""A clock for the limits of reads that passes only where an action says that it stands still.
+
+So nothing that works, however slow the machine, runs into a limit, and nothing that hangs is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from gsa_data import fetch
+
+LONGEST_WAIT_SECONDS = 300.0
+"""For an action that neither ends nor says that it stands still."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.standstills: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.test_is_over = threading.Event()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def stand_still(self) -> None:
+        """In a thread that connects, for ever."""
+        self.standstills.put(None)
+        self.test_is_over.wait()
+
+
+class Action(threading.Thread):
+    """The thread of one action of `in_time`, which waits for it by this clock."""
+
+    clock: Clock
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._pauses: queue.Queue[float] = queue.Queue()
+        """Seconds that it stands still, one number each time; 0 at its end."""
+        self._left_seconds = 0.0
+        self._goes_on = threading.Semaphore(0)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._pauses.put(0.0)
+
+    def stand_still(self, seconds: float) -> None:
+        """In the action: until the clock has gone on by so much. One that is given up ends with the test."""
+        self._pauses.put(seconds)
+        while not self._goes_on.acquire(timeout=0.01):
+            if self.clock.test_is_over.is_set():
+                break
+
+    def join(self, timeout: float | None = None) -> None:
+        """In the one who waits: until the end of the action, or until its standstill has taken `timeout`."""
+        assert timeout is not None
+        if not self._left_seconds:
+            self._left_seconds = self._pauses.get(timeout=LONGEST_WAIT_SECONDS)
+        if not self._left_seconds:
+            super().join(LONGEST_WAIT_SECONDS)
+            return
+        passed = min(timeout, self._left_seconds)
+        self.clock.now += passed
+        self._left_seconds -= passed
+        if not self._left_seconds:
+            self._goes_on.release()
+
+
+class Connected(threading.Event):
+    """For which one waits who asked for a connection."""
+
+    clock: Clock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        while not super().wait(0.01):
+            with contextlib.suppress(queue.Empty):
+                self.clock.standstills.get_nowait()
+                self.clock.now += timeout
+                return False
+        return True
+
+
+def stand_still(seconds: float = float("inf")) -> None:
+    """In an action; for ever unless `seconds` are given. For ever in a thread that connects, too."""
+    thread = threading.current_thread()
+    if isinstance(thread, Action):
+        thread.stand_still(seconds)
+    else:
+        fetch.threading.Event.clock.stand_still()  # type: ignore[attr-defined]
+
+
+def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Put the limits of gsa_data.fetch on a new clock. Set `test_is_over` of it at the end."""
+    clock = Clock()
+    own = {"Thread": type("OwnAction", (Action,), {"clock": clock})}
+    own["Event"] = type("OwnConnected", (Connected,), {"clock": clock})
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    monkeypatch.setattr(fetch, "threading", SimpleNamespace(**own))
+    return clock
