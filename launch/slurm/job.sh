@@ -61,7 +61,8 @@ latest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
 
 asked=
 # USR1: Slurm sends it to this script only. TERM: before a preemption, and to every process of the job.
-trap 'asked=USR1; interrupted=yes; kill -USR1 "$step" 2>/dev/null' USR1
+# `$!` is srun's as soon as it runs; the line that names it may not have been reached.
+trap 'asked=USR1; interrupted=yes; kill -USR1 "$!" 2>/dev/null' USR1
 trap 'asked=TERM; interrupted=yes' TERM
 before=$(latest)
 rm -f "$run_dir/stopped.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -65,7 +64,7 @@ def request_to_stop() -> Iterator[StopRequest]:
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
     assert request_to_stop.reason == 0
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
     assert request_to_stop.reason == number
 
 
@@ -125,7 +124,7 @@ def test_a_stop_is_seen_before_the_first_step(vote: tuple[StopRequest, StopVote]
 
 def test_between_fast_steps_it_is_seen_one_step_later_and_stays(vote: tuple[StopRequest, StopVote]) -> None:
     assert [vote[1].ask(), vote[1].ask()] == [0, 0]
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert [vote[1].ask(), vote[1].ask(), vote[1].ask()] == [0, signal.SIGUSR1, signal.SIGUSR1]
 
 
@@ -135,7 +134,7 @@ def test_after_a_slow_step_it_is_seen_at_once(
     clock = iter(range(0, 100, 10))
     monkeypatch.setattr("gsa_train.run.stop_vote.time.monotonic", lambda: float(next(clock)))
     assert [vote[1].ask(), vote[1].ask()] == [0, 0]
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert vote[1].ask() == signal.SIGUSR1
 
 
