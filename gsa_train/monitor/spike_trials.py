@@ -69,6 +69,7 @@ class Trial:
         )
 
 
+@torch.inference_mode()
 def try_rule(
     trace: torch.Tensor, config: MonitorConfig, grad_clip: float, faults: Mapping[str, Fault] = FAULTS
 ) -> Trial:

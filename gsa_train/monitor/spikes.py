@@ -208,6 +208,7 @@ def _median(values: torch.Tensor) -> torch.Tensor:
     return values.sort(dim=1).values[:, (values.shape[1] - 1) // 2]
 
 
+@torch.inference_mode()
 def replay(trace: torch.Tensor, config: MonitorConfig, grad_clip: float) -> list[Row]:
     """The verdicts on a recorded trace fp32 [steps, (loss, gradient norm)] from a phase's first step on."""
     detector = SpikeDetector(config, trace.device)

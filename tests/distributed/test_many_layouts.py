@@ -44,12 +44,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def one_rank(name: str) -> list[dict[str, Any]]:
     """The same config without layout or recomputation, trained in this process."""
     case = CASES[name]
-    key = f"{case.sections} {case.steps}"
+    key = str(case.sections)
     if key not in _one_rank:
         with pytest.MonkeyPatch.context() as patch:
             for constant, value in SAMPLE.items():
                 patch.setattr(query_sample, constant, value)
-            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps)
+            _one_rank[key] = train_case(case.config({}), single_rank())
     return _one_rank[key]
 
 

@@ -25,7 +25,7 @@ from helpers.interpreter import shorten_interpreter
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP
 
-LENGTH, RUN = 80, 32
+LENGTH, RUN = 72, 32
 """Three runs of rows, one of them short, for two ranks."""
 CASES: dict[str, dict[str, Any]] = {
     "bits": {},

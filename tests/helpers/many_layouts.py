@@ -38,7 +38,7 @@ from gsa_train.step import Training, evaluation_step, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
-WORLD, STEPS, LENGTH, SEQUENCES = 4, 3, 32, 4
+WORLD, STEPS, LENGTH, SEQUENCES = 4, 2, 32, 4
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
-"""Where no rank is data parallel: half the passes through the layers, and what one rank trains one by one."""
+"""Half the passes through the layers, and what one rank trains one by one. `context` and pipelines have several."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 INSTANCES = {"optimizer_instances": 2}
@@ -74,8 +74,6 @@ class Case:
     parallel: dict[str, Any]
     sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
     train: dict[str, Any] = field(default_factory=dict)
-    steps: int = STEPS
-    """Of each phase."""
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
         """With `parallel`, for that layout instead of the case's."""
@@ -101,26 +99,26 @@ class Case:
 
 CASES = {
     "context": Case({"context": 2}),
-    "context, selected keys": Case({"context": 2}, {}),
+    "context, selected keys": Case({"context": 2}, {}, PAIRS),
     "context on all ranks": Case({"context": 4}, train=PAIRS),
-    "context, recomputed layers": Case({"context": 2}, train={"recompute": "full"}),
-    "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}),
+    "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
+    "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x tensor": Case({"context": 2, "tensor": 2}, train=PAIRS),
     "context x pipeline, options": Case({"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective"}),
-    "context, dense baseline": Case({"context": 2}, BASELINE),
-    "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS),
+    "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
+    "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
     "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
     "interleaved": Case(INTERLEAVED),
     "interleaved, selected keys": Case(INTERLEAVED, {}),
     "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED, PAIRS),
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
-    "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}, steps=2),
-    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS, steps=2),
+    "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}),
+    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS),
     "deepspeed 2 in host memory, recomputed layers": Case(
-        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}, steps=2
+        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}
     ),
-    "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=2),
+    "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED),
 }
 
 ONE_SMALL_INDEXER = {
@@ -307,12 +305,13 @@ def main(folder: Path) -> None:
     for name, case in CASES.items():
         config = case.config(**case.train)
         parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = train_case(config, parallel, case.steps)
+        trained[name] = train_case(config, parallel)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
     for name, case in RESHARDED.items():
         for number, layout in enumerate((case.writer, *case.readers)):
-            config = Case(layout, case.sections).config()
+            pairs = {"context", "tensor"} & layout.keys() and "pipeline" not in layout
+            config = Case(layout, case.sections).config(**(PAIRS if pairs else {}))
             parallel = init_parallel(config.parallel, seed=1)
             records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
             resumed.setdefault(name, []).append([str(layout), records])

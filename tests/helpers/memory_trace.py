@@ -8,6 +8,7 @@ fused kernels included, except that kernels are not launched; what GPUs do other
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -235,6 +236,8 @@ def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
 
 def main() -> None:
     results = []
+    gc.collect()
+    gc.freeze()  # what was imported need not be searched at each collection
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(
             case["config"], case["overrides"], world_size=case["world_size"], need_data=False

@@ -140,7 +140,7 @@ def _zeros(case: Case) -> None:
 def test_ties(device: str, make: Any, failures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """More equal scores than there is room for; the candidates are the first of them."""
     monkeypatch.setattr(candidates, "candidate_room", lambda k_max: 64)
-    case = make_case(device, 150)
+    case = make_case(device, 130)
     make(case)
     selection = case.select(**SMALL)
     check_all(case, selection, **SMALL)

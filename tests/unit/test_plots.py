@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -141,15 +142,11 @@ def test_comparison_of_runs_with_the_same_name(tmp_path):
     assert_picture(path)
 
 
-def run_plot(*arguments):
-    command = [sys.executable, str(PLOT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_command_draws_every_run_and_the_comparison(tmp_path):
     write_run(tmp_path / "a", sparse=False)
     write_run(tmp_path / "b", sparse=False)
-    done = run_plot(tmp_path / "a", tmp_path / "b")
+    command = [sys.executable, str(PLOT), str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     written = [Path(line) for line in done.stdout.splitlines()]
     assert len(written) == 2 * len(ALWAYS) + 1
@@ -157,7 +154,8 @@ def test_command_draws_every_run_and_the_comparison(tmp_path):
     assert all(path.is_file() for path in written)
 
 
-def test_command_refuses_what_is_not_a_run(tmp_path):
+def test_command_refuses_what_is_not_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "good")
     (tmp_path / "other").mkdir()
     (tmp_path / "started").mkdir()
@@ -168,8 +166,9 @@ def test_command_refuses_what_is_not_a_run(tmp_path):
         (["started"], "nothing has been logged yet"),
         (["good", "--out", "x"], "give at least two runs"),
     ):
-        done = run_plot(*(name if name.startswith("--") else tmp_path / name for name in arguments))
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+        monkeypatch.setattr(sys, "argv", [str(PLOT), *arguments])
+        with pytest.raises(SystemExit) as refused:
+            runpy.run_path(str(PLOT), run_name="__main__")
+        assert refused.value.code == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "good" / "plots").exists()

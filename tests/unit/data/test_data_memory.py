@@ -10,9 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = {
-    "text": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "5"],
-    "text, one worker": ["--kind", "text", "--gigabytes", "0.03", "--shard-megabytes", "5", "--workers", "1"],
-    "tokens": ["--kind", "tokens", "--gigabytes", "0.2", "--shard-megabytes", "4"],
+    "text": ["--kind", "text", "--gigabytes", "0.02", "--shard-megabytes", "3.5"],
+    "text, one worker": [
+        "--kind",
+        "text",
+        "--gigabytes",
+        "0.02",
+        "--shard-megabytes",
+        "3.5",
+        "--workers",
+        "1",
+    ],
+    "tokens": ["--kind", "tokens", "--gigabytes", "0.1", "--shard-megabytes", "4"],
 }
 
 

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import ast
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import verify
 from data_corpus import document, line, write_shard
 from html_text import html_to_text
 from prepare import main, place_of, without_repeats, write_corpus
@@ -56,16 +55,13 @@ def test_verify_finds_damage(sample_folder: Path, tmp_path: Path, damage: str) -
     assert all("more" in problem if damage == "extra" else "train_3" in problem for problem in problems)
 
 
-def test_verify_command(sample_folder: Path, tmp_path: Path) -> None:
-    script = sample_folder.parent / "verify.py"
+def test_verify_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shard(tmp_path / "good" / "s [0] *.jsonl.zst", [line("text")])
     write_shard(tmp_path / "bad" / "s.jsonl.zst", [b"{"])
     codes = {}
     for name in ("good", "bad", "missing"):
-        command = [sys.executable, str(script), str(tmp_path / name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        codes[name] = done.returncode
-        assert "Traceback" not in done.stderr
+        codes[name] = verify.main([str(tmp_path / name)])
+    assert "Traceback" not in capsys.readouterr().err
     assert codes == {"good": 0, "bad": 1, "missing": 1}
 
 

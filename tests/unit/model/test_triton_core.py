@@ -68,9 +68,10 @@ def one_step(
     recompute: str = "none",
     cuts: Sequence[int] = (0, 24),
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
+    layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
     config = tiny_config(
         [phase],
-        model={"head_dim": 32, "init_std": 0.2},
+        model={"num_layers": layers, "head_dim": 32, "init_std": 0.2},
         gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
         train={"seq_len_tokens": 24, "global_batch_size": 2, "recompute": recompute},
     )
