@@ -44,12 +44,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def one_rank(name: str) -> list[dict[str, Any]]:
     """The same config without layout or recomputation, trained in this process."""
     case = CASES[name]
-    key = str(case.sections)
+    key = f"{case.sections} {case.steps}"
     if key not in _one_rank:
         with pytest.MonkeyPatch.context() as patch:
             for constant, value in SAMPLE.items():
                 patch.setattr(query_sample, constant, value)
-            _one_rank[key] = train_case(case.config({}), single_rank())
+            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps)
     return _one_rank[key]
 
 
@@ -67,7 +67,8 @@ def assert_same(
 def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
     found, expected = results["trained"][name], one_rank(name)
     if CASES[name].sections is not BASELINE:
-        assert all(len(record["indexer_kl"]) == 4 for record in found)  # from every stage and chunk
+        layers = CASES[name].config().model.num_layers
+        assert all(len(record["indexer_kl"]) == layers for record in found)  # from every stage and chunk
     if "selected keys" in name:
         assert expected[-1]["recall"][0] < 0.9  # keys are left out
         # A near tie that flips moves a statistic of the selection at once, and the training a few steps later.

@@ -39,6 +39,8 @@ from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
 WORLD, STEPS, LENGTH, SEQUENCES = 4, 2, 32, 4
+MANY_STEPS = 10
+"""Of layouts that are in no whole run of test_layouts.py."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,6 +76,8 @@ class Case:
     parallel: dict[str, Any]
     sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
     train: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+    """Of each phase."""
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
         """With `parallel`, for that layout instead of the case's."""
@@ -100,7 +104,7 @@ class Case:
 CASES = {
     "context": Case({"context": 2}),
     "context, selected keys": Case({"context": 2}, {}, PAIRS),
-    "context on all ranks": Case({"context": 4}, train=PAIRS),
+    "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MANY_STEPS),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x tensor": Case({"context": 2, "tensor": 2}, train=PAIRS),
@@ -108,17 +112,26 @@ CASES = {
     "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
     "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
     "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
+    "tensor and sequence on all ranks": Case(
+        {"tensor": 4}, {**ALL_KEYS, "model": {"num_kv_heads": 4}}, PAIRS, steps=MANY_STEPS
+    ),
+    "pipeline on all ranks": Case({"pipeline": 4}, steps=MANY_STEPS),
+    "pipeline on all ranks, interleaved": Case(
+        {"pipeline": 4, "virtual_pipeline": 2}, {**ALL_KEYS, "model": {"num_layers": 8}}
+    ),
     "interleaved": Case(INTERLEAVED),
     "interleaved, selected keys": Case(INTERLEAVED, {}),
     "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED, PAIRS),
     "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
     "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
     "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}),
-    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS),
+    "deepspeed 1 x tensor, options": Case(
+        {"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS, steps=MANY_STEPS
+    ),
     "deepspeed 2 in host memory, recomputed layers": Case(
         {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}
     ),
-    "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED),
+    "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=MANY_STEPS),
 }
 
 ONE_SMALL_INDEXER = {
@@ -305,7 +318,7 @@ def main(folder: Path) -> None:
     for name, case in CASES.items():
         config = case.config(**case.train)
         parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = train_case(config, parallel)
+        trained[name] = train_case(config, parallel, case.steps)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
     for name, case in RESHARDED.items():

@@ -18,6 +18,10 @@ LONGEST_WAIT_SECONDS = 300.0
 """For an action that neither ends nor says that it stands still."""
 
 
+class Over(Exception):
+    """Ends what stood still with its test: it would go on in the next one."""
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,6 +38,7 @@ class Clock:
         """In a thread that connects, for ever."""
         self.standstills.put(None)
         self.test_is_over.wait()
+        raise Over
 
 
 class Action(threading.Thread):
@@ -59,7 +64,7 @@ class Action(threading.Thread):
         self._pauses.put(seconds)
         while not self._goes_on.acquire(timeout=0.01):
             if self.clock.test_is_over.is_set():
-                break
+                raise Over
 
     def join(self, timeout: float | None = None) -> None:
         """In the one who waits: until the end of the action, or until its standstill has taken `timeout`."""
