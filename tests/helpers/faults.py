@@ -17,7 +17,7 @@ by name (steps count from 1, "before" a step is before its batch is trained):
     waits_for: [step, rank, signal]         before that step this rank waits until this signal has reached it
     held_write: [step, rank]                this checkpoint's files of this rank are written, and nobody is told
     write_waits_for: [rank, signal]         the same until this signal has reached this rank
-    saves_end: true                         what a step saves has ended when the next one is logged
+    saves_end: true                         what a step saves has ended before the next one is trained
     all_operations: true                    a profile names all operations: which take longest, the machine decides
 
 Where a rank stands still, the others wait for it in a collective: so does the run, until it is ended.
@@ -77,7 +77,7 @@ class Faults:
                 stack.enter_context(patch.object(table, "TOP_OPERATIONS", 10_000))
             if "saves_end" in self._faults:
                 saver = save.CheckpointSaver
-                stack.enter_context(patch.object(saver, "ended", _waiting(saver.ended)))
+                stack.enter_context(patch.object(saver, "begin", _waiting(saver.begin)))
             yield
 
     def _mine(self, name: str, step: int) -> bool:
@@ -220,8 +220,14 @@ class Faults:
             time.sleep(0.01)
 
 
-def _waiting(ended: Any) -> Any:
-    return lambda saver, now, wait=False: ended(saver, now, wait=True)
+def _waiting(begin: Any) -> Any:
+    def begin_and_wait(saver: save.CheckpointSaver, *state: Any) -> Any:
+        ended = begin(saver, *state)
+        if saver._save is not None and saver._save.future is not None:
+            saver._save.future.exception()  # only waits
+        return ended
+
+    return begin_and_wait
 
 
 def _for_ever() -> None:

@@ -5,11 +5,11 @@ and of gradients are those of the whole, and the gradients of keys add up to it.
 gpu, on a CUDA device.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from poison import poison_buffers
 
 pytest.importorskip("triton")
 
@@ -52,17 +52,7 @@ RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the selection's kernels do not write is NaN, or a large integer."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty = poisoned
-    for module in (op, score_chunks, triton_select_long, triton_block_lists):
-        monkeypatch.setattr(module, "torch", fake)
+    poison_buffers(monkeypatch, op, score_chunks, triton_select_long, triton_block_lists)
 
 
 @pytest.fixture(autouse=True)

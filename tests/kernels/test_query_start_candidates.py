@@ -4,11 +4,11 @@ It is that of the same rows of the whole sequence, and that by all scores. In th
 second key; on the GPU, at full size too.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from poison import poison_buffers
 from query_runs import assert_same
 from test_triton_selection import DEVICES, EMA, Case, make_case
 
@@ -34,17 +34,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN, or a large integer."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty = poisoned
-    for module in (op, score_chunks, lists_op, candidates, triton_select_long):
-        monkeypatch.setattr(module, "torch", fake)
+    poison_buffers(monkeypatch, op, score_chunks, lists_op, candidates, triton_select_long)
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ scores the kernels calculate themselves.
 import dataclasses
 import os
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from poison import poison_buffers
 
 import gsa_kernels as ops
 
@@ -51,19 +51,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN, or a large integer."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty = poisoned
     from gsa_kernels.selection import triton_select_long
 
-    for module in (op, score_chunks, triton_select_long, triton_block_lists):
-        monkeypatch.setattr(module, "torch", fake)
+    poison_buffers(monkeypatch, op, score_chunks, triton_select_long, triton_block_lists)
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,11 @@
 In the interpreter with a sample of every second key; on the GPU, at full size too.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from poison import poison_buffers
 from test_triton_selection import DEVICES, EMA, Case, check, make_case
 
 import gsa_kernels as ops
@@ -30,17 +30,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN, or a large integer."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty = poisoned
-    for module in (op, score_chunks, candidates, triton_select_long):
-        monkeypatch.setattr(module, "torch", fake)
+    poison_buffers(monkeypatch, op, score_chunks, candidates, triton_select_long)
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Selections as key lists: from bits, straight from the scores, and back to the bits of some queries."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from poison import poison_buffers
 from random_lists import lists_of, make_mask
 from test_triton_selection import DEVICES, EMA, RULE, Case, make_case
 
@@ -29,17 +29,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN, or a large integer."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty = poisoned
-    for module in (op, score_chunks, lists_op, candidates, triton_build):
-        monkeypatch.setattr(module, "torch", fake)
+    poison_buffers(monkeypatch, op, score_chunks, lists_op, candidates, triton_build)
 
 
 def random_mask(device: str, batch: int, length: int, density: float = 0.1) -> torch.Tensor:

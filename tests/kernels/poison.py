@@ -1,0 +1,26 @@
+"""What kernels do not write is seen: their buffers begin as NaN, or as a large integer."""
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+def poison_buffers(
+    monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, make: tuple[str, ...] = ("empty",)
+) -> None:
+    """`torch.empty`, or the functions of torch in `make`, as these modules call them."""
+
+    def poisoned(create: Any) -> Any:
+        def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = create(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
+
+        return created
+
+    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
+    for name in make:
+        setattr(fake, name, poisoned(getattr(torch, name)))
+    for module in modules:
+        monkeypatch.setattr(module, "torch", fake)
