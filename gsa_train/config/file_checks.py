@@ -1,4 +1,4 @@
-"""Whether the folders and files that a config names are there. Plain Python, as config_checks.
+"""Whether the folders and files that a config names are there. Plain Python, as checks.py.
 
 A file system whose server is gone never answers, and nothing can end a call to it. So the questions are put by threads,
 which are left behind where no answer comes; they end with the process.

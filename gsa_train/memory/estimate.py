@@ -1,13 +1,13 @@
 """Memory of each rank's device in a training step, from a config alone.
 
 Counted tensor by tensor from what the layers keep (layer.py) and what is in use beside it when memory is at its
-peak (memory_moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
+peak (moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
 linear layers; the reference core by its large tensors only. It is held against traces of the real step
 (tests/unit/test_memory_trace.py). Not in it: what a checkpoint, a validation and a logged step need for a moment,
 buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
-(memory_selection.py). Of context-parallel ranks it is the one with most.
+(selection.py). Of context-parallel ranks it is the one with most.
 """
 
 from __future__ import annotations

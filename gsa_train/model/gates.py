@@ -101,7 +101,7 @@ def build_gate_projection(
         tp_group=groups.tp,
     )
     for parameter in projection.parameters():
-        parameter.gsa_gate = True  # its own learning rate (optim.py)
+        parameter.gsa_gate = True  # its own learning rate (optimizer/mcore.py)
     return projection
 
 

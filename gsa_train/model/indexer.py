@@ -59,7 +59,7 @@ class Indexer(MegatronModule):
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
-        parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optim.py)
+        parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
         # In plain torch all ranks compute the same gradient; on the kernels each that of its rows, times the number of
         # ranks. The average is the gradient either way, and keeps the copies equal to the last bit.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]

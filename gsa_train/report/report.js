@@ -1,5 +1,5 @@
 "use strict";
-// Plots of the report: what report.py wrote into #numbers, drawn as SVG. Drag to zoom all plots, double-click to reset.
+// Plots of the report: what page.py wrote into #numbers, drawn as SVG. Drag to zoom all plots, double-click to reset.
 const data = JSON.parse(document.getElementById("numbers").textContent);
 const COLORS = ["#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#b0343c", "#7a7a7a", "#0f8b8d", "#a07a00"];
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];

@@ -40,7 +40,7 @@ from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
 
 WORLD, STEPS, LENGTH, SEQUENCES = 4, 2, 32, 4
 MANY_STEPS = 10
-"""Of layouts that are in no whole run of test_layouts.py."""
+"""Of layouts with one way of parallelism alone; the rest takes fewer steps, to save time."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {

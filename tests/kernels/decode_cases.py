@@ -2,11 +2,11 @@
 
 import os
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from poison import poison_buffers
 
 import gsa_kernels as ops
 
@@ -22,19 +22,7 @@ RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"
 
 @pytest.fixture
 def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN, or a large integer."""
-
-    def poisoned(make: Any) -> Any:
-        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30 + 7)
-
-        return create
-
-    fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake.empty, fake.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
-    monkeypatch.setattr(op, "torch", fake)
-    monkeypatch.setattr(state, "torch", fake)
+    poison_buffers(monkeypatch, op, state, make=("empty", "empty_like"))
 
 
 @dataclass(frozen=True)

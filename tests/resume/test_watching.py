@@ -56,11 +56,9 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     for part in ("attention", "indexer", "selection", "kl", "mlp", "loss", "communication", "optimizer"):
         assert milliseconds[part] > 0, table
     products = [row.split() for row in table.splitlines() if row.startswith(("aten::mm ", "aten::bmm "))]
-    # Which operations are among those that take the most is up to the machine; the parts of those that are, is not.
-    assert {part for _, part, *_ in products} <= {"attention", "indexer", "selection", "kl", "mlp", "loss"}, (
-        table
-    )
-    assert any(row.startswith("aten::") for row in table.splitlines()), table
+    parts = {part for _, part, *_ in products}
+    assert parts >= {"attention", "mlp", "loss"}, table
+    assert "other" not in parts, table
     assert not (plain.folder / "profile").exists()
 
     refused = start(tmp_path, *SMALL, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")

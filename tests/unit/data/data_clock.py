@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -34,8 +35,12 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def stand_still(self) -> None:
-        """In a thread that connects, for ever."""
+    def stand_still(self, seconds: float = float("inf")) -> None:
+        """In an action; for ever unless `seconds` are given. For ever in a thread that connects, too."""
+        thread = threading.current_thread()
+        if isinstance(thread, Action):
+            thread.stand_still(seconds)
+            return
         self.standstills.put(None)
         self.test_is_over.wait()
         raise Over
@@ -96,20 +101,15 @@ class Connected(threading.Event):
         return True
 
 
-def stand_still(seconds: float = float("inf")) -> None:
-    """In an action; for ever unless `seconds` are given. For ever in a thread that connects, too."""
-    thread = threading.current_thread()
-    if isinstance(thread, Action):
-        thread.stand_still(seconds)
-    else:
-        fetch.threading.Event.clock.stand_still()  # type: ignore[attr-defined]
-
-
-def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Put the limits of gsa_data.fetch on a new clock. Set `test_is_over` of it at the end."""
+@contextlib.contextmanager
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """A clock for the limits of gsa_data.fetch; what stands still by it ends with the context."""
     clock = Clock()
     own = {"Thread": type("OwnAction", (Action,), {"clock": clock})}
     own["Event"] = type("OwnConnected", (Connected,), {"clock": clock})
     monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     monkeypatch.setattr(fetch, "threading", SimpleNamespace(**own))
-    return clock
+    try:
+        yield clock
+    finally:
+        clock.test_is_over.set()

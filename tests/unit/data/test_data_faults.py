@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import zstandard
-from data_clock import stand_still, stop_the_clock
+from data_clock import Clock, stopped_clock
 from data_corpus import Run, document, line, read_run, write_corpus, write_shard
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
@@ -149,15 +149,16 @@ def test_a_shard_that_vanishes_after_the_start(root: Path, tokenizer: Tokenizer)
 class Broken:
     """A file whose first reads go as planned: they raise an error, or end early, or never end."""
 
-    def __init__(self, file: Any, plan: list[Any]) -> None:
-        self.file, self.plan, self.size = file, plan, file.size
+    def __init__(self, file: Any, plan: list[Any], clock: Clock | None) -> None:
+        self.file, self.plan, self.size, self.clock = file, plan, file.size, clock
 
     def read(self, count: int) -> bytes:
         fault = self.plan.pop(0) if self.plan else None
         if isinstance(fault, BaseException):
             raise fault
         if fault == "hangs":
-            stand_still()
+            assert self.clock is not None
+            self.clock.stand_still()
         if fault == "short":
             return b""
         return bytes(self.file.read(count))
@@ -166,12 +167,12 @@ class Broken:
         self.file.close()
 
 
-def break_reads(monkeypatch: pytest.MonkeyPatch, plan: list[Any]) -> None:
+def break_reads(monkeypatch: pytest.MonkeyPatch, plan: list[Any], clock: Clock | None = None) -> None:
     whole_open = LocalFileSystem.open
     monkeypatch.setattr(
         LocalFileSystem,
         "open",
-        lambda self, *args, **options: Broken(whole_open(self, *args, **options), plan),
+        lambda self, *args, **options: Broken(whole_open(self, *args, **options), plan, clock),
     )
 
 
@@ -193,19 +194,18 @@ def test_reads_that_fail_are_tried_again_and_then_reported(
 ) -> None:
     manifest, counters = build_manifest(str(root)), Counter[str]()
     expected = read_documents(manifest, NAME, QUICK, Counter())
-    clock = stop_the_clock(monkeypatch)
-    break_reads(monkeypatch, [fault, fault])
-    assert read_documents(manifest, NAME, QUICK, counters) == expected
-    assert counters == Counter(shards_read=1, read_retries=2)
+    with stopped_clock(monkeypatch) as clock:
+        break_reads(monkeypatch, [fault, fault], clock)
+        assert read_documents(manifest, NAME, QUICK, counters) == expected
+        assert counters == Counter(shards_read=1, read_retries=2)
 
-    break_reads(monkeypatch, [fault] * 100)
-    with pytest.raises(DataFault, match=r"s1\.jsonl\.zst cannot be read after 2 retries"):
-        read_documents(manifest, NAME, QUICK, counters)
-    counters.clear()
-    assert read_documents(manifest, NAME, replace(QUICK, on_bad_shard="skip"), counters) == []
-    assert counters == Counter(shards_unreadable=1, read_retries=2)
-    assert clock.now == (8 * QUICK.timeout_seconds if fault == "hangs" else 0)
-    clock.test_is_over.set()
+        break_reads(monkeypatch, [fault] * 100, clock)
+        with pytest.raises(DataFault, match=r"s1\.jsonl\.zst cannot be read after 2 retries"):
+            read_documents(manifest, NAME, QUICK, counters)
+        counters.clear()
+        assert read_documents(manifest, NAME, replace(QUICK, on_bad_shard="skip"), counters) == []
+        assert counters == Counter(shards_unreadable=1, read_retries=2)
+        assert clock.now == (8 * QUICK.timeout_seconds if fault == "hangs" else 0)
 
 
 def test_other_errors_of_a_read_are_not_hidden(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +281,8 @@ def test_a_reader_that_dies_or_hangs_stops_the_run_soon(
     raises = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     for worker in readers.workers:
         os.kill(worker.pid, kill_signal)
-    for (
-        worker
-    ) in readers.workers:  # /proc shows a zombie a moment before its signal is sent; this waits for both
+    # /proc shows a zombie a moment before its signal is sent; this waits for both.
+    for worker in readers.workers:
         os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     signal.signal(signal.SIGCHLD, raises)
     readers.iterator._timeout = 0.5  # not before they stand still: readers that work may be slow

@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 import prepare
 import pytest
-from data_clock import stand_still, stop_the_clock
+from data_clock import Clock, stopped_clock
 from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from prepare_tokens import prepare_tokens
@@ -35,8 +35,9 @@ SILENCE = r"no answer within 0\.2 s"
 class Server:
     """Of SilentFileSystem: the next `hangs` calls of one method never come back."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.method, self.hangs, self.connections = "", 0, 0
+        self.clock = clock
 
     def silence(self, method: str, hangs: int) -> None:
         self.method, self.hangs = method, hangs
@@ -44,7 +45,7 @@ class Server:
     def answer(self, method: str) -> None:
         if method == self.method and self.hangs > 0:
             self.hangs -= 1
-            stand_still()
+            self.clock.stand_still()
 
     def before(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, answered by this server."""
@@ -60,7 +61,7 @@ class SilentFileSystem(MemoryFileSystem):
     protocol = "silent"
     store: dict[str, Any] = {}  # noqa: RUF012 - as MemoryFileSystem has them
     pseudo_dirs = [""]  # noqa: RUF012
-    server = Server()
+    server: Server
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.server.answer("connect")
@@ -91,10 +92,9 @@ class SilentFileSystem(MemoryFileSystem):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
     SilentFileSystem.clear_instance_cache()
-    SilentFileSystem.server = Server()
-    clock = stop_the_clock(monkeypatch)
-    yield SilentFileSystem.server
-    clock.test_is_over.set()
+    with stopped_clock(monkeypatch) as clock:
+        SilentFileSystem.server = Server(clock)
+        yield SilentFileSystem.server
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_mapped_files_that_cannot_be_opened(
 def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
     def twelve_beats(pulse: Any) -> str:
         for _ in range(12):
-            stand_still(0.15)
+            server.clock.stand_still(0.15)
             pulse.beat()
         return "done"
 
@@ -253,7 +253,7 @@ def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
     assert patiently(twelve_beats, "the whole", QUICK, counters) == "done"
     assert not counters
     with pytest.raises(ReadError, match="no answer within"):
-        in_time(stand_still, 0.05)
+        in_time(server.clock.stand_still, 0.05)
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(
