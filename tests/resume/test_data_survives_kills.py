@@ -75,7 +75,7 @@ def test_every_step_sees_its_text_through_twenty_kills(tmp_path: Path) -> None:
         saved.add(run.latest)
         places.add(where)
     assert len(seen) - len(set(seen)) >= KILLS / 2  # steps that were taken again
-    assert len(saved) >= KILLS / 2
+    assert len(saved) >= KILLS / 4  # of most starts; a save may be later than the kill
     assert len(places) >= KILLS / 2
 
     run, where = start_somewhere(tmp_path, chance, SAVE_AT_THE_END)

@@ -29,13 +29,15 @@ def assert_as_undisturbed(run: Run) -> None:
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
     alerting = ("parallel.timeout_minutes=0.75", "data.read_timeout_seconds=4", "logging.wandb=offline")
-    faults = {"slow": [2, 4, 1], "frozen": [8, 1], "saves_end": True}  # what step 5 saved is there at step 8
+    # Three slow steps in a row are told of; in some of the six the machine may hold up the other rank. What step 5
+    # saved is there at step 8.
+    faults = {"slow": [2, 7, 1], "frozen": [8, 1], "saves_end": True}
     run = launch(tmp_path, *SMALL, *alerting, torchrun=torchrun, faults=faults)
     run.wait_until(lambda: len(run.steps()) >= 1)
     victim = ranks_of(run)[1]
     run.wait_until(lambda: "stacks of all ranks" in run.output)
     ratios = run.series("slowest_rank_ratio")
-    assert re.search(r"step 4: rank 1 works [\d.]+ times as long as the median rank", run.output), ratios
+    assert re.search(r"step [3-7]: rank 1 works [\d.]+ times as long as the median rank", run.output), ratios
     assert re.search(rf"rank 1 on \S+ \(process {victim.pid}\): \w+ after step \d+, .*<--", run.output)
 
     run.wait()  # torchrun has started the ranks again
