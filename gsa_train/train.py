@@ -227,7 +227,6 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, spans: list[Phase
     run.monitor = replace(start.monitor, rewinds=[*rewinds, asdict(done)])
     run.skipped_steps = skipped_steps(run.config, run.monitor.rewinds)
     run.model.runtime.stats.reset()
-    run.model.work_time.read_and_reset()
     run.phase_optimizer = open_phase(run.config, run.model, start, spans, run.parallel)
     if run.sinks is not None and run.progress is not None:
         run.sinks.go_back(start.step)

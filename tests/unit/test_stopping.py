@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from gsa_train.batches import TrainBatches, read_validation_sets
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
+from gsa_train.metrics import record
 from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -215,6 +217,25 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert ended_by is None
     assert sum("event" in record for record in undisturbed) == 2
     assert numbers_of(before + after) == numbers_of(undisturbed)
+
+
+def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_phase(tmp_path, stop_at(2))
+    seconds = itertools.count(0.0, 1e-3)
+    evaluate = trainer.evaluate
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        nonlocal seconds
+        seconds = itertools.count(next(seconds) + 1000.0, 1e-3)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(trainer, "evaluate", slow)
+    monkeypatch.setattr(record, "time", Mock(perf_counter=lambda: next(seconds)))
+    after, _ = train_phase(tmp_path, lambda: 0, resume_from=tmp_path / "step_00000002")
+    assert [each["step"] for each in after if each.get("event") == "validation"] == [2, 4]
+    assert max(each["step_seconds"] for each in after if "event" not in each) < 1.0
 
 
 def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
