@@ -180,6 +180,10 @@ def _stop(run: Run, current: _Current, reason: int, in_validation: bool = False)
     """Save and leave. Every step has been read."""
     run.validation_due = in_validation
     run.monitor = current.monitor.state()
+    check = current.training.check
+    if check is not None and not run.saver.has(run.step):
+        with current.optimizer.whole_weights(changes=False):
+            check.compare_replicas(run.step, saves=True)
     if run.step > 0:
         save_the_end(run, current.span, current.optimizer)
     raise Stopped(reason, run.step)
@@ -201,7 +205,9 @@ def _train(run: Run, current: _Current, lr: float, logged: bool) -> StepResult:
     with part("data"):
         micro_batches = run.batches.next_step()
     run.watch.note(run.step, "training")
-    result = train_step(current.training, micro_batches, lr, run.step, saves=run.saver.is_due(run.step + 1))
+    is_last = run.step + 1 == sum(phase.steps for phase in config.phases)
+    saves = is_last or run.saver.is_due(run.step + 1)
+    result = train_step(current.training, micro_batches, lr, run.step, saves=saves)
     run.step += 1
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     run.tokens += tokens

@@ -219,6 +219,26 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert numbers_of(before + after) == numbers_of(undisturbed)
 
 
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [(lambda: 0, [(1, False), (2, False), (3, False), (4, True)]), (stop_at(1), [(1, False), (1, True)])],
+    ids=["end", "stop"],
+)
+def test_replicas_are_compared_before_the_last_save_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], int], expected: list[tuple[int, bool]]
+) -> None:
+    compared: list[tuple[int, bool]] = []
+    check = Mock(
+        compute=lambda step, compute: compute(),
+        suspects=lambda verdict: False,
+        compare_replicas=lambda step, saves: compared.append((step, saves)),
+    )
+    monkeypatch.setattr(trainer, "needs_check", lambda config: True)
+    monkeypatch.setattr(trainer, "CorruptionCheck", lambda *_: check)
+    train_phase(tmp_path, ask)
+    assert compared == expected
+
+
 def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
