@@ -127,6 +127,7 @@ def open_run(
             config.checkpoint,
             parallel,
             durable_step=start.step if start.same_run else None,
+            reach_steps=config.monitor.reach_steps,
         ),
         sinks=folder.sinks,
         progress=folder.progress,
