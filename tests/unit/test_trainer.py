@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import resource
 from pathlib import Path
@@ -13,10 +14,15 @@ import pytest
 
 from gsa_train import trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
+from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.resume import Start
 from gsa_train.run import work_time
+from gsa_train.run.lock import RunLock
+from gsa_train.run.stop_signals import StopRequest
+from gsa_train.train import open_run
 from gsa_train.trainer import Run, newest_save, run_phase, save, save_the_end
 from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
@@ -140,3 +146,31 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(
     assert [record["step"] for record in steps] == [1, 5, 8]
     assert steps[0]["forward_backward_seconds"] == steps[1]["forward_backward_seconds"]
     assert steps[0]["optimizer_seconds"] == steps[1]["optimizer_seconds"]
+
+
+def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # for the other tests of this process
+    sample = Path(__file__).parents[2] / "data" / "sample"
+    config = tiny_config(
+        [SPARSE],
+        run={"dir": str(tmp_path)},
+        model={"vocab_size": 4096},
+        data={
+            "train_dir": str(sample / "train"),
+            "validation_dir": str(sample / "validation"),
+            "tokenizer": str(sample / "tokenizer.model"),
+        },
+        evaluate={"max_blocks": 1},
+        logging={"wandb": "disabled", "tensorboard": False},
+        monitor={"action": "rewind", "rewind_min_steps": 20},
+    )
+    arguments, spans = parse_arguments(["--config", "of no file"]), phase_spans(config.phases)
+    lock = RunLock(tmp_path / config.run.name, single_rank())
+    run = open_run(config, arguments, StopRequest(), Start(), spans, lock, single_rank())
+    assert run.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
+    assert run.phase_optimizer is not None
+    close_optimizer(run.model, run.phase_optimizer)
+    for each in (run.saver, run.batches, run.sinks, run.stop_vote, run.watch, lock):
+        each.close()
