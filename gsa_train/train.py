@@ -127,6 +127,7 @@ def open_run(
             config.checkpoint,
             parallel,
             durable_step=start.step if start.same_run else None,
+            reach_steps=config.monitor.reach_steps,
         ),
         sinks=folder.sinks,
         progress=folder.progress,
@@ -189,11 +190,13 @@ def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound |
             # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
             run.phase_optimizer = build_optimizer(run.model, span.phase, run.config)
             carry_over(kept, run.phase_optimizer)
+            kept = None  # or they would take their memory as long as the phase
         assert run.phase_optimizer is not None
         spike = run_phase(run, span, run.phase_optimizer)
         if spike is None and span is spans[-1]:
             save_the_end(run, span, run.phase_optimizer)
-        kept = None if span is spans[-1] else keep_main_weights(run.model, run.phase_optimizer)
+        elif spike is None:
+            kept = keep_main_weights(run.model, run.phase_optimizer)
         close_optimizer(run.model, run.phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
@@ -227,7 +230,6 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, spans: list[Phase
     run.monitor = replace(start.monitor, rewinds=[*rewinds, asdict(done)])
     run.skipped_steps = skipped_steps(run.config, run.monitor.rewinds)
     run.model.runtime.stats.reset()
-    run.model.work_time.read_and_reset()
     run.phase_optimizer = open_phase(run.config, run.model, start, spans, run.parallel)
     if run.sinks is not None and run.progress is not None:
         run.sinks.go_back(start.step)

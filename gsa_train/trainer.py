@@ -34,6 +34,9 @@ from gsa_train.run.work_time import StragglerWarning, slowest
 from gsa_train.schedule import learning_rate
 from gsa_train.step import StepResult, Training, train_step
 
+LONGEST_WAIT_SHARE = 0.25
+"""Of `parallel.timeout_minutes`, after which the watch ends a rank: between two tries of the last save."""
+
 
 @dataclass
 class Run:
@@ -99,6 +102,7 @@ def _begin(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> _Current:
         modules = optimizer.modules
         check = CorruptionCheck(config, run.model, modules, run.parallel, run.log, span.phase.name)
     training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check)
+    run.model.work_time.read_and_reset()  # of steps before, which were not logged
     return _Current(span, optimizer, monitor, IntervalClock(device), training)
 
 
@@ -121,7 +125,9 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
             _stop(run, current, reason, in_validation=True)
 
     if run.validation_due:
+        clock.pause()
         validate(run, span.phase.name, stop_validation_if_asked)
+        clock.resume()
         run.validation_due = False
     while run.step < span.end:
         reason = run.stop_vote.ask()
@@ -174,6 +180,10 @@ def _stop(run: Run, current: _Current, reason: int, in_validation: bool = False)
     """Save and leave. Every step has been read."""
     run.validation_due = in_validation
     run.monitor = current.monitor.state()
+    check = current.training.check
+    if check is not None and not run.saver.has(run.step):
+        with current.optimizer.whole_weights(changes=False):
+            check.compare_replicas(run.step, saves=True)
     if run.step > 0:
         save_the_end(run, current.span, current.optimizer)
     raise Stopped(reason, run.step)
@@ -195,7 +205,9 @@ def _train(run: Run, current: _Current, lr: float, logged: bool) -> StepResult:
     with part("data"):
         micro_batches = run.batches.next_step()
     run.watch.note(run.step, "training")
-    result = train_step(current.training, micro_batches, lr, run.step, saves=run.saver.is_due(run.step + 1))
+    is_last = run.step + 1 == sum(phase.steps for phase in config.phases)
+    saves = is_last or run.saver.is_due(run.step + 1)
+    result = train_step(current.training, micro_batches, lr, run.step, saves=saves)
     run.step += 1
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     run.tokens += tokens
@@ -299,15 +311,17 @@ def save(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
 def save_the_end(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> None:
     """Write the last checkpoint of the run and wait until it is durable. Collective.
 
-    No step is left in which to try again, so this waits, twice as long each time.
+    No step is left in which to try again, so this waits, twice as long each time, as far as that does not look like a
+    hang.
 
     Raises:
         CheckpointError: too many saves in a row have failed.
     """
     save(run, span, phase_optimizer)
     report_saves(run, run.saver.ended(now=run.step, wait=True))
+    longest_wait_seconds = LONGEST_WAIT_SHARE * 60 * run.config.parallel.timeout_minutes
     while not run.saver.has(run.step):
-        time.sleep(2.0 ** (run.saver.failures - 1))
+        time.sleep(min(2.0 ** (run.saver.failures - 1), longest_wait_seconds))
         save(run, span, phase_optimizer)
         report_saves(run, run.saver.ended(now=run.step, wait=True))
 

@@ -245,15 +245,30 @@ def publish(unfinished: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def prune(checkpoints: Path, keep_last: int, newest: Path) -> list[str]:
+def prune(
+    checkpoints: Path, keep_last: int, newest: Path, every_steps: int = 1, reach_steps: int | None = None
+) -> list[str]:
     """Delete all but the last `keep_last` complete checkpoints up to `newest`; returns what could not be.
 
     What is newer, where `latest` was set back by hand, does not count: a resume could not fall back on it.
+
+    Args:
+        every_steps: between saves that are neither a stop's nor the retry of one that failed.
+        reach_steps: keep the newest one that is so much older than `newest`, and the regular ones since, too.
     """
     failures: list[str] = []
     last = step_of(newest.name) or 0
     own = [path for path in complete_checkpoints(checkpoints) if (step_of(path.name) or 0) <= last]
-    for old in own[:-keep_last]:
+    kept = own[-keep_last:]
+    if reach_steps is not None:
+        steps = {path: step_of(path.name) or 0 for path in own}
+        first = max((step for step in steps.values() if step <= last - reach_steps), default=0)
+        kept += [
+            path
+            for path, step in steps.items()
+            if step == first or (step > first and step % every_steps == 0)
+        ]
+    for old in (path for path in own if path not in kept):
         try:
             # First the name goes, so that a kill on the way leaves no half of a checkpoint under it.
             doomed = old.with_name(f".tmp_{old.name}")

@@ -90,10 +90,20 @@ class CheckpointSaver:
     """Saves checkpoints of one run. Its methods are collective, but for `close`."""
 
     def __init__(
-        self, checkpoints: Path, config: CheckpointConfig, parallel: Parallel, durable_step: int | None = None
+        self,
+        checkpoints: Path,
+        config: CheckpointConfig,
+        parallel: Parallel,
+        durable_step: int | None = None,
+        reach_steps: int | None = None,
     ):
-        """`durable_step`: that of the checkpoint with which the run resumed."""
+        """
+        Args:
+            durable_step: that of the checkpoint with which the run resumed.
+            reach_steps: one that is so much older than the newest is kept, too, however often the run is stopped.
+        """
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
+        self._reach_steps = reach_steps
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host_memory = HostMemory()
@@ -252,7 +262,8 @@ class CheckpointSaver:
         write_manifest(save.folder, files)
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
-        warnings = prune(self.checkpoints, self._config.keep_last, newest=final)
+        config = self._config
+        warnings = prune(self.checkpoints, config.keep_last, final, config.every_steps, self._reach_steps)
         return sum(record.bytes for record in files.values()), warnings
 
 

@@ -11,7 +11,8 @@ class CheckpointConfig:
     every_steps: int = 500
     """Steps between checkpoints; the end of the run always writes one."""
     keep_last: int = 3
-    """Checkpoints kept; older ones are deleted once a newer one is durable."""
+    """Checkpoints kept; older ones are deleted once a newer one is durable. With monitor.action=rewind what a
+    spike goes back to stays, too, however often a run is stopped and saved in between."""
     async_save: bool = True
     """Training waits only for a copy in host memory (on GPUs pinned and kept: this rank's share of the checkpoint);
     writing goes on behind it. False waits until the checkpoint is durable."""

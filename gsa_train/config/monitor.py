@@ -58,3 +58,11 @@ class MonitorConfig:
     on_corruption: Literal["stop", "log"] = "stop"
     """When bits differ: end the run with exit code 14, to go on from the last checkpoint, or only record it (event
     `corruption`); of a step computed twice the second numbers then count."""
+
+    @property
+    def reach_steps(self) -> int | None:
+        """With `rewind`, so much older than the newest checkpoint is one that a spike may go back to: a save may come
+        within its first steps. Else None."""
+        if self.action != "rewind":
+            return None
+        return self.rewind_min_steps + self.lasting_steps + self.patience_steps

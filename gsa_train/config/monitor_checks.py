@@ -44,10 +44,9 @@ def check_monitor(config: Config, replicas: int) -> list[str]:
         if not 1 <= step <= last:
             wrong, remedy = f"no step of this run, which has {last} (phases.*.steps)", "remove it"
             lines.append(problem_line(f"train.iterations_to_skip.{index}", step, wrong, remedy))
-    # A save may come within the spike's first steps, and must not delete what the run has to go back to.
-    needed = monitor.rewind_min_steps + monitor.lasting_steps + monitor.patience_steps
-    keep = -(-needed // config.checkpoint.every_steps) + 1 if config.checkpoint.every_steps > 0 else 1
-    if monitor.action == "rewind" and config.checkpoint.keep_last < keep:
+    needed, every = monitor.reach_steps, config.checkpoint.every_steps
+    keep = -(-needed // every) + 1 if needed is not None and every > 0 else 1
+    if needed is not None and config.checkpoint.keep_last < keep:
         lines.append(
             problem_line(
                 "checkpoint.keep_last",

@@ -151,7 +151,8 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the weights that a step was computed with, if this step is one of those or will be saved.
 
-        Call it before the update: all weights are where the forward pass needed them.
+        Call it before the update, when all weights are where the forward pass needed them; or before a save that no
+        step knew of, with whole weights.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.

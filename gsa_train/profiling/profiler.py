@@ -92,16 +92,25 @@ class StepProfiler:
             self.after(self._last)
 
     def _write(self, trace: profile) -> None:
+        """A full disk costs the profile, not the run."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         trace.stop_trace()
         self._running = None
+        try:
+            self._export(trace)
+        except OSError as error:
+            steps = self._steps[0], self._steps[-1]
+            logger.error("the profile of steps %d to %d cannot be written: %s", *steps, error)
+        if self._snapshots:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _export(self, trace: profile) -> None:
         folder = self._folder / f"steps_{self._steps[0]:08d}-{self._steps[-1]:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{self._rank:05d}.json.gz"
         if self._snapshots:
             torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank_{self._rank:05d}.memory.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
         trace.export_chrome_trace(str(path))
         table = profile_table(trace.events(), self._steps, self._device.type == "cuda")
         path.with_name(f"rank_{self._rank:05d}.txt").write_text(table)

@@ -100,6 +100,19 @@ def test_only_the_ranks_asked_for(tmp_path: Path) -> None:
         StepProfiler(ProfileConfig(start_step=1, memory_snapshot=True), tmp_path, 0, CPU)
 
 
+def test_a_profile_that_cannot_be_written_costs_the_profile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler = StepProfiler(ProfileConfig(start_step=1, steps=1), tmp_path / "profile", rank=0, device=CPU)
+    (tmp_path / "profile").touch()  # no folder
+    for step in (1, 2):
+        profiler.before(step)
+        profiler.after(step)
+    profiler.close()
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert error.startswith("the profile of steps 1 to 1 cannot be written")
+
+
 @pytest.mark.slow
 def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
     records = finished(ranks=2).records()

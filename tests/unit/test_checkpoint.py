@@ -23,6 +23,8 @@ from gsa_train.checkpoint.files import (
     resume_candidates,
 )
 from gsa_train.checkpoint.load import find_damage, load_checkpoint, read_run_state
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import CheckpointConfig
 from gsa_train.model.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
 from helpers import saving
@@ -66,6 +68,16 @@ def test_only_the_newest_checkpoints_are_kept(save, tmp_path):
         save(step, keep_last=2)
     assert names_in(tmp_path) == {"step_00000010", "step_00000100", "latest"}
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000100"
+
+
+def test_saves_of_stops_do_not_push_out_what_a_rewind_needs(trained, tmp_path):
+    checkpoint_config = CheckpointConfig(every_steps=4, keep_last=3)
+    saver = CheckpointSaver(tmp_path, checkpoint_config, single_rank(), reach_steps=7)
+    for step in (2, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17):  # every fourth, and stops
+        saver.begin(run_state(step), *trained)
+        saver.ended(now=step, wait=True)
+    saver.close()
+    assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (8, 12, 15, 16, 17))]
 
 
 def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(save, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,18 +13,21 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import gsa_train.train
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
 from gsa_train.model.build import Model
+from gsa_train.monitor.monitor import SpikeFound
 from gsa_train.optimizer.interface import MAIN_WEIGHT
-from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
+from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import phase_spans
+from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.resume import Start
 from gsa_train.train import open_phase, train_phases
+from gsa_train.trainer import Run
 from helpers.checkpoints import write_checkpoint
 from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
@@ -126,3 +130,27 @@ def test_a_run_resumed_between_two_phases_is_the_uninterrupted_one(tmp_path: Pat
     assert [record["step"] for record in whole] == [1, 2, 3, 4, 5, 6]
     resumed = train(config, tmp_path / "resumed", tmp_path / "whole" / "step_00000003")
     assert resumed == whole[3:]
+
+
+def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[MainWeights]] = []
+    alive: list[list[bool]] = []
+
+    def keep(model: Model, optimizer: PhaseOptimizer) -> MainWeights:
+        weights = keep_main_weights(model, optimizer)
+        kept.append(weakref.ref(weights))
+        return weights
+
+    def run_phase(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> SpikeFound | None:
+        alive.append([each() is not None for each in kept])
+        return SpikeFound(6, 6, "loss", 9.0, 5.0) if span.index == 2 else None
+
+    monkeypatch.setattr(gsa_train.train, "keep_main_weights", keep)
+    monkeypatch.setattr(gsa_train.train, "run_phase", run_phase)
+    phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third", "fourth")]
+    config = tiny_config(phases, train={"precision": "bf16"})
+    run, spans = tiny_run(config, tiny_model(config)), phase_spans(phases)
+    run.phase_optimizer = open_phase(config, run.model, Start(), spans, single_rank())
+    assert train_phases(run, Start(), spans) is not None
+    assert alive == [[], [False], [False, False]]
+    assert len(kept) == 2  # none where a rewind begins anew

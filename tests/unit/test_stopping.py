@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from gsa_train.batches import TrainBatches, read_validation_sets
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
+from gsa_train.metrics import record
 from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -215,6 +217,45 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert ended_by is None
     assert sum("event" in record for record in undisturbed) == 2
     assert numbers_of(before + after) == numbers_of(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [(lambda: 0, [(1, False), (2, False), (3, False), (4, True)]), (stop_at(1), [(1, False), (1, True)])],
+    ids=["end", "stop"],
+)
+def test_replicas_are_compared_before_the_last_save_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], int], expected: list[tuple[int, bool]]
+) -> None:
+    compared: list[tuple[int, bool]] = []
+    check = Mock(
+        compute=lambda step, compute: compute(),
+        suspects=lambda verdict: False,
+        compare_replicas=lambda step, saves: compared.append((step, saves)),
+    )
+    monkeypatch.setattr(trainer, "needs_check", lambda config: True)
+    monkeypatch.setattr(trainer, "CorruptionCheck", lambda *_: check)
+    train_phase(tmp_path, ask)
+    assert compared == expected
+
+
+def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_phase(tmp_path, stop_at(2))
+    seconds = itertools.count(0.0, 1e-3)
+    evaluate = trainer.evaluate
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        nonlocal seconds
+        seconds = itertools.count(next(seconds) + 1000.0, 1e-3)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(trainer, "evaluate", slow)
+    monkeypatch.setattr(record, "time", Mock(perf_counter=lambda: next(seconds)))
+    after, _ = train_phase(tmp_path, lambda: 0, resume_from=tmp_path / "step_00000002")
+    assert [each["step"] for each in after if each.get("event") == "validation"] == [2, 4]
+    assert max(each["step_seconds"] for each in after if "event" not in each) < 1.0
 
 
 def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:

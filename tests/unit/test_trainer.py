@@ -1,19 +1,30 @@
-"""The loop's last saves."""
+"""The loop: its last saves, and what its clocks count."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import itertools
 import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from gsa_train import trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
+from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
-from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, phase_spans
-from gsa_train.trainer import Run, newest_save, save, save_the_end
-from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+from gsa_train.resume import Start
+from gsa_train.run import work_time
+from gsa_train.run.lock import RunLock
+from gsa_train.run.stop_signals import StopRequest
+from gsa_train.train import open_run
+from gsa_train.trainer import Run, newest_save, run_phase, save, save_the_end
+from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
 
@@ -89,3 +100,77 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp
     finally:
         limit_files_to(resource.RLIM_INFINITY)
         run.saver.close()
+
+
+def test_the_last_save_is_tried_again_before_the_run_would_count_as_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, span, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=12))
+    waits: list[float] = []
+    monkeypatch.setattr(trainer, "time", Mock(sleep=waits.append))
+    try:
+        limit_files_to(10_000)
+        with pytest.raises(CheckpointError, match="13 saves in a row failed"):
+            save_the_end(run, span, optimizer)
+    finally:
+        limit_files_to(resource.RLIM_INFINITY)
+        run.saver.close()
+    assert waits[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert max(waits) <= 0.5 * 60 * run.config.parallel.timeout_minutes
+
+
+def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = (dataclasses.replace(SPARSE, name=name, steps=4) for name in ("first", "second"))
+    config = tiny_config(
+        [first, second],
+        logging={"every_steps": 1000},
+        train={"iterations_to_skip": [4]},  # the first phase's last one, which would be logged
+    )
+    model = tiny_model(config, variance_ema=0.02)
+    records: list[dict[str, Any]] = []
+    batches = Mock(
+        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
+    )
+    run = tiny_run(
+        config, model, batches=batches, sinks=Mock(log=records.append), skipped_steps=frozenset([4])
+    )
+    ticks = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(work_time, "time", Mock(perf_counter=lambda: next(ticks)))
+    for span in phase_spans(config.phases):
+        optimizer = build_optimizer(model, span.phase, config)
+        assert run_phase(run, span, optimizer) is None
+        close_optimizer(model, optimizer)
+    steps = [record for record in records if "event" not in record]
+    assert [record["step"] for record in steps] == [1, 5, 8]
+    assert steps[0]["forward_backward_seconds"] == steps[1]["forward_backward_seconds"]
+    assert steps[0]["optimizer_seconds"] == steps[1]["optimizer_seconds"]
+
+
+def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # for the other tests of this process
+    sample = Path(__file__).parents[2] / "data" / "sample"
+    config = tiny_config(
+        [SPARSE],
+        run={"dir": str(tmp_path)},
+        model={"vocab_size": 4096},
+        data={
+            "train_dir": str(sample / "train"),
+            "validation_dir": str(sample / "validation"),
+            "tokenizer": str(sample / "tokenizer.model"),
+        },
+        evaluate={"max_blocks": 1},
+        logging={"wandb": "disabled", "tensorboard": False},
+        monitor={"action": "rewind", "rewind_min_steps": 20},
+    )
+    arguments, spans = parse_arguments(["--config", "of no file"]), phase_spans(config.phases)
+    lock = RunLock(tmp_path / config.run.name, single_rank())
+    run = open_run(config, arguments, StopRequest(), Start(), spans, lock, single_rank())
+    assert run.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
+    assert run.phase_optimizer is not None
+    close_optimizer(run.model, run.phase_optimizer)
+    for each in (run.saver, run.batches, run.sinks, run.stop_vote, run.watch, lock):
+        each.close()
