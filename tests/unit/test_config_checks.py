@@ -315,6 +315,7 @@ CASES: list[tuple[list[str], list[str]]] = [
             "fails after 603.5 s, when parallel.timeout",
         ],
     ),
+    (["data.read_retries=999999999999999"], ["data.read_timeout_seconds = 60", "fails after 1.2e+17 s"]),
     (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
     (["run.dir=' '"], ["run.dir", "empty"]),
     *[
