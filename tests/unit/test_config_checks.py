@@ -306,6 +306,11 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["run.seed=-1"], ["run.seed = -1", "negative"]),
     (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
     (["run.slurm_margin_minutes=-1"], ["run.slurm_margin_minutes = -1.0", "negative"]),
+    (["phases.1.lr=1e300"], ["phases.1.lr = 1e+300: more than fp32 holds; give a smaller number"]),
+    (
+        ["parallel.timeout_minutes=1e10"],
+        ["parallel.timeout_minutes = 10000000000.0: longer", "give 1e+09 or less"],
+    ),
     (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
     (
         ["data.read_timeout_seconds=98"],
