@@ -78,7 +78,12 @@ def verify_corpus(root: Path) -> tuple[list[ShardReport], list[str]]:
     manifest_file = root / "manifest.json"
     listed: dict[str, dict[str, Any]] | None = None
     if manifest_file.is_file():
-        listed = {shard["path"]: shard for shard in orjson.loads(manifest_file.read_bytes())["shards"]}
+        try:
+            listed = {shard["path"]: shard for shard in orjson.loads(manifest_file.read_bytes())["shards"]}
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{manifest_file} is not one that prepare.py wrote ({error!r}); move it away to check the shards alone"
+            ) from error
     found = [relpath for relpath, _ in build_manifest(str(root)).shards]
     problems: list[str] = []
     if listed is not None:

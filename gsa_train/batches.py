@@ -115,7 +115,10 @@ def stream_config(config: Config) -> StreamConfig:
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """Raises TokenizerError when there is none, or the model's embedding is too small for it."""
-    tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
+    try:
+        tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
+    except TokenizerError as error:
+        raise TokenizerError(f"data.tokenizer: {error}") from error
     if tokenizer.vocab_size > config.model.vocab_size:
         raise TokenizerError(
             f"model.vocab_size = {config.model.vocab_size}: {config.data.tokenizer} has {tokenizer.vocab_size} "

@@ -71,6 +71,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         if not announced.isdecimal():
             parser.error(f"WORLD_SIZE={announced} in the environment: not an integer; start with torchrun")
         world_size = int(announced)
+        if world_size > 1 and not arguments.dry_run and "RANK" not in os.environ:
+            parser.error(
+                f"WORLD_SIZE={world_size} in the environment, but no RANK: start with torchrun, or unset it"
+            )
     if world_size < 1:
         parser.error(f"world size {world_size}: below 1; give 1 or more")
     return Arguments(

@@ -21,6 +21,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from gsa_train.config import ParallelConfig  # noqa: E402
 
 
+class DeviceError(ValueError):
+    """A field asks for what this machine does not have, or not in this precision; names value and remedy."""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core)."""

@@ -20,6 +20,7 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
+from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.model.build import Model, build_model
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop, SpikeFound
@@ -111,7 +112,11 @@ def open_run(
     phase_optimizer = open_phase(config, model, start, spans, parallel, weights_from)
 
     lock.take(make=True)
-    folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
+    try:
+        folder = open_run_folder(config, start, parallel, total_steps=spans[-1].end)
+    except WandbRefused:
+        lock.take_back()
+        raise
     if folder.sinks is not None:
         watch.on_hang = folder.sinks.tell_of_hang
     rewinds = known_rewinds(folder.checkpoints, start, parallel)

@@ -28,6 +28,8 @@ def main() -> int:
     run_dirs: list[Path] = arguments.run_dirs
     if arguments.out and len(run_dirs) == 1:
         parser.error("--out is the folder of the comparison; give at least two runs")
+    if arguments.out and arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out}: a file; give a folder")
     for run_dir in run_dirs:
         if problem := find_problem(run_dir):
             parser.error(problem)

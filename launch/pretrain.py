@@ -1,10 +1,10 @@
 """Train a model: torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
 
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N].
-Exit code 2: wrong use, config, tokenizer, profile, run folder, or a checkpoint that does not fit. 3: checkpoints cannot
-be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent data corruption. 75: asked
-to stop, saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed otherwise, also for its
-data. torchrun itself ends with 1 for each, and shows its ranks'.
+Exit code 2: wrong use, config, device, tokenizer, profile, run folder, a refusal by W&B, or a checkpoint that does not
+fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent
+data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed
+otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def main() -> int:
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
+    from gsa_train.metrics.wandb_sink import WandbRefused
     from gsa_train.monitor.corruption import EXIT_CODE as EXIT_CORRUPTED
     from gsa_train.monitor.corruption import CorruptionFound
     from gsa_train.monitor.monitor import EXIT_CODE, MonitorStop
     from gsa_train.monitor.stop import SpikeAhead
+    from gsa_train.parallel import DeviceError
     from gsa_train.profiling.profiler import ProfileError
     from gsa_train.resume import ResumeError
     from gsa_train.run.lock import RunFolderError
@@ -69,7 +71,15 @@ def main() -> int:
         train(config, arguments, request)
     except Stopped:
         return EXIT_STOPPED
-    except (ResumeError, StateError, RunFolderError, TokenizerError, ProfileError) as error:
+    except (
+        ResumeError,
+        StateError,
+        RunFolderError,
+        TokenizerError,
+        ProfileError,
+        WandbRefused,
+        DeviceError,
+    ) as error:
         return refuse(error, is_main)
     except SpikeAhead as error:
         return refuse(error, is_main, EXIT_CODE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the tensors are tiny
     is_folder = arguments.run.is_dir()
     try:
+        check_path(arguments.run)
         config = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides)
         traces = (of_folder if is_folder else of_file)(arguments.run)
     except (OSError, ValueError) as error:  # a wrong config is a ValueError, too
@@ -50,6 +52,14 @@ def main() -> None:
             print(f"  {rule:<10} {len(steps):>4} flagged  {shown}")
         if arguments.faults:
             print(table(trials) + "\n")
+
+
+def check_path(run: Path) -> None:
+    """Raises ValueError where there is neither a run nor a file of traces."""
+    if run.is_dir() and not ((run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file()):
+        raise ValueError(f"{run}: not the folder of a run, which has config.yaml and metrics.jsonl")
+    if not run.is_dir() and not (run.is_file() and zipfile.is_zipfile(run)):
+        raise ValueError(f"{run}: neither a folder nor an .npz file; give <run.dir>/<run.name>")
 
 
 def of_folder(run: Path) -> dict[str, tuple[list[int], torch.Tensor]]:

@@ -117,7 +117,7 @@ class SentencePieceModel:
         try:
             self._processor.LoadFromSerializedProto(file)
         except RuntimeError as error:  # what sentencepiece raises for a file it cannot parse
-            hint = ""
+            hint = "; give a sentencepiece .model file or a tokenizer.json"
             if _is_tiktoken(file):
                 hint = ": it is a tiktoken file, as Llama 3's tokenizer.model is; give that model's tokenizer.json"
             raise TokenizerError(f"tokenizer file {path!r} is not a sentencepiece model{hint}") from error

@@ -34,7 +34,9 @@ class TokenizerJson:
         try:
             self._content: dict[str, Any] = json.loads(file)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"tokenizer file {path!r} is no JSON ({error})") from error
+            raise TokenizerError(
+                f"tokenizer file {path!r} is no JSON ({error}); give a sentencepiece .model file or a tokenizer.json"
+            ) from error
         with _LibraryErrors(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())
         # The file may say to cut or fill up what it encodes, or to leave out merges at random as its training did, and

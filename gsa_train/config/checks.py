@@ -46,6 +46,8 @@ ABOVE_ZERO = frozenset(
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
 LARGEST_SOURCE_WEIGHT = 100.0  # as gsa_data has it, whose import would load torch
+LARGEST_FP32 = 3.4e38
+LONGEST_TIMEOUT_MINUTES = 1e9  # datetime holds a little more
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
 
@@ -121,6 +123,8 @@ def _check_ranges(config: Config) -> list[str]:
         rule = re.sub(r"\.\d+\.", ".", field)  # phases.0.lr is ruled by phases.lr
         if not math.isfinite(value):
             lines.append(problem_line(field, value, "not a finite number", "give a finite number"))
+        elif abs(value) > LARGEST_FP32:
+            lines.append(problem_line(field, value, "more than fp32 holds", "give a smaller number"))
         elif rule in AT_LEAST_ZERO:
             if value < 0:
                 lines.append(problem_line(field, value, "negative", "give 0 or more"))
@@ -135,6 +139,10 @@ def _check_ranges(config: Config) -> list[str]:
     for field in NOT_EMPTY:
         if not _get(config, field).strip():
             lines.append(problem_line(field, _get(config, field), "empty", "give a value"))
+    minutes = config.parallel.timeout_minutes
+    if LONGEST_TIMEOUT_MINUTES < minutes <= LARGEST_FP32:
+        remedy = f"give {LONGEST_TIMEOUT_MINUTES:.0e} or less"
+        lines.append(problem_line("parallel.timeout_minutes", minutes, "longer than any run", remedy))
     fraction = config.data.max_bad_line_fraction
     if not 0 <= fraction <= 1:
         lines.append(

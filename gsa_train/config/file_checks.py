@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
 """Before a retry of a read: gsa_data.faults.Reading.waits_seconds."""
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ def validation_fields(data: DataConfig) -> dict[str, str]:
 
 def longest_read_seconds(data: DataConfig) -> float:
     """From the first try of one read to its last failure, as gsa_data.faults.Reading.longest_wait_seconds."""
-    waits = (
-        min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(n, 60)) for n in range(data.read_retries)
-    )
-    return (data.read_retries + 1) * data.read_timeout_seconds + sum(waits)
+    doubled = range(min(data.read_retries, DOUBLED_WAITS))
+    waits = (min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0**n) for n in doubled)
+    longest = (data.read_retries - len(doubled)) * LONGEST_WAIT_SECONDS
+    return (data.read_retries + 1) * data.read_timeout_seconds + sum(waits) + longest
 
 
 class _Question(threading.Thread):

@@ -22,6 +22,10 @@ from omegaconf.errors import ValidationError
 Built = TypeVar("Built")
 
 
+MOST_DIGITS = 18
+"""Of an integer: torch's seeds and sizes have 64 bits."""
+
+
 class ConfigError(ValueError):
     """Everything that is wrong with one config, a line each in `problems`."""
 
@@ -207,7 +211,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
             try:
                 values[key] = _typed(section, key, hint, value)
             except ValidationError:
-                wrong = "no value" if value is None else f"not {_type_in_words(hint)}"
+                wrong = _wrong_in_words(value, hint)
                 default = _as_written(getattr(cls(), key))
                 problems.add(field, value, wrong, f"write for example {field}={default}")
     return cls(**values)
@@ -269,7 +273,7 @@ def _build_dict(
         try:
             entries[name] = _typed(section, "value", value_hint, item)  # a dot in the name would be a path
         except ValidationError:
-            wrong = "no value" if item is None else f"not {_type_in_words(value_hint)}"
+            wrong = _wrong_in_words(item, value_hint)
             problems.add(entry, item, wrong, f"write {entry}=VALUE, or remove the name")
     return entries
 
@@ -278,13 +282,37 @@ def _typed(section: DictConfig, key: str, hint: Any, value: object) -> Any:
     """The value of one field, converted by OmegaConf to the field's type."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ValidationError("OmegaConf's interpolation is not part of these configs")
+    if isinstance(value, str) and "\0" in value:
+        raise ValidationError("the end of a name to the operating system")
     if value is not None and not isinstance(value, str | int | float | bool):
         raise ValidationError("not a scalar")
     if isinstance(value, str) and float in typing.get_args(hint):
         with contextlib.suppress(ValueError):  # not a number: the text alternative of Union[float, str]
             value = float(value)
     OmegaConf.update(section, key, value)
-    return section[key]
+    built = section[key]
+    if hint is bool and _integer(value) not in (None, 0, 1):
+        raise ValidationError("OmegaConf takes every number but 0 as true")
+    if hint is int and abs(built) >= 10**MOST_DIGITS:
+        raise ValidationError("too large")
+    return built
+
+
+def _integer(value: object) -> int | None:
+    """What the text says, if it is an integer."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
+
+
+def _wrong_in_words(value: object, hint: Any) -> str:
+    """Why `_typed` did not take the value."""
+    if value is None:
+        return "no value"
+    if hint is int and _integer(value) is not None:
+        return f"more than {MOST_DIGITS} digits"
+    return f"not {_type_in_words(hint)}"
 
 
 def _type_in_words(hint: Any) -> str:

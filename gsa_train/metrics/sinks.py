@@ -29,7 +29,7 @@ from typing import Any
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.tensorboard_sink import TensorBoardSink
-from gsa_train.metrics.wandb_sink import WandbSink, open_wandb
+from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import tag_of
 
 Record = dict[str, Any]
@@ -38,10 +38,9 @@ Record = dict[str, Any]
 def open_sinks(
     logging_config: LoggingConfig,
     run_dir: Path,
-    run_name: str,
-    resolved_config: dict[str, Any],
+    phases: Sequence[str],
     resume_step: int | None,
-    wandb_run_id: str | None,
+    wandb: WandbSink | None,
     keeps_later: bool = False,
     validates_again: bool = False,
 ) -> Sinks:
@@ -51,12 +50,9 @@ def open_sinks(
     `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too: the run is complete,
     and only its end comes again.
 
-    `wandb_run_id` is the `Sinks.wandb_run_id` of the checkpoint; the W&B run with this id is continued.
+    `phases` are names, in their order; `wandb` is the open W&B run, if there is to be one.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # W&B first: it is the one that can refuse, and then the folder is as it was.
-    wandb = open_wandb(logging_config, run_dir, run_name, resolved_config, wandb_run_id)
-    phases = [phase["name"] for phase in resolved_config.get("phases", [])]
     metrics_path = run_dir / "metrics.jsonl"
     if resume_step is None:
         _move_aside(run_dir)

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class WandbRefused(RuntimeError):
+    """W&B did not start; says why, and the remedy."""
+
+
 class WandbSink:
     """An open W&B run. Where its service fails, training goes on without it, and says so."""
 
@@ -116,7 +120,7 @@ def open_wandb(
     """None where it is disabled.
 
     Raises:
-        RuntimeError: W&B did not start; names the remedy.
+        WandbRefused: no key, a wrong one, no access to the project, or no answer.
     """
     mode = wandb_mode(config.wandb, os.environ)
     if mode == "disabled":
@@ -143,8 +147,8 @@ def open_wandb(
             ),
         )
     except (wandb.Error, OSError, ValueError) as error:
-        raise RuntimeError(
-            f"Weights & Biases did not start (logging.wandb={config.wandb}, mode {mode}): {error}. "
+        raise WandbRefused(
+            f"logging.wandb = {config.wandb}: Weights & Biases did not start ({mode}): {str(error).rstrip('.')}. "
             f"To run without it, set logging.wandb=disabled; to keep its files for a later upload, "
             f"logging.wandb=offline."
         ) from error

@@ -21,7 +21,7 @@ from gsa_train.model.rotary import rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.spec import decoder_spec
 from gsa_train.model.stats import LayerStats
-from gsa_train.parallel import Parallel
+from gsa_train.parallel import DeviceError, Parallel
 from gsa_train.run.work_time import WorkTime
 
 logger = logging.getLogger(__name__)
@@ -135,11 +135,11 @@ def attention_implementation(config: Config, device: torch.device) -> str:
     """The attention core to run: `triton` or `reference`.
 
     Raises:
-        ValueError: `triton` is asked for on a device that has no such kernels.
+        DeviceError: `triton` is asked for on a device that has no such kernels.
     """
     chosen = config.gsa.attention_impl
     if chosen == "triton" and device.type != "cuda":
-        raise ValueError("gsa.attention_impl = triton: there is no CUDA device; set it to reference or auto")
+        raise DeviceError("gsa.attention_impl = triton: there is no CUDA device; set it to reference or auto")
     if chosen != "auto":
         return chosen
     if device.type != "cuda":

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_train.config import Config
+from gsa_train.parallel import DeviceError
 
 DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] -> [B, L, n_h, d_k]; each sequence is one document."""
@@ -22,17 +23,17 @@ def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
     """What `gsa.dense_attention` means for this config on a GPU: `cudnn`, `flash_sdpa`, `flash_attn` or `triton`.
 
     Raises:
-        ValueError: what is asked for is not installed, or cannot run in this precision.
+        DeviceError: what is asked for is not installed, or cannot run in this precision.
     """
     chosen = config.gsa.dense_attention
     if chosen in ("triton", "auto"):
         return "triton"
     if dtype == torch.float32:
-        raise ValueError(
+        raise DeviceError(
             f"gsa.dense_attention = {chosen}: has no fp32; set it to triton or train.precision to bf16"
         )
     if chosen == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(
+        raise DeviceError(
             "gsa.dense_attention = flash_attn: not installed; install flash-attn, or set it to auto"
         )
     return chosen

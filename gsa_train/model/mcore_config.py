@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from gsa_train.config import Config, GSAConfig
 from gsa_train.model import weight_gradients
-from gsa_train.parallel import Parallel
+from gsa_train.parallel import DeviceError, Parallel
 from gsa_train.pipeline_layout import chunk_layers
 
 
@@ -37,11 +37,11 @@ def uses_fused_ops(config: Config, device: torch.device) -> bool:
     """Whether `train.fused_ops` means the fused kernels on this device.
 
     Raises:
-        ValueError: `triton` is asked for on a device that has no such kernels.
+        DeviceError: `triton` is asked for on a device that has no such kernels.
     """
     chosen = config.train.fused_ops
     if chosen == "triton" and device.type != "cuda":
-        raise ValueError("train.fused_ops = triton: there is no CUDA device; set it to none or auto")
+        raise DeviceError("train.fused_ops = triton: there is no CUDA device; set it to none or auto")
     return chosen == "triton" or (chosen == "auto" and device.type == "cuda")
 
 
@@ -52,7 +52,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
     fused_ops = uses_fused_ops(config, parallel.device)
     reduces_in_bf16 = config.parallel.grad_reduce_dtype == "bf16"
     if reduces_in_bf16 and dtype != torch.bfloat16:
-        raise ValueError(
+        raise DeviceError(
             "parallel.grad_reduce_dtype = bf16: gradients have the weights' precision, which is fp32 here; set it to "
             "fp32, or train.precision to bf16"
         )

@@ -16,6 +16,7 @@ from gsa_train.checkpoint.files import go_back_to, read_latest, recover_folder
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, open_sinks, write_atomically
+from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
 from gsa_train.resume import LAUNCH, Start, launch_id, run_dir, set_damaged_aside
@@ -41,65 +42,89 @@ class RunFolder:
 
 
 def open_run_folder(config: Config, start: Start, parallel: Parallel, total_steps: int) -> RunFolder:
-    """Open what the run writes; print config and layout. Collective."""
+    """Open what the run writes; print config and layout. Collective.
+
+    Raises:
+        WandbRefused: on all ranks alike, and then an old folder's files are as they were.
+    """
     folder = run_dir(config)
     sinks = progress = hang = None
-    shared: list[str | None] = [None]
+    shared: list[str | None] = [None, None]
     if parallel.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        recover_folder(folder / "checkpoints")
-        if start.checkpoint is not None:
-            set_damaged_aside(start.checkpoint, start.damaged)
-        continues = start.same_run and start.state is not None
-        is_complete = start.step == total_steps
-        went_back = continues and _go_back_to_older(
-            start.checkpoint
-        )  # before the metrics forget what came later
-        starts = read_starts(folder)
-        hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
-        with children_keep_running():  # W&B's service among them
-            sinks = open_sinks(
-                config.logging,
-                folder,
-                config.run.name,
-                dataclasses.asdict(config),
-                resume_step=start.step if continues else None,
-                wandb_run_id=start.state.wandb_run_id if continues and start.state else None,
-                keeps_later=went_back,
-                validates_again=is_complete,
-            )
-        if not is_complete:
-            _keep_summary(folder)
-        write_atomically(folder / "config.yaml", config_to_yaml(config))
-        on_gpu = parallel.device.type == "cuda"
-        device = torch.cuda.get_device_name() if on_gpu else platform.machine()
-        note_start(folder, start.step, parallel.describe(), device)
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        write_atomically(folder / LAUNCH, launch_id() + "\n")
-        (folder / STOPPED).unlink(missing_ok=True)
-        (folder / MONITOR_STOP).unlink(missing_ok=True)
-        progress = Progress(total_steps, start.step)
-        progress.message(config_to_yaml(config))
-        progress.message(f"run folder {folder}; {parallel.describe()}")
-        if start.checkpoint is not None:
-            progress.message(f"resuming from {start.checkpoint} at step {start.step}")
-        if start.state is not None:
-            for line in config_changes(start.state.config_yaml, config):
-                progress.message(f"  changed since then: {line}")
-        if went_back:
-            progress.message(
-                "newer checkpoints are in checkpoints/set_aside, their metrics in metrics_rewound.jsonl"
-            )
-        profile = config.profile
-        if profile.start_step > 0 and profile.start_step + profile.steps <= start.step + 1:
-            progress.message(
-                "profile: its steps lie before this start, so nothing is traced; set profile.start_step"
-            )
-        if is_complete:
-            progress.message("this run is complete: no step is left, only the end is written again")
-        shared[0] = sinks.wandb_run_id
+        try:
+            wandb = _open_wandb(config, start)
+        except WandbRefused as error:
+            shared[1] = str(error)
+        else:
+            sinks, progress, hang = _open_files(config, start, parallel, total_steps, wandb)
+            shared[0] = sinks.wandb_run_id
     dist.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise WandbRefused(shared[1])
     return RunFolder(folder / "checkpoints", sinks, progress, shared[0], hang)
+
+
+def _open_wandb(config: Config, start: Start) -> WandbSink | None:
+    """The W&B run of this folder, or of the checkpoint that it goes on from."""
+    folder = run_dir(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_id = start.state.wandb_run_id if start.same_run and start.state else None
+    with children_keep_running():  # W&B's service among them
+        return open_wandb(config.logging, folder, config.run.name, dataclasses.asdict(config), run_id)
+
+
+def _open_files(
+    config: Config, start: Start, parallel: Parallel, total_steps: int, wandb: WandbSink | None
+) -> tuple[Sinks, Progress, str | None]:
+    """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
+    folder = run_dir(config)
+    recover_folder(folder / "checkpoints")
+    if start.checkpoint is not None:
+        set_damaged_aside(start.checkpoint, start.damaged)
+    continues = start.same_run and start.state is not None
+    is_complete = start.step == total_steps
+    went_back = continues and _go_back_to_older(start.checkpoint)  # before the metrics forget what came later
+    starts = read_starts(folder)
+    hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
+    sinks = open_sinks(
+        config.logging,
+        folder,
+        [phase.name for phase in config.phases],
+        resume_step=start.step if continues else None,
+        wandb=wandb,
+        keeps_later=went_back,
+        validates_again=is_complete,
+    )
+    if not is_complete:
+        _keep_summary(folder)
+    write_atomically(folder / "config.yaml", config_to_yaml(config))
+    on_gpu = parallel.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else platform.machine()
+    note_start(folder, start.step, parallel.describe(), device)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    write_atomically(folder / LAUNCH, launch_id() + "\n")
+    (folder / STOPPED).unlink(missing_ok=True)
+    (folder / MONITOR_STOP).unlink(missing_ok=True)
+    progress = Progress(total_steps, start.step)
+    progress.message(config_to_yaml(config))
+    progress.message(f"run folder {folder}; {parallel.describe()}")
+    if start.checkpoint is not None:
+        progress.message(f"resuming from {start.checkpoint} at step {start.step}")
+    if start.state is not None:
+        for line in config_changes(start.state.config_yaml, config):
+            progress.message(f"  changed since then: {line}")
+    if went_back:
+        progress.message(
+            "newer checkpoints are in checkpoints/set_aside, their metrics in metrics_rewound.jsonl"
+        )
+    profile = config.profile
+    if profile.start_step > 0 and profile.start_step + profile.steps <= start.step + 1:
+        progress.message(
+            "profile: its steps lie before this start, so nothing is traced; set profile.start_step"
+        )
+    if is_complete:
+        progress.message("this run is complete: no step is left, only the end is written again")
+    return sinks, progress, hang
 
 
 def _go_back_to_older(checkpoint: Path | None) -> bool:

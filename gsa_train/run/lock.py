@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -41,12 +42,13 @@ class RunLock:
     def __init__(self, folder: Path, parallel: Parallel) -> None:
         self._folder, self._parallel = folder, parallel
         self._file: IO[str] | None = None
+        self._made_folder = False
 
     def take(self, make: bool) -> None:
-        """Lock the folder, if it is there. Collective.
+        """Lock the folder, if some run has locked it before. Collective.
 
         Args:
-            make: make it where it is missing.
+            make: make folder and lock where they are missing.
 
         Raises:
             RunFolderError: on all ranks alike.
@@ -55,8 +57,9 @@ class RunLock:
         if self._parallel.is_main and self._file is None:
             try:
                 if make:
+                    self._made_folder = not self._folder.is_dir()
                     self._folder.mkdir(parents=True, exist_ok=True)
-                if self._folder.is_dir():
+                if make or (self._folder / FILE).exists():
                     self._file = _lock(self._folder / FILE)
             except RunFolderError as error:
                 fault = [str(error)]
@@ -67,6 +70,13 @@ class RunLock:
         dist.broadcast_object_list(fault, src=0)
         if fault[0] is not None:
             raise RunFolderError(fault[0])
+
+    def take_back(self) -> None:
+        """For a start that is refused with the folder open: remove it again if this start made it."""
+        if self._made_folder:
+            # A file server keeps what is open, as the lock is.
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self.close()
 
     def close(self) -> None:
         """Another run may take the folder."""

@@ -59,7 +59,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--nodes", type=positive, required=True, metavar="N")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="0 for CPUs (default: 8)")
+    parser.add_argument(
+        "--gpus-per-node", type=natural, default=8, metavar="G", help="0 for CPUs (default: 8)"
+    )
     parser.add_argument("--ranks-per-node", type=positive, metavar="R", help="(default: one per GPU)")
     parser.add_argument("--cpus-per-node", type=positive, metavar="C", help="(default: the whole node)")
     parser.add_argument("--time", metavar="T", help="time limit of a job, as sbatch takes it")
@@ -77,7 +79,9 @@ def parse_arguments() -> argparse.Namespace:
         default=360,
         help="stop so long before the time limit, and wait so long for the save (default: 360)",
     )
-    parser.add_argument("--max-restarts", type=int, default=3, help="by torchrun, within a job (default: 3)")
+    parser.add_argument(
+        "--max-restarts", type=natural, default=3, help="by torchrun, within a job (default: 3)"
+    )
     parser.add_argument(
         "--chain", type=positive, default=1, metavar="K", help="jobs, each after the one before (default: 1)"
     )
@@ -89,7 +93,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the job script, and submit nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    return parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args()
+    if arguments.resume_from is not None and not Path(arguments.resume_from).is_dir():
+        parser.error(f"--resume-from {arguments.resume_from}: no such folder; give a checkpoint folder")
+    return arguments
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: give an integer of 0 or more")
+    return int(text)
 
 
 def positive(text: str) -> int:

@@ -11,6 +11,7 @@ from gsa_train.run.starts import read_starts
 from helpers.runs import SMALL, Run, kill, start
 
 pytestmark = pytest.mark.slow
+REFUSED_BY_WANDB = "logging.wandb=offline logging.wandb_project=no/such:project"
 
 
 def start_in(old_run: Run, *overrides: str, **options: Any) -> Run:
@@ -96,8 +97,10 @@ def test_another_model_or_other_phases_are_refused(old_run, override, expected):
         ("damaged", "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
         ("", "gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
         ("", "data.seed=3", "cannot go on with this data"),
+        ("", "gsa.attention_impl=triton", "gsa.attention_impl = triton: there is no CUDA device"),
+        ("", REFUSED_BY_WANDB, "logging.wandb = offline: Weights & Biases did not start"),
     ],
-    ids=["incomplete", "damaged", "another model", "other data"],
+    ids=["incomplete", "damaged", "another model", "other data", "no device", "W&B"],
 )
 def test_a_refused_resume_leaves_no_trace(old_run, tmp_path, fault, override, expected):
     """Neither in a new folder nor in an old one; several ranks say it once."""
@@ -106,7 +109,7 @@ def test_a_refused_resume_leaves_no_trace(old_run, tmp_path, fault, override, ex
         (checkpoint / "metadata.json").unlink()
     elif fault == "damaged":
         cut(checkpoint)
-    options = ("--resume-from", str(checkpoint), override)
+    options = ("--resume-from", str(checkpoint), *override.split())
     before = contents(old_run.folder)
     new = start(tmp_path, *SMALL, *options, name="new", ranks=2).wait(expected=2)
     old = start(tmp_path, *SMALL, *options, ranks=2).wait(expected=2)

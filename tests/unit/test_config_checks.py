@@ -306,6 +306,11 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["run.seed=-1"], ["run.seed = -1", "negative"]),
     (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
     (["run.slurm_margin_minutes=-1"], ["run.slurm_margin_minutes = -1.0", "negative"]),
+    (["phases.1.lr=1e300"], ["phases.1.lr = 1e+300: more than fp32 holds; give a smaller number"]),
+    (
+        ["parallel.timeout_minutes=1e10"],
+        ["parallel.timeout_minutes = 10000000000.0: longer", "give 1e+09 or less"],
+    ),
     (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
     (
         ["data.read_timeout_seconds=98"],
@@ -315,6 +320,7 @@ CASES: list[tuple[list[str], list[str]]] = [
             "fails after 603.5 s, when parallel.timeout",
         ],
     ),
+    (["data.read_retries=999999999999999"], ["data.read_timeout_seconds = 60", "fails after 1.2e+17 s"]),
     (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
     (["run.dir=' '"], ["run.dir", "empty"]),
     *[

@@ -7,7 +7,8 @@ from gsa_train.cli import parse_arguments
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_options_and_overrides_in_any_order(tmp_path):
@@ -25,8 +26,10 @@ def test_options_and_overrides_in_any_order(tmp_path):
 def test_world_size(monkeypatch):
     assert parse_arguments(["--config", "c", "--dry-run", "--world-size", "64"]).world_size == 64
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert parse_arguments(["--config", "c"]).world_size == 4
+    assert parse_arguments(["--config", "c", "--dry-run"]).world_size == 4
     assert parse_arguments(["--config", "c", "--dry-run", "--world-size", "8"]).world_size == 8
+    monkeypatch.setenv("RANK", "3")
+    assert parse_arguments(["--config", "c"]).world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -51,9 +54,16 @@ def test_wrong_use_exits_with_2(argv, fragment, capsys):
     assert fragment in capsys.readouterr().err
 
 
-def test_a_broken_environment_exits_with_2(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "eight")
+@pytest.mark.parametrize(
+    ("world_size", "fragment"),
+    [
+        ("eight", "WORLD_SIZE=eight"),
+        ("2", "WORLD_SIZE=2 in the environment, but no RANK: start with torchrun"),
+    ],
+)
+def test_a_broken_environment_exits_with_2(monkeypatch, capsys, world_size, fragment):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(SystemExit) as caught:
         parse_arguments(["--config", "c"])
     assert caught.value.code == 2
-    assert "WORLD_SIZE=eight" in capsys.readouterr().err
+    assert fragment in capsys.readouterr().err

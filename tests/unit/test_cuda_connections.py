@@ -89,6 +89,7 @@ def test_the_launcher_sets_it_before_the_training(monkeypatch: pytest.MonkeyPatc
     train = SimpleNamespace(train=lambda *unused: seen.append(os.environ.get(VARIABLE)))
     monkeypatch.setitem(sys.modules, "gsa_train.train", train)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(VARIABLE, "")  # so that it is put back in the end
     for layout in ("parallel.tensor=2", "parallel.context=2"):

@@ -165,6 +165,7 @@ def test_command_refuses_what_is_not_a_run(tmp_path, monkeypatch, capsys):
         (["good", "other"], "it has no metrics.jsonl"),
         (["started"], "nothing has been logged yet"),
         (["good", "--out", "x"], "give at least two runs"),
+        (["good", "good", "--out", "good/metrics.jsonl"], "a file; give a folder"),
     ):
         monkeypatch.setattr(sys, "argv", [str(PLOT), *arguments])
         with pytest.raises(SystemExit) as refused:

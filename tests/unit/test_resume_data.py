@@ -222,6 +222,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:
         load_tokenizer(config)
 
 
+def test_a_file_that_is_no_tokenizer_is_named_with_its_field(config: Config) -> None:
+    readme = dataclasses.replace(config.data, tokenizer="data/sample/README.md")
+    with pytest.raises(
+        TokenizerError, match=r"data\.tokenizer: .*README.md' is not .*; give a sentencepiece"
+    ):
+        load_tokenizer(dataclasses.replace(config, data=readme))
+
+
 def test_names_that_the_config_repeats() -> None:
     assert listing.FORMATS == DATA_FORMATS
     assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS

@@ -12,6 +12,7 @@ import pytest
 
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.resume import Start
 from gsa_train.run import lock as run_lock
 from gsa_train.run.folder import config_changes, open_run_folder
@@ -73,8 +74,39 @@ def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_makes_none(tm
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"file/run cannot be written: .*set run\.dir"):
         RunLock(tmp_path / "file" / "run", single_rank()).take(make=True)
-    RunLock(tmp_path / "run", single_rank()).take(make=False)
+    lock = RunLock(tmp_path / "run", single_rank())
+    lock.take(make=False)
     assert not (tmp_path / "run").exists()
+    lock.take(make=True)
+    assert (tmp_path / "run" / FILE).exists()
+    lock.take_back()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_start_leaves_no_lock_in_a_folder_that_had_none(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    lock = RunLock(tmp_path, single_rank())
+    lock.take(make=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    lock.take(make=True)
+    lock.take_back()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "mine"]
+
+
+def test_what_wandb_refuses_leaves_the_old_files_alone(config: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    newer, unfinished = (run_dir / "checkpoints" / name for name in ("step_00000008", ".tmp_step_00000009"))
+    for folder in (newer, unfinished):
+        folder.mkdir(parents=True)
+    (run_dir / "checkpoints" / "latest").write_text(newer.name)
+    (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
+    logging = dataclasses.replace(config.logging, wandb="offline", wandb_project="no/such:project")
+    with pytest.raises(WandbRefused):
+        open_at(6, dataclasses.replace(config, logging=logging))
+    assert newer.exists()
+    assert unfinished.exists()
+    assert (run_dir / "checkpoints" / "latest").read_text() == newer.name
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
 def test_a_run_that_became_longer_is_not_complete(config: Config, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from gsa_train.report.panels import SECTIONS
 JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
 
 
-def open_run(run_dir, resume_step=None, logging=JSONL_ONLY, config=None, wandb_run_id=None):
-    return open_sinks(logging, run_dir, "test", config or {}, resume_step, wandb_run_id)
+def open_run(run_dir, resume_step=None, logging=JSONL_ONLY):
+    return open_sinks(logging, run_dir, [], resume_step, wandb=None)
 
 
 def step_record(step, **values):

@@ -299,4 +299,9 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[::10]))
     assert "logged 30 of its steps 11 to 302" in refused()
     (tmp_path / "metrics.jsonl").unlink()
-    assert "No such file" in refused()
+    assert "not the folder of a run, which has config.yaml and metrics.jsonl" in refused()
+    for other in (tmp_path / "config.yaml", tmp_path / "none"):
+        monkeypatch.setattr(sys, "argv", ["spikes.py", str(other)])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(repository / "launch" / "spikes.py"), run_name="__main__")
+        assert f"{other}: neither a folder nor an .npz file" in capsys.readouterr().err

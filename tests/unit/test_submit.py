@@ -65,8 +65,16 @@ def test_changes_that_are_not_committed_are_refused_by_name(tmp_path: Path) -> N
     assert not (tmp_path / "demo").exists()
 
 
-@pytest.mark.parametrize("words", [["--nodes=0"], ["--nodes=1", "--chain=0"]])
-def test_wrong_use_has_code_2(words: list[str]) -> None:
-    result = submit("--config", "configs/demo.yaml", *words)
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["--nodes=0"], "give an integer of 1 or more"),
+        (["--nodes=1", "--chain=0"], "give an integer of 1 or more"),
+        (["--nodes=1", "--gpus-per-node=-1"], "--gpus-per-node: -1: give an integer of 0 or more"),
+        (["--nodes=1", "--resume-from=/no/such", "--dry-run"], "--resume-from /no/such: no such folder"),
+    ],
+)
+def test_wrong_use_has_code_2(words: list[str], fragment: str) -> None:
+    result = submit("--config", "configs/demo.yaml", "--gpus-per-node=0", *words)
     assert result.returncode == 2
-    assert "give an integer of 1 or more" in result.stderr
+    assert fragment in result.stderr

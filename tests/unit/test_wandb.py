@@ -15,7 +15,14 @@ import wandb
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
 from gsa_train.metrics.sinks import Sinks, open_sinks, read_records
-from gsa_train.metrics.wandb_sink import WandbSink, define_metrics, wandb_mode, without_credentials
+from gsa_train.metrics.wandb_sink import (
+    WandbRefused,
+    WandbSink,
+    define_metrics,
+    open_wandb,
+    wandb_mode,
+    without_credentials,
+)
 from gsa_train.report.panels import BEST, PANELS, SECTIONS
 
 WORKSPACE = Path(__file__).parents[2] / "launch" / "wandb_workspace.py"
@@ -39,7 +46,8 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
     logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="unit")
 
     def open_run(resume_step, wandb_run_id):
-        return open_sinks(logging, tmp_path, "test", config, resume_step, wandb_run_id)
+        wandb_sink = open_wandb(logging, tmp_path, "test", config, wandb_run_id)
+        return open_sinks(logging, tmp_path, ["sparse"], resume_step, wandb_sink)
 
     with open_run(None, None) as sinks:
         run_id = sinks.wandb_run_id
@@ -75,11 +83,9 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
 
 
 def test_a_start_that_fails_names_the_remedy(tmp_path):
-    logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="no/such:project")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(RuntimeError, match=r"logging\.wandb=disabled"):
-        open_sinks(logging, tmp_path, "test", {}, None, None)
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1]
+    logging = LoggingConfig(wandb="offline", wandb_project="no/such:project")
+    with pytest.raises(WandbRefused, match=r"logging\.wandb = offline: .*logging\.wandb=disabled"):
+        open_wandb(logging, tmp_path, "test", {}, None)
 
 
 def test_group_tags_and_owner_come_from_the_config(tmp_path, monkeypatch):
@@ -87,8 +93,8 @@ def test_group_tags_and_owner_come_from_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", init)
     named = {"wandb_entity": "team", "wandb_group": "ablation", "wandb_tags": ["1.7b", "adaptive"]}
     for fields, expected in ((named, ("team", "ablation", ["1.7b", "adaptive"])), ({}, (None, None, []))):
-        with pytest.raises(RuntimeError, match="enough"):
-            open_sinks(LoggingConfig(wandb="offline", **fields), tmp_path, "x", {}, None, "id1")
+        with pytest.raises(WandbRefused, match="enough"):
+            open_wandb(LoggingConfig(wandb="offline", **fields), tmp_path, "x", {}, "id1")
         sent = init.call_args.kwargs
         assert (sent["entity"], sent["group"], sent["tags"]) == expected
         assert (sent["id"], sent["resume"]) == ("id1", "allow")

@@ -65,6 +65,15 @@ def test_verify_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert codes == {"good": 0, "bad": 1, "missing": 1}
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", "nonsense", '{"shards": [{}]}'])
+def test_verify_names_a_manifest_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    assert verify.main([str(tmp_path)]) == 1
+    assert "manifest.json is not one that prepare.py wrote" in capsys.readouterr().err
+
+
 def test_split_is_a_function_of_the_text(tmp_path: Path) -> None:
     first = write_corpus(DOCUMENTS + DOCUMENTS[:50], tmp_path / "a", train_shards=3)
     second = write_corpus(reversed(DOCUMENTS), tmp_path / "b", train_shards=3)
