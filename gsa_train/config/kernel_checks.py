@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 KERNEL_HEAD_SIZES = (32, 64, 128)
 KERNEL_SELECTION_BLOCKS = (1, 16, 32, 64, 128)
+KERNEL_INDEXER_HEADS = range(1, 9)
+KERNEL_INDEXER_SIZES = range(16, 129)
 MASKED_MAX_TOKENS = 32768
 """Longest sequence for which the kernels hold a bit per pair of tokens."""
 
@@ -29,10 +31,15 @@ def unsupported_by_kernels(config: Config) -> list[str]:
     reasons = []
     if config.model.head_dim not in KERNEL_HEAD_SIZES:
         reasons.append(f"model.head_dim = {config.model.head_dim}: the kernels have 32, 64 and 128")
-    if config.gsa.attention == "sparse" and config.gsa.selection_block not in KERNEL_SELECTION_BLOCKS:
-        reasons.append(
-            f"gsa.selection_block = {config.gsa.selection_block}: the kernels have 1, 16, 32, 64 and 128"
-        )
+    gsa = config.gsa
+    if gsa.attention == "dense":
+        return reasons
+    if gsa.selection_block not in KERNEL_SELECTION_BLOCKS:
+        reasons.append(f"gsa.selection_block = {gsa.selection_block}: the kernels have 1, 16, 32, 64 and 128")
+    if gsa.indexer_heads not in KERNEL_INDEXER_HEADS:
+        reasons.append(f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have 1 to 8")
+    if gsa.indexer_dim not in KERNEL_INDEXER_SIZES:
+        reasons.append(f"gsa.indexer_dim = {gsa.indexer_dim}: the kernels have 16 to 128")
     return reasons
 
 

@@ -182,6 +182,14 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["gsa.attention_kernel=masked", "train.seq_len_tokens=65536"],
         ["gsa.attention_kernel = masked", "train.seq_len_tokens = 65536"],
     ),
+    (
+        ["gsa.attention_impl=triton", "gsa.indexer_heads=9"],
+        ["gsa.attention_impl = triton", "gsa.indexer_heads = 9", "1 to 8", "use reference"],
+    ),
+    (
+        ["gsa.attention_impl=triton", "gsa.indexer_dim=8"],
+        ["gsa.attention_impl = triton", "gsa.indexer_dim = 8", "16 to 128", "use reference"],
+    ),
     (["gsa.selection_reuse=3"], ["gsa.selection_reuse = 3", "8 layers of a stage"]),
     (["gsa.selection_reuse=8", "parallel.pipeline=2"], ["gsa.selection_reuse = 8", "4 layers of a stage"]),
     (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from gsa_kernels.gates import rows as gate_rows
 from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.indexer.triton_scores import score_inputs
 from gsa_kernels.kl import op as kl_op
 from gsa_kernels.kl.triton_launch import Blocks, Inputs
 from gsa_kernels.lists.key_lists import mask_from_key_lists
 from gsa_kernels.prologue import op as prologue_op
 from gsa_kernels.selection.op import mask_from_words
 from gsa_train.config import PhaseConfig
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.model import query_sample, selecting
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.selecting import LayerSelection, select_for_layer
@@ -177,6 +180,19 @@ def select(length: int, **gsa: Any) -> LayerSelection:
         torch.randn(1, length, 2, 16), torch.randn(1, length, 16), torch.randn(1, length, 2)
     )
     return select_for_layer(projections, attention.indexer, attention.variance.ema, config.gsa, None)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (9, 16), (1, 16), (1, 14), (1, 130)])
+def test_indexers_that_the_kernels_refuse_are_known_before_the_first_step(heads: int, dim: int) -> None:
+    config = tiny_config(model={"head_dim": 32}, gsa={"indexer_heads": heads, "indexer_dim": dim})
+    inputs = (torch.zeros(1, 1, heads, dim), torch.zeros(1, 1, dim), torch.zeros(1, 1, heads))
+    if not unsupported_by_kernels(config):
+        score_inputs(*inputs)
+        return
+    with pytest.raises(ValueError, match="q_idx has"):
+        score_inputs(*inputs)
+    baseline = dataclasses.replace(config.gsa, attention="dense")
+    assert unsupported_by_kernels(dataclasses.replace(config, gsa=baseline)) == []
 
 
 def test_short_sequences_take_bits_uncounted() -> None:
