@@ -72,7 +72,7 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
         "--rdzv-backend=c10d",
         "--rdzv-id=test",
         f"--rdzv-endpoint=127.0.0.1:{store.port}",
-        "--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=8",
+        "--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=20",
     )
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     faults = {"held": [[7, 1], [12, 1]], "saves_end": True}  # the run waits for what is done to it
@@ -82,11 +82,11 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
 
     first = node()
     second = node(first.mark)
-    first.wait_until(lambda: len(first.steps()) >= 6)
+    first.wait_until(lambda: stands_before(7, first))
     of_second = next(each for each in ranks_of(first).values() if each.ppid() == second.process.pid)
     of_second.kill()  # the agents live, and start both ranks again
 
-    first.wait_until(lambda: resumed(first, second) == 1 and len(first.steps()) >= 11)
+    first.wait_until(lambda: resumed(first, second) == 1 and stands_before(12, first))
     assert first.latest == "step_00000010"
     agent = psutil.Process(second.process.pid)
     for process in [agent, *agent.children(recursive=True)]:
@@ -102,6 +102,11 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
     assert resumed(first, second, third) == 2
     assert f"resuming from {first.checkpoints / 'step_00000010'}" in first.output + third.output
     assert_as_undisturbed(first)
+
+
+def stands_before(step: int, run: Run) -> bool:
+    """All before it is logged, and the rank that waits there does so for the first and last time."""
+    return (run.folder.parent / "marks" / f"held_{step}").exists() and len(run.steps()) >= step - 1
 
 
 def resumed(*agents: Run) -> int:
