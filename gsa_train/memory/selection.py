@@ -107,25 +107,24 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         if gsa.selection_block > 1:
             entries = sizes.tokens / sizes.runs * _block_entries(config)[0]
         return max(gathering, heads + min(entries * per_entry * share, GATHERED_KL_BYTES))
-    # Per pair: the target (fp16 in bf16 runs), and in fp32 keys' gradients of tiles of rows and queries' gradients of
-    # segments of keys.
-    rows, segment = _loss_tiles(config, sizes)
+    # Per pair: the target (fp16 in bf16 runs), keys' gradients of tiles of rows and queries' gradients of segments of
+    # keys, fp32.
+    rows, segment, key_value = _loss_tiles(config, sizes)
     target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
-    gradients = 4 * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
+    gradients = key_value * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
     pairs = min(KL_CHUNK_PAIRS, sizes.pairs_of_run / gsa.selection_block * share)
     return max(gathering, heads + pairs * (target + gradients))
 
 
-def _loss_tiles(config: Config, sizes: Sizes) -> tuple[int, int]:
-    """Rows of a tile, keys of a segment (gsa_kernels/kl/triton_launch.py: choose_blocks)."""
+def _loss_tiles(config: Config, sizes: Sizes) -> tuple[int, int, int]:
+    """Rows of a tile, keys of a segment, bytes of a number of a tile's gradients of keys
+    (gsa_kernels/kl/triton_launch.py: choose_blocks)."""
     fits = config.gsa.indexer_heads * config.gsa.indexer_dim <= 256
     if sizes.value == 4:
-        return 32 if fits else 16, 256
+        return 32 if fits else 16, 256, 4
     if not fits:
-        return 32, 256
-    if config.train.seq_len_tokens > 8192:
-        return 64, 1024
-    return 64, 512 if config.train.micro_batch_size > 1 else 256
+        return 32, 256, 4
+    return 32 if config.gsa.indexer_heads > 1 else 64, 1024, 2
 
 
 def gathered_heads(sizes: Sizes) -> float:

@@ -138,16 +138,17 @@ def _forward_kernel(
     mine = tl.full([1], 1, tl.int32) << bit
     # The keys and words of the next step are known before it begins: its gathers need not wait for them.
     key = tl.load(keys + step, mask=step < count, other=0)
-    word = load_entry_words(words, step, full_count, count, COPIES)
+    loaded = load_entry_words(words, step, full_count, count, COPIES)
     # One loop for both parts: one for each spills more registers, and was slower by 9% at r = 4.
     for start in range(0, count, KEYS):
         ahead = start + KEYS + step
         next_key = tl.load(keys + ahead, mask=ahead < count, other=0)
-        next_word = load_entry_words(words, ahead, full_count, count, COPIES)
+        next_loaded = load_entry_words(words, ahead, full_count, count, COPIES)
         key64 = key.to(tl.int64)[:, None]
         k_tile = tl.load(k + (key64 * stride_kl + dims))
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if start + KEYS > full_count:
+            word = entry_words(loaded, start + step, full_count)
             logits = tl.where((word[None, :] & mine[:, None]) != 0, logits, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
         probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
@@ -156,7 +157,7 @@ def _forward_kernel(
         v_tile = tl.load(v + (key64 * stride_vl + dims))
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
-        key, word = next_key, next_word
+        key, loaded = next_key, next_loaded
 
     # A row without any key, which a selection never has, gives 0 and not NaN.
     total = tl.where(total == 0.0, 1.0, total)
@@ -174,12 +175,20 @@ def _forward_kernel(
 
 @triton.jit
 def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
-    """The word of each entry: all bits in the full part, none beyond the list.
+    """[entries, COPIES]: the word of each masked entry, 0 beyond the list.
 
     Loaded COPIES times over, as many words as the program has threads. The compiler moves a shorter vector's
     load into the layout of the logits, where each thread would load and mask 16 words of its own.
     """
     several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
     masked = (several >= full_count) & (several < count)
-    word = tl.load(words + (several - full_count), mask=masked, other=0)
-    return tl.max(tl.where(several < full_count, -1, word), 1)
+    return tl.load(words + (several - full_count), mask=masked, other=0)
+
+
+@triton.jit
+def entry_words(loaded, entries, full_count):
+    """The word of each entry, all bits in the full part, from `load_entry_words`.
+
+    A step later than that, for whatever is done to what was loaded waits for it.
+    """
+    return tl.max(tl.where((entries < full_count)[:, None], -1, loaded), 1)

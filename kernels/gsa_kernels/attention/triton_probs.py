@@ -146,6 +146,10 @@ def _probs_kernel(
         document_starts += batch64 * length
         seen = seen & (column + KEYS > tl.load(document_starts + start))
     if seen:
+        heads: tl.constexpr = KV_HEADS * GROUP
+        lse_rows = lse + batch64 * heads * length + rows
+        # One head ahead: the compiler pipelines the tiles of a product alone, and this one would be waited for.
+        next_lse = tl.load(lse_rows, mask=valid, other=0.0)
         for kv_head in range(KV_HEADS):
             k_tile = load_rows(
                 k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
@@ -155,8 +159,8 @@ def _probs_kernel(
                 q_tile = load_rows(
                     q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
                 )
-                position = (batch64 * (KV_HEADS * GROUP) + head) * length + rows
-                row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * 1.4426950408889634
+                row_lse2 = next_lse * 1.4426950408889634
+                next_lse = tl.load(lse_rows + (head + 1) * length, mask=valid & (head + 1 < heads), other=0.0)
                 logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 total += tl.exp2(logits * scale_log2 - row_lse2[:, None])
         if HAS_WORDS:

@@ -92,8 +92,8 @@ def grad_kernel(
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
-    dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
-    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
+    dq_parts,  # out: [segments, B, tiles, BLOCK_D, HI * BM] fp32
+    dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32
     R,
     L,
     W,
@@ -170,7 +170,8 @@ def grad_kernel(
         target_tile += (tile * BM).to(tl.int64) * target_stride_row
         target_rows = target_tile + tl.arange(0, BM) * target_stride_row
         d = tl.arange(0, BLOCK_D)
-        dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * L * BLOCK_D
+        dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
+        dk_places = d[:, None] * BN + tl.arange(0, BN)[None, :]
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         kl = tl.zeros([BM], tl.float32)
@@ -219,18 +220,22 @@ def grad_kernel(
                 dq = new_dq
                 grad_a = new_grad_a
                 grad_z = new_grad_z
-                tl.store(dk_tile + d[:, None] * L + cols[None, :], dk_t, mask=(cols < L)[None, :])
+                tl.store(dk_tile + key * BLOCK_D + dk_places, dk_t)
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
         tl.store(sums, kl)
         if WITH_GRADIENTS:
-            dq_tile = dq_parts + ((segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile) * (
-                HI * BLOCK_D * BM
+            dq_tile = (segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile
+            dq_rows = (
+                dq_parts
+                + dq_tile * (BLOCK_D * HI * BM)
+                + (d * (HI * BM))[:, None]
+                + tl.arange(0, BM)[None, :]
             )
             for j in tl.static_range(HI):
                 tl.store(sums + (1 + j) * plane, grad_a[j])
                 tl.store(sums + (1 + HI + j) * plane, grad_z[j])
-                tl.store(dq_tile + (j * BLOCK_D + d)[:, None] * BM + tl.arange(0, BM)[None, :], dq[j])
+                tl.store(dq_rows + j * BM, dq[j])
 
 
 @triton.jit

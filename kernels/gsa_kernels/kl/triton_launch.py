@@ -78,19 +78,19 @@ FP32_WARPS = 8
 scores came out empty and the KL infinite, while the same mask on the target was right."""
 
 
-STACKED = Blocks(64, 64, 4, 32, 4, segment=512, grad_stages=3, stacked=True)
-"""For 4 heads of 64 in bf16. 8 warps, alone or two programs of them, take 1.1 to 1.6 times as long; a segment of 1024
-saves as much of the reductions as it costs here (H200, 4096 tokens)."""
+STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
+"""For 4 heads of 64 in bf16: 68.5 us for gradients and reductions (H200, each of 8 sequences of 4096 tokens). Tiles of
+64 rows and 32 keys spill registers, as do three programs of 168 registers: 98; 8 warps for 64 rows and 64 keys: 85;
+segments of 512 and 2048 keys: 74 and 70."""
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
     heads, dim = inputs.q_idx.shape[2:]
-    length = inputs.k_idx.shape[1]
     width = heads * max(16, triton.next_power_of_2(dim))
     if inputs.q_idx.dtype == torch.bfloat16 and width <= 256:
-        segment = 1024 if length > 8192 else 512 if inputs.q_idx.shape[0] > 1 else 256
-        return replace(STACKED, segment=segment)
+        # The matrix units take 64 rows at a time.
+        return STACKED if heads > 1 else replace(STACKED, rows=64)
     if inputs.q_idx.dtype == torch.float32:
         # Without matrix units, and with one stage: otherwise the products spill by the kilobyte.
         rows = 32 if width <= 256 else 16
@@ -136,6 +136,7 @@ def chunk_launches(
     segments = triton.cdiv(num_keys, blocks.segment)
     with_gradients = outputs.dq is not None
     fp32 = torch.float32
+    stacked_heads = triton.next_power_of_2(heads) if blocks.stacked else heads
 
     sum_given = blocks.stacked and inputs.target_sum is not None
     lse_given = sum_given and inputs.log_sum is not None
@@ -146,8 +147,14 @@ def chunk_launches(
     row_sums = scratch(1 + 2 * heads, segments, batch, padded, dtype=fp32, device=device)
     dq_parts = dk_parts = row_sums  # never read or written without gradients
     if with_gradients:
-        dq_parts = scratch(segments, batch, tiles, heads, block_d, blocks.rows, dtype=fp32, device=device)
-        dk_parts = scratch(batch, tiles, block_d, length, dtype=fp32, device=device)
+        columns = stacked_heads * blocks.rows
+        dq_parts = scratch(segments, batch, tiles, block_d, columns, dtype=fp32, device=device)
+        # Half the traffic: the products they come from are of bf16, too, and their sum is rounded to it.
+        part_type = torch.bfloat16 if blocks.stacked and inputs.q_idx.dtype == torch.bfloat16 else fp32
+        key_blocks = triton.cdiv(length, blocks.grad_keys)
+        dk_parts = scratch(
+            batch, tiles, key_blocks, block_d, blocks.grad_keys, dtype=part_type, device=device
+        )
 
     # An absent tensor is passed as q_idx, which the kernel then does not touch.
     absent = inputs.q_idx
@@ -182,7 +189,7 @@ def chunk_launches(
     grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
     given: dict[str, Any] = {}
     if blocks.stacked:
-        constants |= {"HEADS": triton.next_power_of_2(heads), "SUM_GIVEN": sum_given}
+        constants |= {"HEADS": stacked_heads, "SUM_GIVEN": sum_given}
         given = {
             "log_sum": inputs.log_sum if lse_given else None,
             "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
@@ -252,9 +259,11 @@ def chunk_launches(
         scale,
         STRIDE=stride,
         HI=heads,
+        HEADS=stacked_heads,
         DI=dim,
         BLOCK_D=block_d,
         BM=blocks.rows,
+        BN=blocks.grad_keys,
         BR=block_rows,
         BK=block_keys,
         BD=block_dims,
@@ -264,6 +273,7 @@ def chunk_launches(
         KIND=inputs.kind,
         WEIGHT_BIAS=has_weight_bias,
         HAS_STARTS=inputs.document_starts is not None,
+        STACKED=blocks.stacked,
         WITH_GRADIENTS=with_gradients,
         num_warps=4,
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import LN_2, head_weight, head_weight_slope
+from gsa_kernels.kl.triton_stacked import place_in_stack
 from gsa_kernels.triton_rows import last_row_of, number_of, row_of
 
 
@@ -19,7 +20,7 @@ def _reduce_rows(
     beta,  # [1] fp32
     first_keys,  # [B, tiles] int32
     row_sums,  # [1 + 2 HI, segments, B, tiles * BM] fp32
-    dq_parts,  # [segments, B, tiles, HI, BLOCK_D, BM] fp32
+    dq_parts,  # [segments, B, tiles, BLOCK_D, HEADS * BM] fp32
     row_results,  # out: [B, R, 1 + 3 HI] fp32: KL; then by head d/d beta (to be summed), d/d w_j, d/d b_j
     dq,  # out: [B, R, HI, DI]
     dw,  # out: [B, R, HI]
@@ -32,6 +33,7 @@ def _reduce_rows(
     scale,
     STRIDE: tl.constexpr,
     HI: tl.constexpr,
+    HEADS: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BM: tl.constexpr,
@@ -41,6 +43,7 @@ def _reduce_rows(
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
+    STACKED: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
     """BR rows of one row tile, from group * BR on, and one head.
@@ -76,14 +79,15 @@ def _reduce_rows(
         grad_a = tl.zeros([BR], tl.float32)
         grad_z = tl.zeros([BR], tl.float32)
         dq_head = tl.zeros([BLOCK_D, BR], tl.float32)
-        dq_tile = dq_parts + (b.to(tl.int64) * num_tiles + tile) * (HI * BLOCK_D * BM)
-        dq_tile += head * BLOCK_D * BM + group * BR % BM
+        row = group * BR % BM + tl.arange(0, BR)
+        columns = place_in_stack(head, row, HEADS, BM) if STACKED else head * BM + row
+        dq_tile = dq_parts + (b.to(tl.int64) * num_tiles + tile) * (BLOCK_D * HEADS * BM)
+        dq_places = d[:, None] * (HEADS * BM) + columns[None, :]
         for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
             offsets = segment * segment_stride + row_offsets
             grad_a += tl.load(row_sums + (1 + head) * plane + offsets)
             grad_z += tl.load(row_sums + (1 + HI + head) * plane + offsets)
-            dq_part = dq_tile + segment * segment_stride * (HI * BLOCK_D)
-            dq_head += tl.load(dq_part + d[:, None] * BM + tl.arange(0, BR)[None, :])
+            dq_head += tl.load(dq_tile + segment * segment_stride * (HEADS * BLOCK_D) + dq_places)
 
         logit = tl.load(weight_logits + row_index * HI + head, mask=valid, other=0.0).to(tl.float32)
         if WEIGHT_BIAS:
@@ -106,7 +110,7 @@ def _reduce_keys(
     group,
     part,
     first_keys,  # [B, tiles] int32
-    dk_parts,  # [B, tiles, BLOCK_D, L] fp32
+    dk_parts,  # [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32 or bf16
     dk,  # in and out: [B, L, DI] fp32, of the chunks before
     L,
     query_start,
@@ -118,6 +122,7 @@ def _reduce_keys(
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BM: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
     RUN: tl.constexpr,
@@ -134,6 +139,8 @@ def _reduce_keys(
     inside = (d < DI)[:, None] & (cols < L)[None, :]
     out = dk + (b * L + cols)[None, :] * DI + d[:, None]
     total = tl.load(out, mask=inside, other=0.0)
+    places = (cols // BN * (BLOCK_D * BN) + cols % BN)[None, :] + d[:, None] * BN
+    tile_size = tl.cdiv(L, BN) * (BLOCK_D * BN)
     first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # that sees one of these keys
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, RUN, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
@@ -141,8 +148,8 @@ def _reduce_keys(
         written = cols <= query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
         if HAS_STARTS:
             written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
-        pointers = dk_parts + ((b * num_tiles + tile) * BLOCK_D + d)[:, None] * L + cols[None, :]
-        total += scale * LN_2 * tl.load(pointers, mask=written[None, :], other=0.0)
+        pointers = dk_parts + (b * num_tiles + tile) * tile_size + places
+        total += scale * LN_2 * tl.load(pointers, mask=written[None, :], other=0.0).to(tl.float32)
     tl.store(out, total, mask=inside)
 
 
@@ -170,10 +177,12 @@ def reduce_kernel(
     scale,
     STRIDE: tl.constexpr,
     HI: tl.constexpr,
+    HEADS: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -182,6 +191,7 @@ def reduce_kernel(
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    STACKED: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
     """Both sums. Grid (key_programs + tiles * BM / BR * HI, B), the second term without HI if WITH_GRADIENTS is not
@@ -193,12 +203,12 @@ def reduce_kernel(
             parts: tl.constexpr = BLOCK_D // BD
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
-                num_tiles, scale, STRIDE, DI, BLOCK_D, BM, BK, BD, RUN, SPACING, HAS_STARTS,
+                num_tiles, scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, RUN, SPACING, HAS_STARTS,
             )  # fmt: skip
     else:
         program -= key_programs
         _reduce_rows(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
             row_results, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
-            STRIDE, HI, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, WITH_GRADIENTS,
+            STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, STACKED, WITH_GRADIENTS,
         )  # fmt: skip

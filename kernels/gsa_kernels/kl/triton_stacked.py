@@ -25,11 +25,17 @@ def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def stack(x):
-    """[HEADS, BM, columns] -> [HEADS * BM, columns]"""
+    """[HEADS, BM, columns] -> [HEADS * BM, columns], two heads in turn for each eight rows.
+
+    In the layout of a product the rows i and i + 8 of a warp's 16 are of one thread: these are two heads of one row. So
+    a thread has all heads of its rows from tiles of 32 rows on.
+    """
     heads: tl.constexpr = x.shape[0]
     rows: tl.constexpr = x.shape[1]
     columns: tl.constexpr = x.shape[2]
-    return tl.reshape(x, [heads * rows, columns])
+    pair: tl.constexpr = 2 if heads > 1 else 1
+    parts = tl.reshape(x, [heads // pair, pair, rows // 8, 8, columns])
+    return tl.reshape(tl.permute(parts, [0, 2, 1, 3, 4]), [heads * rows, columns])
 
 
 @triton.jit
@@ -37,7 +43,16 @@ def unstack(x, HEADS: tl.constexpr):
     """The inverse of `stack`."""
     rows: tl.constexpr = x.shape[0] // HEADS
     columns: tl.constexpr = x.shape[1]
-    return tl.reshape(x, [HEADS, rows, columns])
+    pair: tl.constexpr = 2 if HEADS > 1 else 1
+    parts = tl.reshape(x, [HEADS // pair, rows // 8, pair, 8, columns])
+    return tl.reshape(tl.permute(parts, [0, 2, 1, 3, 4]), [HEADS, rows, columns])
+
+
+@triton.jit
+def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
+    """Which row of a stack is that of this head."""
+    pair: tl.constexpr = 2 if HEADS > 1 else 1
+    return head // pair * (pair * BM) + row // 8 * (pair * 8) + head % pair * 8 + row % 8
 
 
 @triton.jit

@@ -46,8 +46,8 @@ def stacked_grad_kernel(
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
-    dq_parts,  # out: [segments, B, tiles, HI, BLOCK_D, BM] fp32
-    dk_parts,  # out: [B, tiles, BLOCK_D, L] fp32
+    dq_parts,  # out: [segments, B, tiles, BLOCK_D, HEADS * BM] fp32, heads and rows as in a stack
+    dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D, BN] bf16 or fp32
     R,
     L,
     W,
@@ -149,7 +149,8 @@ def stacked_grad_kernel(
         target_tile += (tile * BM).to(tl.int64) * target_stride_row
         target_rows = target_tile + tl.arange(0, BM) * target_stride_row
         d = tl.arange(0, BLOCK_D)
-        dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * L * BLOCK_D
+        dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
+        dk_places = d[:, None] * BN + tl.arange(0, BN)[None, :]
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         kl = tl.zeros([BM, 4], tl.float32)
@@ -188,7 +189,7 @@ def stacked_grad_kernel(
                     dz = dz.to(keys.dtype)
                     dq = tl.dot(keys_t, tl.trans(dz), dq, input_precision=PRECISION)
                     dk_t = tl.dot(queries_t, dz, input_precision=PRECISION)
-                tl.store(dk_tile + d[:, None] * L + cols[None, :], dk_t, mask=(cols < L)[None, :])
+                tl.store(dk_tile + key * BLOCK_D + dk_places, dk_t.to(dk_parts.dtype.element_ty))
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
         tl.store(sums, tl.sum(kl, 1))
@@ -197,9 +198,7 @@ def stacked_grad_kernel(
             of_heads = sums[None, :] + (1 + heads) * plane
             tl.store(of_heads, tl.sum(grad_a, 2), mask=heads < HI)
             tl.store(of_heads + HI * plane, tl.sum(grad_z, 2), mask=heads < HI)
-            dq_tile = dq_parts + ((segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile) * (
-                HI * BLOCK_D * BM
-            )
-            column = tl.arange(0, HEADS * BM)
-            place = (column // BM * (BLOCK_D * BM) + column % BM)[None, :] + d[:, None] * BM
-            tl.store(dq_tile + place, dq, mask=(column < HI * BM)[None, :])
+            dq_tile = (segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile
+            columns: tl.constexpr = HEADS * BM
+            place = d[:, None] * columns + tl.arange(0, columns)[None, :]
+            tl.store(dq_parts + dq_tile * (BLOCK_D * columns) + place, dq)
