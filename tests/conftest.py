@@ -12,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):  # else what needs it is skipped
-        from helpers.interpreter import shorten_interpreter
+        from helpers.interpreter import mend_interpreter
 
-        shorten_interpreter()
+        mend_interpreter()
 
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 

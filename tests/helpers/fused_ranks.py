@@ -21,7 +21,7 @@ from gsa_train.config import Config
 from gsa_train.model.build import Model
 from gsa_train.model.triton_core import TritonCore
 from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
-from helpers.interpreter import shorten_interpreter
+from helpers.interpreter import mend_interpreter
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP
 
@@ -65,7 +65,7 @@ def fuse(model: Model) -> None:
 
 
 def main(out: Path) -> None:
-    shorten_interpreter()
+    mend_interpreter()
     sampling.SAMPLED_ROWS = RUN
     found: dict[str, dict[str, Any]] = {}
     for name in CASES:

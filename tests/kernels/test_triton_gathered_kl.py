@@ -211,11 +211,12 @@ def test_documents(device: str, block: int) -> None:
 @pytest.mark.parametrize("block", [1, 32])
 def test_half(device: str, block: int) -> None:
     length = 50 if device == "cpu" else 333
-    check(make_problem(length, device=device, dtype=torch.float16, dim=64, block=block, batch=1))
+    for dtype in (torch.float16, torch.bfloat16):
+        check(make_problem(length, device=device, dtype=dtype, dim=64, block=block, batch=1))
 
 
 @device_of
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_relu(device: str, dtype: torch.dtype) -> None:
     check(make_problem(50, device=device, dtype=dtype, activation="relu", beta=0.6), blocks=SMALL)
 

@@ -237,11 +237,9 @@ def test_rows_of_blocks_in_long_sequences(block: int, sparse: bool, documents: b
 
 @pytest.mark.usefixtures("_poisoned_memory")
 @device_of
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
 def test_halves(device: str, dtype: torch.dtype, sparse: bool) -> None:
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter computes products of bf16 wrongly")
     check(make_problem(70 if device == "cpu" else 333, device=device, dtype=dtype, dim=64, sparse=sparse))
 
 
@@ -254,17 +252,42 @@ def test_halves(device: str, dtype: torch.dtype, sparse: bool) -> None:
         (100, {"documents": True, "heads": 3, "dim": 24}),
         (70, {"sparse": True, "documents": True, "heads": 1, "biases": False}),
         (330, {"heads": 2, "block": 16, "batch": 1, "sparse": True}),
-        (70, {"dtype": torch.float16, "dim": 64, "sparse": True}),
+        (70, {"dtype": torch.bfloat16, "dim": 64, "sparse": True}),
         (33, {"activation": "relu", "beta": 0.6}),
         (50, {"size": 6.0, "beta": 5.0}),
     ],
-    ids=["sparse", "documents", "one head", "blocks", "halves", "relu", "saturated"],
+    ids=["sparse", "documents", "one head", "blocks", "bf16", "relu", "saturated"],
 )
 def test_heads_side_by_side(device: str, length: int, options: dict[str, Any]) -> None:
-    """The form of the kernels for bf16, whose products the interpreter computes wrongly, and a target of halves."""
+    """The form of the kernels for bf16, mostly in fp32 and so to more digits, and a target of halves."""
     problem = make_problem(length, device=device, **options)
     problem.target = problem.target.half().float()
     check(problem, blocks=STACKED, target_rows=lambda *rows: problem.target_rows(*rows).half())
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@device_of
+@pytest.mark.parametrize(
+    ("heads", "dim", "options"),
+    [
+        (1, 64, {"sparse": True}),
+        (2, 128, {"documents": True}),
+        (3, 24, {"sparse": True, "documents": True}),
+        (4, 64, {"documents": True}),
+        (4, 64, {"sparse": True, "documents": True}),
+        (4, 64, {"activation": "relu", "beta": 0.6}),
+        (8, 32, {"sparse": True}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_bf16_in_its_own_tiles(device: str, heads: int, dim: int, options: dict[str, Any]) -> None:
+    check(make_problem(150, device=device, dtype=torch.bfloat16, heads=heads, dim=dim, batch=1, **options))
+
+
+def test_fp16_is_refused_side_by_side() -> None:
+    problem = make_problem(20, device="cpu", dtype=torch.float16)
+    with pytest.raises(ValueError, match="pass others for fp16"):
+        compute(problem, blocks=STACKED)
 
 
 @device_of

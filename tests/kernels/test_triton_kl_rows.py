@@ -30,7 +30,7 @@ def test_row_fraction_is_the_rescaled_sum_over_its_runs(
 ) -> None:
     """Of four runs the first and the third, or the second and the last, which is short; in chunks of one run."""
     monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
-    dtype = torch.float32 if blocks is SMALL else torch.float16
+    dtype = torch.float32 if blocks is SMALL else torch.bfloat16
     problem = make_problem(100, device=device, dtype=dtype, sparse=True, documents=documents)
     options: dict[str, Any] = {"blocks": blocks, "row_fraction": 0.5, "seed": seed}
     _, rows, _ = compute(problem, **options)

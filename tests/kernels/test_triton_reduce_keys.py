@@ -27,7 +27,7 @@ devices = pytest.mark.parametrize("device", [CPU, GPU])
 
 
 @devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("known", [False, True])
 def test_partial_rows_are_added_by_key(device, dtype, known):
     """Ranges of tiles, over the border of two sequences too, against a loop."""

@@ -152,8 +152,6 @@ def test_words_round_trip(device: str) -> None:
 def test_scores_are_as_exact_as_torch(
     device: str, dtype: torch.dtype, activation: str, heads: int, dim: int, biases: bool
 ) -> None:
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter calculates bf16 products wrongly")
     case = make_case(device, 100, heads=heads, dim=dim, dtype=dtype, activation=activation, biases=biases)
     visible = case.visible()
     exact = case.reference()

@@ -32,7 +32,7 @@ class Blocks:
     stats_stages: int = 2
     grad_stages: int = 2
     stacked: bool = False
-    """The form of the kernels with the heads side by side."""
+    """The form of the kernels with the heads side by side. fp16 has not the range for its gradients."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ def run_chunk(
         raise ValueError(
             f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
         )
+    if blocks.stacked and inputs.q_idx.dtype == torch.float16:
+        raise ValueError("blocks is stacked; pass others for fp16")
     for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
         launch()
 
@@ -188,7 +190,9 @@ def chunk_launches(
     stats: Any = stacked_stats_kernel if blocks.stacked else stats_kernel
     grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
     given: dict[str, Any] = {}
-    if blocks.stacked:
+    if not blocks.stacked:
+        given = {"WIDE": inputs.q_idx.dtype == torch.float16}
+    else:
         constants |= {"HEADS": stacked_heads, "SUM_GIVEN": sum_given}
         given = {
             "log_sum": inputs.log_sum if lse_given else None,
@@ -225,7 +229,6 @@ def chunk_launches(
         *sizes,
         BN=blocks.grad_keys,
         WITH_GRADIENTS=with_gradients,
-        WIDE=inputs.q_idx.dtype == torch.float16,
         num_warps=blocks.grad_warps,
         num_stages=blocks.grad_stages,
         **given,

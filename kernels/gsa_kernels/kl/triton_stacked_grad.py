@@ -1,4 +1,4 @@
-"""Second pass over a chunk of rows, the heads side by side: see triton_grad, of which this is the form for halves."""
+"""Second pass over a chunk of rows, the heads side by side: see triton_grad, of which this is the form for bf16."""
 
 import triton
 import triton.language as tl
@@ -77,7 +77,6 @@ def stacked_grad_kernel(
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
-    WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
 ):
     """Grid and segments as in the first pass."""
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
@@ -179,16 +178,9 @@ def stacked_grad_kernel(
                 dz = scaled * (g - g_a * a if KIND == TANH else g * slope(a, KIND))
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
-                dz = stack(dz)
-                keys_t = tl.trans(keys)
-                queries_t = tl.trans(queries)
-                if WIDE:
-                    dq = tl.dot(keys_t.to(tl.float32), tl.trans(dz), dq, input_precision="tf32x3")
-                    dk_t = tl.dot(queries_t.to(tl.float32), dz, input_precision="tf32x3")
-                else:
-                    dz = dz.to(keys.dtype)
-                    dq = tl.dot(keys_t, tl.trans(dz), dq, input_precision=PRECISION)
-                    dk_t = tl.dot(queries_t, dz, input_precision=PRECISION)
+                dz = stack(dz).to(keys.dtype)
+                dq = tl.dot(tl.trans(keys), tl.trans(dz), dq, input_precision=PRECISION)
+                dk_t = tl.dot(tl.trans(queries), dz, input_precision=PRECISION)
                 tl.store(dk_tile + key * BLOCK_D + dk_places, dk_t.to(dk_parts.dtype.element_ty))
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets

@@ -1,4 +1,4 @@
-"""First pass over a chunk of rows, the heads side by side: see triton_stats, of which this is the form for halves."""
+"""First pass over a chunk of rows, the heads side by side: see triton_stats, of which this is the form for bf16."""
 
 import triton
 import triton.language as tl

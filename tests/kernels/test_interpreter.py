@@ -1,0 +1,53 @@
+"""bf16 in Triton's interpreter, as the tests mend it (helpers/interpreter.py): else they would test other numbers."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU")
+
+
+@triton.jit
+def _round_kernel(x, rounded, squares, halves, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    value = tl.load(x + place).to(tl.bfloat16)
+    tl.store(rounded + place, value)
+    square = value * value
+    tl.store(squares + place, square)
+    tl.store(halves + place, tl.where(value > square, value, square).to(tl.float16))
+
+
+@triton.jit
+def _product_kernel(a, b, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    place = index[:, None] * SIZE + index[None, :]
+    tl.store(out + place, tl.dot(tl.load(a + place), tl.trans(tl.load(b + place))))
+
+
+def test_bf16_is_rounded_to_the_nearest_and_calculated_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=generator) * torch.logspace(-41, 4, 4096)
+    x[:5] = torch.tensor([0.0, float("inf"), float("nan"), 1 + 2**-8, 1 + 3 * 2**-8])  # two ties
+    rounded, squares = torch.empty(2, 4096, dtype=torch.bfloat16)
+    halves = torch.empty(4096, dtype=torch.float16)
+    _round_kernel[(1,)](x, rounded, squares, halves, SIZE=4096)
+    wanted = x.bfloat16()
+    square = wanted * wanted
+    for found, value in (
+        (rounded, wanted),
+        (squares, square),
+        (halves, torch.where(wanted > square, wanted, square).half()),
+    ):
+        torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_products_of_bf16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 32, 32, generator=generator).bfloat16()
+    out = torch.empty(32, 32)
+    _product_kernel[(1,)](a, b, out, SIZE=32)
+    torch.testing.assert_close(out, a.float() @ b.float().T)
