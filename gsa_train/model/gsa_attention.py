@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from gsa_kernels import sigmoid_gate
+from gsa_kernels import sigmoid_gate, visible_mask
 from gsa_train.config.kernel_checks import KERNEL_HEAD_SIZES
 from gsa_train.model.attention_core import build_core, indexer_graph, train_indexer
 from gsa_train.model.budget import VarianceTracker
@@ -35,6 +35,7 @@ from gsa_train.model.norm import RMSNorm
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.rotary import sequence_cut
 from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.model.saturation import largest_logit, saturated_share
 from gsa_train.profiling.spans import span
 from gsa_train.sequence_cut import QueryRun, query_runs
 
@@ -195,6 +196,9 @@ class GSASelfAttention(MegatronModule):
         k, v = (gather_tokens(each, self.cut, self.groups.cp) for each in (k, v))
         outputs, losses = [], []
         for index, run in enumerate(self._runs(q.shape[1])):
+            sample = self._sample(q.shape[1], run)
+            if sample is not None and len(sample.sparse) > 0:
+                self._measure_saturation(q, k, queries, keys, document_ids, run, sample.sparse)
             with indexer_graph(self.runtime):
                 projections = _part(queries, run), _up_to(keys, run.end), _part(weight_logits, run)
             out, kl = self.core.attend(
@@ -206,7 +210,7 @@ class GSASelfAttention(MegatronModule):
                 _up_to(document_ids, run.end),
                 None if selected is None else selected[index],
                 run.start,
-                self._sample(q.shape[1], run),
+                sample,
             )
             outputs.append(out)
             if kl is not None:
@@ -296,6 +300,34 @@ class GSASelfAttention(MegatronModule):
                 opening = gate.float().sigmoid()
                 self.runtime.stats.add(f"{name}_mean", self.layer, opening)
                 self.runtime.stats.add(f"{name}_low", self.layer, opening < 0.1)
+                self.runtime.stats.add(f"{name}_high", self.layer, opening > 0.9)
+
+    @torch.no_grad()
+    def _measure_saturation(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        queries: torch.Tensor | None,
+        keys: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+        run: QueryRun,
+        rows: torch.Tensor,
+    ) -> None:
+        """Of `rows` among the run's queries, against all keys up to the run's end."""
+        visible = visible_mask(
+            run.end, query_positions=run.start + rows, document_ids=_up_to(document_ids, run.end)
+        )
+        logit = largest_logit(q[:, run.local][:, rows], k[:, : run.end], visible)
+        self.runtime.stats.maximum("max_attention_logit", self.layer, logit)
+        if queries is not None and keys is not None and self.indexer is not None:
+            share = saturated_share(
+                queries[:, run.local][:, rows],
+                keys[:, : run.end],
+                self.indexer.score_bias,
+                self.gsa.indexer_activation,
+                visible,
+            )
+            self.runtime.stats.add("indexer_saturated", self.layer, share)
 
 
 def _part(tensor: torch.Tensor | None, run: QueryRun) -> torch.Tensor | None:

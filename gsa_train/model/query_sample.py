@@ -14,6 +14,8 @@ RUN = 64
 """Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
 RUNS = 8
 """Per sequence. 512 queries, 16 heads and 8 sequences are 65,000 values of a layer's recall."""
+SPARSE_EVERY = 16
+"""One query of so many neighbours is enough for what needs all keys: 32 of a sequence."""
 GROUP = 32
 """Queries whose selections `union_ratio_32` joins."""
 
@@ -30,6 +32,8 @@ class QuerySample:
     """int64 [G * group]: the i of the rows in whole groups of neighbours, group after group."""
     group: int
     """Queries in a group."""
+    sparse: torch.Tensor
+    """int64 [T]: those of the rows at multiples of SPARSE_EVERY in the sequence."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,10 +61,12 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
     rows: list[int] = []
     neighbours: list[int] = []
     grouped: list[int] = []
+    sparse: list[int] = []
     for run in sampled_runs(length):
         held = range(max(run.start, start), min(run.stop, end))
         first = len(rows)
         rows += [position - start for position in held]
+        sparse += [position - start for position in held if position % SPARSE_EVERY == 0]
         neighbours += range(first, len(rows) - 1)
         grouped += range(first, first + len(held) // GROUP * GROUP)
     group = GROUP
@@ -70,4 +76,4 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
     def numbers(each: list[int]) -> torch.Tensor:
         return torch.tensor(each, dtype=torch.int64, device=device)
 
-    return QuerySample(numbers(rows), numbers(neighbours), numbers(grouped), group)
+    return QuerySample(numbers(rows), numbers(neighbours), numbers(grouped), group, numbers(sparse))

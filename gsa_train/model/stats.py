@@ -13,8 +13,11 @@ MEANS = (
     "selected_keys",
     "value_gate_mean",
     "value_gate_low",
+    "value_gate_high",
     "output_gate_mean",
     "output_gate_low",
+    "output_gate_high",
+    "indexer_saturated",
     "first_token_attention",
     "adjacent_overlap",
     "union_ratio_32",
@@ -30,7 +33,7 @@ over the pairs of neighbours within its runs, and `union_ratio_32` over their gr
 them: context-parallel ranks leave out pairs and groups across the borders of their chunks of a sequence. No run lies
 across one where 64 divides a chunk of a sequence of more than 512 tokens."""
 
-EXTREMES = ("k_max", "k_min", "max_activation")
+EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated."""
 
 

@@ -18,14 +18,19 @@ SIGMAS = 8.0
 """Higher than for the loss: many layers times several statistics are watched."""
 FLOORS = {
     "max_activation": 0.0,
+    "max_attention_logit": 5.0,
     "indexer_kl": 0.01,
     "variance": 0.0,
+    "indexer_saturated": 0.01,
     "value_gate_low": 0.01,
+    "value_gate_high": 0.01,
     "output_gate_low": 0.01,
+    "output_gate_high": 0.01,
     "update_norm": 0.0,
 }
-"""Watched statistic -> what is added to it, so that a share that leaves 0 is no jump: residual stream, the indexer's
-distance from attention and the spread of its scores, closing gates, |Δw|."""
+"""Watched statistic -> what is added to it, so that a share that leaves 0 is no jump, nor a logit: residual stream,
+attention logits, the indexer's distance from attention, the spread of its scores and those without slope, gates
+that close or open for good, |Δw|."""
 
 
 class LayerWatch:

@@ -75,6 +75,7 @@ KEYS = {"visible_keys": "visible", "selected_keys": "selected"}
 RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall": "random choice"}
 GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
+HIGH_GATES = {"value_gate_high": "value gate", "output_gate_high": "output gate"}
 LEFT_OUT = {"spikes": "spikes", "skipped_updates": "updates left out", "rewinds": "rewinds"}
 SPEED = {"tflops_per_second": "done", "tflops_per_second_dense_equivalent": "dense equivalent"}
 MFU = {"mfu": "MFU", "mfu_dense_equivalent": "dense equivalent"}
@@ -102,6 +103,7 @@ PANELS = (
     Panel("train", "optimizer", "norm of the update", {"update_norm": "update norm"}, "log"),
     Panel("gsa", "indexer", "KL divergence (nats)", {"indexer_kl": "indexer KL"}),
     Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
+    Panel("gsa", "indexer", "scores without slope", {"indexer_saturated": "saturated"}, "percent"),
     Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
     Panel("gsa", "budget", "keys per query", KEYS, "log"),
     Panel("gsa", "budget", "average score variance", {"variance_ema": "variance"}, "log"),
@@ -117,8 +119,10 @@ PANELS = (
     ),
     Panel("gsa", "gates", "mean gate", GATES, "share"),
     Panel("gsa", "gates", "gates below 0.1", LOW_GATES, "percent"),
+    Panel("gsa", "gates", "gates above 0.9", HIGH_GATES, "percent"),
     Panel("gsa", "sink", "attention to the first token", {"first_token_attention": "first token"}, "percent"),
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
+    Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
     Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
     Panel("stability", "stability", "so far", LEFT_OUT, "count"),
     Panel("stability", "stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),

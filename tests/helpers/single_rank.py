@@ -16,6 +16,7 @@ from gsa_train.model.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel
+from gsa_train.phases import enter_phase
 from gsa_train.step import StepResult, Training, train_step
 
 EOS = 0
@@ -126,3 +127,13 @@ def read_stats(model: Model) -> dict[str, list[float]]:
     """What the layers measured since the last reset, by name and layer."""
     nothing = torch.zeros(0, dtype=torch.float64)
     return model.runtime.stats.reduce(nothing, nothing)[0]
+
+
+def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
+    """The statistics of one step's batches, per layer."""
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, phase)
+    model.runtime.measuring = True
+    for batch in random_batches(config):
+        token_losses(model, batch)
+    return read_stats(model)

@@ -46,6 +46,7 @@ def test_long_sequences_have_a_run_in_each_eighth(length: int) -> None:
 def test_context_parallel_ranks_share_the_sample_out(length: int, size: int) -> None:
     whole = sample_queries(length, 0, length, CPU)
     positions: list[int] = []
+    sparse: list[int] = []
     pairs: list[tuple[int, int]] = []
     groups: list[list[int]] = []
     for rank in range(size):
@@ -53,9 +54,12 @@ def test_context_parallel_ranks_share_the_sample_out(length: int, size: int) -> 
             sample = sample_queries(length, run.start, run.end, CPU)
             held = sample.rows + run.start
             positions += held.tolist()
+            sparse += (sample.sparse + run.start).tolist()
             pairs += zip(held[sample.neighbours].tolist(), held[sample.neighbours + 1].tolist(), strict=True)
             groups += held[sample.grouped].view(-1, sample.group).tolist() if len(sample.grouped) else []
     assert sorted(positions) == whole.rows.tolist()
+    assert sorted(sparse) == whole.sparse.tolist() == whole.rows[whole.rows % 16 == 0].tolist()
+    assert len(sparse) == 32
     assert all(second == first + 1 for first, second in pairs)
     assert all(group == list(range(group[0], group[0] + 32)) for group in groups)
     if length == 4096:  # no border of a chunk cuts a run

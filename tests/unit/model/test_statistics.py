@@ -5,27 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.config import Config, PhaseConfig
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
     DENSE,
     SPARSE,
     WARM_UP,
+    measure,
     random_batches,
     read_stats,
     tiny_config,
     tiny_model,
     token_losses,
 )
-
-
-def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
-    model = tiny_model(config, variance_ema=0.02)
-    enter_phase(model, phase)
-    model.runtime.measuring = True
-    for batch in random_batches(config):
-        token_losses(model, batch)
-    return read_stats(model)
 
 
 def test_recall_is_the_same_from_dense_probabilities_and_from_sparse_attention() -> None:
@@ -56,7 +47,10 @@ def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None
     small = {"init_std": 1e-3}
     stats = measure(tiny_config(model=small), SPARSE)
     closed = measure(tiny_config(model=small, gsa={"gate_bias_init": -6.0}), SPARSE)
+    opened = measure(tiny_config(model=small, gsa={"gate_bias_init": 6.0}), SPARSE)
     for gate in ("value_gate", "output_gate"):
+        assert stats[f"{gate}_high"] == closed[f"{gate}_high"] == [0.0, 0.0]
+        assert opened[f"{gate}_high"] == [1.0, 1.0]
         assert stats[f"{gate}_mean"] == pytest.approx([0.5, 0.5], abs=0.01)
         assert stats[f"{gate}_low"] == [0.0, 0.0]
         assert closed[f"{gate}_low"] == [1.0, 1.0]

@@ -1,0 +1,56 @@
+"""What tends to grow before the loss does: attention logits, and indexer scores that no gradient moves any more.
+
+Of few queries (`QuerySample.sparse`) against all keys they see, in logged steps alone: 32 queries of a sequence at 4096
+tokens take a thousandth of the attention's products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLAT_SLOPE = 0.01
+"""Slope sigma (1 - sigma) below which a sigmoid counts as saturated: less than a 25th of its largest, |z| > 4.6."""
+
+
+def largest_logit(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """max over heads, queries t and visible keys s of q[t] . k[s] / sqrt(d_k), 0-d.
+
+    Args:
+        q: [B, T, n_h, d_k]
+        k: [B, L_k, n_kv, d_k]
+        visible: bool [B, T, L_k] or [1, T, L_k]
+    """
+    kv_heads, head_dim = k.shape[2:]
+    grouped = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, n_kv, n_h / n_kv, T, d_k]
+    logits = grouped.flatten(2, 3) @ k.permute(0, 2, 3, 1)
+    logits = logits.unflatten(2, grouped.shape[2:4])  # [B, n_kv, n_h / n_kv, T, L_k]
+    return logits.masked_fill_(~visible[:, None, None], -torch.inf).amax() * head_dim**-0.5
+
+
+def saturated_share(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    score_bias: torch.Tensor | None,
+    activation: str,
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """Of the pairs of each query and indexer head, the share whose activation (eq. 7) has no slope to speak of: fp32
+    [B, T, H_I].
+
+    Args:
+        queries: [B, T, H_I, d_I]
+        keys: [B, L_k, d_I]
+        score_bias: b_j [H_I]
+        activation: `sigmoid`, saturated below and above, or `relu`, below 0.
+        visible: bool [B, T, L_k] or [1, T, L_k]
+    """
+    z = (queries.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])  # [B, T, H_I, L_k]
+    z = z.float() * queries.shape[-1] ** -0.5
+    if score_bias is not None:
+        z += score_bias.float()[:, None]
+    if activation == "relu":
+        flat = z <= 0
+    else:
+        opening = z.sigmoid()
+        flat = opening * (1 - opening) < FLAT_SLOPE
+    return (flat & visible[:, :, None]).sum(-1) / visible[:, :, None].sum(-1)
