@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -94,7 +94,7 @@ def open_training_corpus(config: Config) -> Corpus:
 
 def open_validation_corpus(config: Config, folder: str) -> Corpus:
     """Text or tokens; a copy of a shard fails, whatever data.on_bad_shard does with it in training."""
-    return open_corpus(folder, config.data.text_field, replace(reading_of(config), on_bad_shard="fail"))
+    return open_corpus(folder, config.data.text_field, reading_of(config).for_validation())
 
 
 def stream_config(config: Config) -> StreamConfig:

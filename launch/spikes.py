@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gsa_train.config import MonitorConfig, load_config
+from gsa_train.config import Config, MonitorConfig, load_config
+from gsa_train.config.checks import check_config
 from gsa_train.metrics.sinks import read_records
 from gsa_train.monitor.spike_trials import FAULTS, OLMO, table, try_rule
 
@@ -35,6 +36,7 @@ def main() -> None:
     try:
         check_path(arguments.run)
         config = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides)
+        check_rule(config)
         traces = (of_folder if is_folder else of_file)(arguments.run)
     except (OSError, ValueError) as error:  # a wrong config is a ValueError, too
         parser.error(str(error))
@@ -52,6 +54,15 @@ def main() -> None:
             print(f"  {rule:<10} {len(steps):>4} flagged  {shown}")
         if arguments.faults:
             print(table(trials) + "\n")
+
+
+def check_rule(config: Config) -> None:
+    """Raises ValueError where the detector could not judge by these numbers."""
+    wrong = [
+        line for line in check_config(config, 1) if line.lstrip().startswith(("monitor.", "train.grad_clip"))
+    ]
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def check_path(run: Path) -> None:

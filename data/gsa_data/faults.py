@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 OnBadShard = Literal["fail", "skip"]
@@ -47,6 +47,21 @@ class Reading:
     """A read, an opening, a listing or a connection that brings nothing for so long has failed."""
     backoff_seconds: float = 0.5
     """Wait before the first retry; doubles each time up to a minute: 0.5, 1, 2, 4, 8."""
+    may_skip: bool = True
+    """False for a validation set: a perplexity of less text would not be comparable."""
+
+    def for_validation(self) -> Reading:
+        """The same, where a bad shard always fails."""
+        return replace(self, on_bad_shard="fail", may_skip=False)
+
+    @property
+    def or_skip(self) -> str:
+        """Ends the remedies of a message."""
+        return (
+            ", or set on_bad_shard=skip"
+            if self.may_skip
+            else " (on_bad_shard=skip leaves no validation text out)"
+        )
 
     def __post_init__(self) -> None:
         if self.on_bad_shard not in ("fail", "skip"):

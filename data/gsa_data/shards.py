@@ -77,7 +77,7 @@ def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: R
         if reading.on_bad_shard == "fail":
             raise DataFault(
                 f"data folder {root!r} holds a shard twice: {trouble}, and {len(copies) - 1} more such; remove "
-                "one of the two, or set on_bad_shard=skip to leave copies out"
+                f"one of the two{reading.or_skip}"
             )
         warn_once(f"data folder {root!r}: left out, {trouble}")
     return Manifest(
@@ -143,6 +143,6 @@ def check_damage(
 def refuse(shard: str, trouble: str, counter: str, reading: Reading, counters: Counter[str]) -> None:
     """Count and log a bad shard, or raise DataFault."""
     if reading.on_bad_shard == "fail":
-        raise DataFault(f"shard {shard} {trouble}; restore it, or set on_bad_shard=skip")
+        raise DataFault(f"shard {shard} {trouble}; restore it{reading.or_skip}")
     counters[counter] += 1
     warn_once(f"shard {shard} {trouble}: what is bad of it is left out")

@@ -202,14 +202,14 @@ class TokenFolder:
         if self.manifest.duplicates and reading.on_bad_shard == "fail":
             raise DataFault(
                 f"the source of token folder {str(self.root)!r} held {len(self.manifest.duplicates)} shards twice, "
-                f"among them {self.manifest.duplicates[0]}; remove them there and prepare the tokens again, or set "
-                "on_bad_shard=skip"
+                f"among them {self.manifest.duplicates[0]}; remove them there and prepare the tokens again"
+                f"{reading.or_skip}"
             )
         bad = [record for record in self.records.values() if record.was_bad()]
         if bad and reading.on_bad_shard == "fail":
             raise DataFault(
                 f"shard {bad[0].path} of token folder {str(self.root)!r} was bad in the source ({bad[0].was_bad()}), "
-                f"and {len(bad) - 1} more; restore them there and {AGAIN}, or set on_bad_shard=skip"
+                f"and {len(bad) - 1} more; restore them there and {AGAIN}{reading.or_skip}"
             )
         for name in ("max_bad_line_fraction", "max_document_bytes"):
             made_with, wanted = getattr(self.identity, name), getattr(reading, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +116,7 @@ def validation_blocks(
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
     """The documents of a split in plain order, tokenized and with their EOS. A bad shard fails, whatever `reading`
     does with one: a perplexity of less text would not be comparable."""
-    reader = shard_reader(corpus, tokenizer, replace(reading, on_bad_shard="fail"))
+    reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
         lines = reader.open(relpath, 0, 1, Counter())
         for place in range(len(lines)):

@@ -308,6 +308,8 @@ def _check_profile(config: Config, world_size: int) -> list[str]:
             wrong = f"no rank of this run, which has {world_size}"
             remedy = f"give ranks from 0 to {world_size - 1}, or none for all"
             lines.append(problem_line(f"profile.ranks.{index}", rank, wrong, remedy))
+        elif rank in profile.ranks[:index]:
+            lines.append(problem_line(f"profile.ranks.{index}", rank, "named twice", "remove one of them"))
     if profile.start_step > last:
         wrong = f"behind the last step of the run, {last} (phases.*.steps)"
         lines.append(problem_line("profile.start_step", profile.start_step, wrong, "give an earlier step"))

@@ -206,14 +206,21 @@ def _read_lines(path: Path) -> list[tuple[str, Record]]:
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
     parsed: list[tuple[str, Record]] = []
     for number, line in enumerate(lines, start=1):
+        wrong = None
         try:
-            parsed.append((line, json.loads(line)))
+            record = json.loads(line)
+            if isinstance(record, dict):
+                parsed.append((line, record))
+            else:
+                wrong = "an object"
         except json.JSONDecodeError as error:
             if number < len(lines):
-                raise ValueError(
-                    f"{path}: record {number} of {len(lines)} is not JSON ({error}). A killed run leaves "
-                    f"only its last record so; delete this line, or move the file away to go on without it."
-                ) from error
+                wrong = f"JSON ({error})"
+        if wrong is not None:
+            raise ValueError(
+                f"{path}: record {number} of {len(lines)} is not {wrong}. A killed run leaves only its last record cut "
+                "off; delete this line, or move the file away to go on without it."
+            )
     return parsed
 
 

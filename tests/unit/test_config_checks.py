@@ -36,6 +36,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["parallel.tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8", "to 8"]),
     (["profile.start_step=21"], ["profile.start_step = 21", "the last step of the run, 20"]),
     (["profile.start_step=19"], ["profile.steps = 3", "profile.start_step = 19", "2 or less"]),
+    (["profile.ranks=[1, 1]"], ["profile.ranks.1 = 1", "named twice"]),
     (["profile.ranks=[0, 8]"], ["profile.ranks.1 = 8", "no rank of this run, which has 8", "from 0 to 7"]),
     (["profile.memory_snapshot=true"], ["profile.memory_snapshot = true", "profile.start_step = 0"]),
     (["model.num_kv_heads=1", "parallel.tensor=2"], ["model.num_kv_heads = 1", "parallel.tensor = 2"]),

@@ -186,6 +186,12 @@ def test_damage_in_the_middle_is_an_error_that_names_the_place(tmp_path):
         open_run(tmp_path, resume_step=3)
 
 
+def test_a_record_that_is_no_object_is_an_error_too(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[2]\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: record 2 of 2 is not an object"):
+        read_records(tmp_path / "metrics.jsonl")
+
+
 def test_resume_into_a_new_folder(tmp_path):
     with open_run(tmp_path / "a" / "b", resume_step=100) as sinks:
         sinks.log(step_record(101))

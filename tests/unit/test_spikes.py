@@ -292,6 +292,7 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
             printed(*words)
         return capsys.readouterr().err
 
+    assert "monitor.sigmas = -1.0: not positive" in refused("monitor.sigmas=-1")
     assert "monitor.sigma = 3: unknown key; did you mean monitor.sigmas?" in refused("monitor.sigma=3")
     del records[30]  # a step that was left out moves no number
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
