@@ -6,10 +6,15 @@ tokens take a thousandth of the attention's products.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 FLAT_SLOPE = 0.01
-"""Slope sigma (1 - sigma) below which a sigmoid counts as saturated: less than a 25th of its largest, |z| > 4.6."""
+"""Slope sigma (1 - sigma) below which a sigmoid counts as saturated: a 25th of its largest."""
+_ROOT = math.sqrt(1 - 4 * FLAT_SLOPE)
+FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
+"""|z| above which sigma(z) has less slope than that."""
 
 
 def largest_logit(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -44,13 +49,9 @@ def saturated_share(
         activation: `sigmoid`, saturated below and above, or `relu`, below 0.
         visible: bool [B, T, L_k] or [1, T, L_k]
     """
-    z = (queries.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])  # [B, T, H_I, L_k]
-    z = z.float() * queries.shape[-1] ** -0.5
+    scaled = (queries * queries.shape[-1] ** -0.5).flatten(1, 2)
+    z = (scaled @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])  # [B, T, H_I, L_k]
     if score_bias is not None:
-        z += score_bias.float()[:, None]
-    if activation == "relu":
-        flat = z <= 0
-    else:
-        opening = z.sigmoid()
-        flat = opening * (1 - opening) < FLAT_SLOPE
+        z += score_bias[:, None]
+    flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
     return (flat & visible[:, :, None]).sum(-1) / visible[:, :, None].sum(-1)
