@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-# megatron-core warns at import that Transformer Engine and Apex are missing; we use neither.
-warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (are|is) not installed.*")
-
-from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-
-from gsa_train.config import ParallelConfig  # noqa: E402
+from gsa_train.config import ParallelConfig
 
 
 class DeviceError(ValueError):

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 
 from gsa_train.cli import parse_arguments
 from gsa_train.config import ConfigError, load_config
@@ -24,6 +25,13 @@ from gsa_train.run.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_
 
 HEAD_START_SECONDS = 5
 """Of rank 0 in a start that fails on every rank."""
+LIBRARIES_WARNINGS = (
+    r"(Transformer Engine and )?Apex (are|is) not installed",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
+    r"full scope is deprecated",  # of CUDA graphs, which are off
+    r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
+)
+"""On every rank, about what is as it should be: they hid those that a user can act upon."""
 
 
 def main() -> int:
@@ -32,6 +40,8 @@ def main() -> int:
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
+    for message in LIBRARIES_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
         arguments = parse_arguments()
     try:

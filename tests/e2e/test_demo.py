@@ -44,6 +44,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run.wait()
 
 
+def test_no_library_warns(demo):
+    """Of what is as it should be; such lines hid ours."""
+    assert "Warning" not in demo.output
+
+
 def test_the_loss_falls(demo):
     loss = demo.series("loss")
     assert all(math.isfinite(value) for value in loss)
