@@ -50,19 +50,6 @@ class Reading:
     may_skip: bool = True
     """False for a validation set: a perplexity of less text would not be comparable."""
 
-    def for_validation(self) -> Reading:
-        """The same, where a bad shard always fails."""
-        return replace(self, on_bad_shard="fail", may_skip=False)
-
-    @property
-    def or_skip(self) -> str:
-        """Ends the remedies of a message."""
-        return (
-            ", or set on_bad_shard=skip"
-            if self.may_skip
-            else " (on_bad_shard=skip leaves no validation text out)"
-        )
-
     def __post_init__(self) -> None:
         if self.on_bad_shard not in ("fail", "skip"):
             raise ValueError(f"on_bad_shard={self.on_bad_shard!r} must be 'fail' or 'skip'")
@@ -86,6 +73,17 @@ class Reading:
     def longest_wait_seconds(self) -> float:
         """From the first try of one read to its last failure."""
         return (self.retries + 1) * self.timeout_seconds + sum(self.waits_seconds)
+
+    def for_validation(self) -> Reading:
+        """The same, where a bad shard always fails."""
+        return replace(self, on_bad_shard="fail", may_skip=False)
+
+    @property
+    def or_skip(self) -> str:
+        """Ends the remedies of a message."""
+        if not self.may_skip:
+            return " (on_bad_shard=skip leaves no validation text out)"
+        return ", or set on_bad_shard=skip"
 
 
 def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What tends to grow before the loss does: attention logits, and indexer scores that no gradient moves any more.
 
-Of few queries (`QuerySample.sparse`) against all keys they see, in logged steps alone: 32 queries of a sequence at 4096
-tokens take a thousandth of the attention's products.
+Of few queries (`QuerySample.sparse`) against all keys they see, in logged steps alone: 32 queries of a sequence of 4096
+are 1.6% of its pairs, and one product of each instead of the seven of attention, forward and backward.
 """
 
 from __future__ import annotations

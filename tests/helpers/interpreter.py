@@ -5,7 +5,9 @@ look for overflows that it reports only in debug mode, which its interpreter is 
 it lists all members of triton.language at each call of a device function, to replace those that it has not replaced
 yet, builds the table of numpy's types at each operation, and describes the shape of each tensor anew.
 
-bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers.
+bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers. Here
+products, casts and operations of two tensors are right; functions of one tensor and sums along an axis need fp32, as on
+a GPU.
 """
 
 from __future__ import annotations

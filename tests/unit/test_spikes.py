@@ -286,6 +286,7 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
     assert re.search(r"norm x5, 1 steps +1/1 after  0.0 +1/1 after  0.0", out)
     assert re.search(r"robust +0 flagged", printed("train.grad_clip=1"))
     assert re.search(r"robust +0 flagged", printed("monitor.grad_norm_min_ratio=9"))
+    assert re.search(r"robust +1 flagged", printed("monitor.compare_replicas_every_steps=10"))  # needs two
 
     def refused(*words: str) -> str:
         with pytest.raises(SystemExit):
