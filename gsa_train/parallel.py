@@ -118,7 +118,10 @@ def collective_timeout(config: ParallelConfig) -> timedelta:
 
 def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
     if use_cuda:
+        from gsa_kernels.wrong_sums import refuse_wrong_sums  # imports Triton
+
         torch.cuda.set_device(device)
+        refuse_wrong_sums()
     else:
         from gsa_train import cpu_backend
 

@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
         from helpers.interpreter import mend_interpreter
 
         mend_interpreter()
+else:
+    from gsa_kernels.wrong_sums import refuse_wrong_sums
+
+    refuse_wrong_sums()
 
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 

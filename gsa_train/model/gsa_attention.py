@@ -284,14 +284,14 @@ class GSASelfAttention(MegatronModule):
             return IndexerProjections(queries, gather_tokens(keys, self.cut, self.groups.cp), weight_logits)
 
     def _measure_gates(self, gates: torch.Tensor) -> None:
-        """Of the sampled tokens.
+        """Of few tokens: each has thousands of gates.
 
         Args:
             gates: logits of both, [L, B, local rows].
         """
         length = gates.shape[0]
         pieces = [(run, self._sample(length, run)) for run in self._runs(length)]
-        rows = [run.local.start + sample.rows for run, sample in pieces if sample is not None]
+        rows = [run.local.start + sample.sparse for run, sample in pieces if sample is not None]
         if not rows:
             return
         logits = split_gate_logits(gates.detach()[torch.cat(rows)], self.config)

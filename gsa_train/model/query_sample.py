@@ -15,7 +15,7 @@ RUN = 64
 RUNS = 8
 """Per sequence. 512 queries, 16 heads and 8 sequences are 65,000 values of a layer's recall."""
 SPARSE_EVERY = 16
-"""One query of so many neighbours is enough for what needs all keys: 32 of a sequence."""
+"""One query of so many neighbours is enough for what needs all keys or has many values of its own: 32 of a sequence."""
 GROUP = 32
 """Queries whose selections `union_ratio_32` joins."""
 

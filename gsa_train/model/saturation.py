@@ -28,8 +28,10 @@ def largest_logit(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> to
     kv_heads, head_dim = k.shape[2:]
     grouped = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, n_kv, n_h / n_kv, T, d_k]
     logits = grouped.flatten(2, 3) @ k.permute(0, 2, 3, 1)
-    logits = logits.unflatten(2, grouped.shape[2:4])  # [B, n_kv, n_h / n_kv, T, L_k]
-    return logits.masked_fill_(~visible[:, None, None], -torch.inf).amax() * head_dim**-0.5
+    of_heads = logits.unflatten(2, grouped.shape[2:4]).amax(
+        (1, 2)
+    )  # [B, T, L_k]: all heads see the same keys
+    return of_heads.masked_fill_(~visible, -torch.inf).amax() * head_dim**-0.5
 
 
 def saturated_share(
@@ -54,4 +56,6 @@ def saturated_share(
     if score_bias is not None:
         z += score_bias[:, None]
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
-    return (flat & visible[:, :, None]).sum(-1) / visible[:, :, None].sum(-1)
+    # Counted in the type of z: a sum of bools copies them to int64 first.
+    count = (flat & visible[:, :, None]).to(z.dtype).sum(-1, dtype=torch.float32)
+    return count / visible[:, :, None].sum(-1)

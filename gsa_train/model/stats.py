@@ -27,12 +27,12 @@ MEANS = (
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
-Those of k_t, of the scores' variance and of the indexer's KL are over all tokens; `indexer_saturated` is over every
-16th position of the sample and the keys it sees. The others are over a sample of the queries (query_sample.py): all
-of sequences of up to 512 tokens, else 8 runs of 64 neighbours. `adjacent_overlap` is over the pairs of neighbours
-within its runs, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel ranks
-leave out pairs and groups across the borders of their chunks of a sequence. No run lies across one where 64 divides a
-chunk of a sequence of more than 512 tokens."""
+Those of k_t, of the scores' variance and of the indexer's KL are over all tokens; those of the gates, and
+`indexer_saturated` with the keys it sees, over every 16th position of the sample. The others are over a sample of the
+queries (query_sample.py): all of sequences of up to 512 tokens, else 8 runs of 64 neighbours. `adjacent_overlap` is
+over the pairs of neighbours within its runs, and `union_ratio_32` over their groups of 32, as far as one rank holds
+them: context-parallel ranks leave out pairs and groups across the borders of their chunks of a sequence. No run lies
+across one where 64 divides a chunk of a sequence of more than 512 tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
@@ -55,7 +55,9 @@ class LayerStats:
     def add(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add all elements of `values` to the average `name` of layer `layer` (from 0)."""
         row = MEANS.index(name)
-        self._sums[row, layer].add_(values.detach().sum(dtype=torch.float64))
+        # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
+        exact = torch.float32 if values.is_cuda else torch.float64
+        self._sums[row, layer].add_(values.detach().sum(dtype=exact))
         self._counts[row, layer] += values.numel()
 
     def maximum(self, name: str, layer: int, value: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -21,3 +22,15 @@ def test_steps_of_each_kind_are_timed() -> None:
         "verdict alone": 50,
     }
     assert min(seconds["watched"]) > min(seconds["verdict alone"]) > 0
+
+
+def test_differences_within_rounds() -> None:
+    """A drift that both kinds share is no error."""
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0]
+    more = [each + extra for each, extra in zip(drift, (0.1, 0.2, 0.1, 0.3, 0.1), strict=True)]
+    share, error = bench_monitor.difference(more, drift, of=10.0)
+    assert math.isclose(share, 0.01)
+    assert math.isclose(error, 0.0, abs_tol=1e-9)
+    spread, error = bench_monitor.difference([0.1, 0.2, 0.3], [0.0, 0.0, 0.0], of=1.0)
+    assert math.isclose(spread, 0.2)
+    assert math.isclose(error, 1.25 * 1.48 * 0.1 / 3**0.5)

@@ -79,10 +79,11 @@ def test_kl_over_rows(device, support, block, documents, stacked):
     inputs, others = kl_inputs(device, block)
     mask = random_mask(starts, device)[:, ::block]
     probs = torch.rand(2, len(mask[0]), LENGTH).to(device)
+    keys = 64 if stacked else 32
     options: dict[str, Any] = {
         "selection_block": block,
         "row_chunk_bytes": 4 * 2 * LENGTH * 32,
-        "blocks": Blocks(32, 64 if stacked else 32, 8, 32, 8, segment=64, stacked=stacked),
+        "blocks": Blocks(32, keys, 8, keys, 8, segment=64, stacked=stacked),
     }
 
     def run(first: int, last: int) -> Any:

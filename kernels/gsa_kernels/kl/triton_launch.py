@@ -84,11 +84,18 @@ STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
 program: 71; segments of 512 and 2048 keys: 74 and 70."""
 
 
+HOPPER = 9
+"""Major compute capability. On others a product's layout has heads side by side in several warps: slower, and on
+Blackwell Triton 3.7 sums four of them wrongly (gsa_kernels/wrong_sums.py)."""
+
+
 def choose_blocks(inputs: Inputs) -> Blocks:
     """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
     heads, dim = inputs.q_idx.shape[2:]
     width = heads * max(16, triton.next_power_of_2(dim))
-    if inputs.q_idx.dtype == torch.bfloat16 and width <= 256:
+    device = inputs.q_idx.device
+    on_hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
+    if inputs.q_idx.dtype == torch.bfloat16 and width <= 256 and on_hopper:
         # The matrix units take 64 rows at a time.
         return STACKED if heads > 1 else replace(STACKED, rows=64)
     if inputs.q_idx.dtype == torch.float32:

@@ -89,7 +89,9 @@ def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, t
 
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_a_sample_has_the_values_of_its_queries(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     every = measured(phase, monkeypatch)
+    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 3)
     for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     some = measured(phase, monkeypatch)
@@ -98,9 +100,11 @@ def test_a_sample_has_the_values_of_its_queries(phase: PhaseConfig, monkeypatch:
     for name in ("recall", "first_token_attention", "random_recall", "selected_keys"):
         assert torch.equal(some[name], every[name][:, rows]), name
     assert every["recall"].min() < 0.9  # keys are left out
-    for gate in ("value_gate", "output_gate"):
-        assert torch.equal(some[f"{gate}_mean"], every[f"{gate}_mean"][rows])
-        assert torch.equal(some[f"{gate}_low"], every[f"{gate}_low"][rows])
+    sparse = torch.tensor([6, 18])
+    for name in (f"{gate}_gate_{what}" for gate in ("value", "output") for what in ("mean", "low", "high")):
+        assert len(every[name]) == 24
+        assert torch.equal(some[name], every[name][sparse]), name
+    assert torch.equal(some["indexer_saturated"], every["indexer_saturated"][:, sparse])
     pairs = torch.tensor([5, 6, 7, 17, 18, 19]) - 1
     assert torch.equal(some["adjacent_overlap"], every["adjacent_overlap"][:, pairs])
     assert some["union_ratio_32"].shape == (2, 4)

@@ -1,0 +1,102 @@
+"""Kernels that Triton would compile to wrong sums: found in their intermediate code, and refused before they run.
+
+Triton 3.6 and 3.7 sum (`tt.reduce`) over an axis that several warps share by way of shared memory, and place each part
+by its warp's coordinate along the axis. They calculate it as if the bits of the warp's number that count one axis stood
+side by side (`delinearize` in its Utility.cpp, likewise for lanes). In the layouts that follow from reshaping a matrix
+product they need not: with bits for rows, heads, rows, all heads are written to one place, and the sum holds one of
+them and what the memory held before. Which layout a product gets depends on the GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+
+Layout = dict[str, list[list[int]]]
+"""For `lane` and `warp`: what each bit of its number adds to the coordinates."""
+
+
+def refuse_wrong_sums() -> None:
+    """From now on, each Triton kernel of this process is read when it is loaded for its first launch.
+
+    A launch raises RuntimeError where `wrong_sums` finds something. Calling it again changes nothing.
+    """
+    triton.knobs.runtime.kernel_load_start_hook.add(_check_kernel)
+
+
+def wrong_sums(ttgir: str) -> list[str]:
+    """The types of all operands that would be summed wrongly, in Triton's notation.
+
+    Args:
+        ttgir: the kernel in the dialect TritonGPU, as `CompiledKernel.asm` has it.
+    """
+    layouts = {
+        name: {part: _bases(body, part) for part in ("lane", "warp")}
+        for name, body in re.findall(r"^(#\w+) = #ttg\.linear<\{(.*)\}>", ttgir, re.MULTILINE)
+    }
+    wrong = []
+    for axis, operand, layout in re.findall(
+        r'"tt\.reduce"\([^\n]*<\{axis = (\d+) : i32.*?\}\) : \((tensor<[\dx]+\w+, (#[^\n]*?)>)(?:, tensor|\))',
+        ttgir,
+        re.DOTALL,
+    ):
+        bases = _resolve(layout, layouts)
+        if bases is not None and _misplaces(bases, int(axis)):
+            wrong.append(f"{operand} over axis {axis}")
+    return wrong
+
+
+def _check_kernel(module: Any, function: Any, name: str, files: Mapping[str, str], key: str) -> None:
+    for file, path in files.items():
+        if file.endswith(".ttgir") and (wrong := wrong_sums(Path(path).read_text())):
+            raise RuntimeError(
+                f"Triton {triton.__version__} compiles the kernel {name} to wrong sums on this GPU, of {wrong[0]}; "
+                "run without it (training: gsa.attention_impl=reference), and please report this"
+            )
+
+
+def _bases(body: str, part: str) -> list[list[int]]:
+    """`lane = [[0, 1], [2, 0]]` in the text of a layout."""
+    found = re.search(rf"\b{part} = (\[.*?\])(?:, \w+ =|$)", body)
+    assert found is not None, body
+    bases: list[list[int]] = ast.literal_eval(found.group(1))
+    return bases
+
+
+def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
+    """The layout by that name, or the slice of one; None if it follows from no linear one: those count one axis after
+    the other."""
+    if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
+        dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
+        if parent is None:
+            return None
+        return {part: [basis[:dim] + basis[dim + 1 :] for basis in bases] for part, bases in parent.items()}
+    return layouts.get(layout)
+
+
+def _misplaces(layout: Layout, axis: int) -> bool:
+    """Whether a sum over the axis goes from warp to warp, and the coordinate of a warp or a lane along it is read off
+    other bits than its own; or whether the lanes to be added are not a power of 2 apart."""
+    if not any(basis[axis] for basis in layout["warp"]):
+        return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)
+    for part in ("warp", "lane"):
+        counted = [dim for dim in map(_axis_of, layout[part]) if dim is not None]
+        side_by_side = [dim for first in dict.fromkeys(counted) for dim in counted if dim == first]
+        if [dim == axis for dim in counted] != [dim == axis for dim in side_by_side]:
+            return True
+    return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)
+
+
+def _axis_of(basis: list[int]) -> int | None:
+    """None: a copy."""
+    return next((dim for dim, step in enumerate(basis) if step), None)
+
+
+def _scattered(axes: list[int | None], axis: int) -> bool:
+    bits = [bit for bit, dim in enumerate(axes) if dim == axis]
+    return bool(bits) and bits[-1] - bits[0] + 1 != len(bits)

@@ -1,0 +1,112 @@
+"""Kernels that Triton compiles to wrong sums are found and refused."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from gsa_kernels import wrong_sums
+from gsa_kernels.kl.triton_launch import STACKED, choose_blocks
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def reduce_of(operand: str, layout: str, axis: int) -> str:
+    return (
+        f'#linear = #ttg.linear<{{{layout}, block = []}}>\n%y = "tt.reduce"(%x) <{{axis = {axis} : i32}}> ({{\n'
+        f"^bb0(%a: f32, %b: f32):\n  tt.reduce.return %a : f32\n}}) : ({operand}) -> tensor<4xf32, #other> loc(#loc)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("warps", "lanes", "axis", "found"),
+    [
+        ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, True),
+        ("[[4, 0, 0], [8, 0, 0], [0, 1, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
+        ("[[0, 1, 0], [4, 0, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
+        # Along the rows, whose second bit comes behind the other axis', too.
+        ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 0, True),
+        ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 2, False),
+        # Bits without a coordinate are copies, and count for nothing.
+        ("[[4, 0, 0], [0, 0, 0], [8, 0, 0], [0, 1, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
+        # Lanes: of an axis that warps share, too; and within a warp.
+        ("[[0, 1, 0]]", "[[1, 0, 0], [0, 2, 0], [2, 0, 0]]", 1, True),
+        ("[[8, 0, 0]]", "[[1, 0, 0], [0, 2, 0], [2, 0, 0]]", 1, False),
+        ("[[0, 4, 0]]", "[[1, 0, 0], [0, 2, 0], [2, 0, 0]]", 0, True),
+    ],
+)
+def test_a_sum_is_wrong_where_bits_of_its_axis_lie_between_others(
+    warps: str, lanes: str, axis: int, found: bool
+) -> None:
+    layout = f"register = [[0, 0, 1]], lane = {lanes}, warp = {warps}"
+    text = reduce_of("tensor<16x4x2xf32, #linear>", layout, axis)
+    assert wrong_sums.wrong_sums(text) == ([f"tensor<16x4x2xf32, #linear> over axis {axis}"] if found else [])
+
+
+def test_slices_several_operands_and_other_layouts() -> None:
+    layout = "register = [], lane = [[0, 1, 0, 0]], warp = [[4, 0, 0, 0], [0, 0, 1, 0], [8, 0, 0, 0]]"
+    sliced = "#ttg.slice<{dim = 1, parent = #linear}>"
+    values = f"tensor<16x4x2xf32, {sliced}>"
+    assert wrong_sums.wrong_sums(reduce_of(f"{values}, tensor<16x4x2xi32, {sliced}>", layout, 1)) == [
+        f"{values} over axis 1"
+    ]
+    assert wrong_sums.wrong_sums(reduce_of("tensor<16x4xf32, #blocked>", layout, 1)) == []
+
+
+def test_what_triton_compiles() -> None:
+    """Real layouts: of a sum known to be wrong, of its right sister, and of the indexer's loss by GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "helpers.compiled_elsewhere"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    wrong = found.pop("rows, heads, rows")
+    assert wrong == ["sum_of_heads_kernel: tensor<2x32x32xf32, #linear> over axis 0"]
+    assert len(found) == 4
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize(("capability", "stacked"), [((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_heads_side_by_side_on_hopper_alone(
+    capability: tuple[int, int], stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    queries = SimpleNamespace(shape=(1, 8, 4, 64), dtype=torch.bfloat16, device=torch.device("cuda"))
+    blocks = choose_blocks(SimpleNamespace(q_idx=queries))  # type: ignore[arg-type]
+    assert blocks.stacked == stacked
+    assert (blocks == STACKED) == stacked
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_a_wrong_kernel_is_refused_before_it_runs() -> None:
+    """Each time; and it is wrong: where this fails, Triton has mended its sums, and may be trusted again."""
+    from helpers.compiled_elsewhere import HEADS, ROWS, SIZE, sum_of_heads_kernel
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k = (torch.randn(rows, SIZE, device="cuda", generator=generator) for rows in (HEADS * ROWS, 32))
+    exact = (q.double().view(HEADS, ROWS, SIZE) @ k.double().t()).sum(0)
+
+    def launch() -> float:
+        out = torch.full((ROWS, 32), float("nan"), device="cuda")
+        sum_of_heads_kernel[(1,)](q, k, out, HEADS, ROWS, 32, num_warps=8)
+        return (out - exact).abs().nan_to_num(9.0).max().item()
+
+    wrong_sums.refuse_wrong_sums()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sum_of_heads_kernel to wrong sums"):
+            launch()
+    hooks = triton.knobs.runtime.kernel_load_start_hook
+    hooks.remove(wrong_sums._check_kernel)
+    try:
+        assert launch() > 0.1
+    finally:
+        hooks.add(wrong_sums._check_kernel)
