@@ -7,8 +7,11 @@ what changes between two logged steps is the model, nothing is to be resumed, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from gsa_kernels.visibility.words import visible_words
 
 RUN = 64
 """Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
@@ -22,8 +25,10 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class QuerySample:
-    """The sampled ones among the queries of one piece of a sequence; perhaps none."""
+    """The sampled ones among the queries start .. end - 1 of a sequence; perhaps none."""
 
+    start: int
+    end: int
     rows: torch.Tensor
     """int64 [S], ascending: their numbers among the queries of the piece."""
     neighbours: torch.Tensor
@@ -37,6 +42,11 @@ class QuerySample:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def visible_words(self) -> torch.Tensor:
+        """int32 [1, S, ceil(end / 32)]: the keys that the rows see in a sequence of one document, as bits."""
+        return visible_words(self.start + self.rows, self.end)
 
 
 def sampled_runs(length: int) -> list[range]:
@@ -76,4 +86,6 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
     def numbers(each: list[int]) -> torch.Tensor:
         return torch.tensor(each, dtype=torch.int64, device=device)
 
-    return QuerySample(numbers(rows), numbers(neighbours), numbers(grouped), group, numbers(sparse))
+    return QuerySample(
+        start, end, numbers(rows), numbers(neighbours), numbers(grouped), group, numbers(sparse)
+    )

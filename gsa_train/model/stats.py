@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -38,46 +43,88 @@ EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
 
 
+FOLDED_AFTER = 64
+"""Numbers of one statistic of one layer that wait at most: a long validation has thousands."""
+
+
+class _Table:
+    """One fp64 number per statistic and layer, of which new ones are made by `join`.
+
+    What is put in waits until it is asked for: then all layers are joined at once, where each number by itself would
+    be three operations for the host, which has hundreds of them to launch in a logged step.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], start: float, join: Callable[..., Any], device: torch.device
+    ) -> None:
+        self._numbers = torch.full(shape, start, dtype=torch.float64, device=device)
+        self._start, self._join = start, join
+        self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def put(self, row: int, layer: int, value: torch.Tensor) -> None:
+        waiting = self._waiting.setdefault((row, layer), [])
+        waiting.append(value)
+        if len(waiting) == FOLDED_AFTER:
+            self.numbers()
+
+    def numbers(self) -> torch.Tensor:
+        """fp64 [statistics, layers]."""
+        rows, layers = self._numbers.shape
+        cells = [self._waiting.get((row, layer), []) for row in range(rows) for layer in range(layers)]
+        for turn in itertools.zip_longest(*cells):
+            present = next(value for value in turn if value is not None)
+            nothing = torch.full_like(present, self._start)
+            column = torch.stack([nothing if value is None else value for value in turn])
+            self._join(self._numbers, column.double().view(rows, layers), out=self._numbers)
+        self._waiting.clear()
+        return self._numbers
+
+    def set(self, numbers: torch.Tensor | float) -> None:
+        self._waiting.clear()
+        if isinstance(numbers, torch.Tensor):
+            self._numbers.copy_(numbers)
+        else:
+            self._numbers.fill_(numbers)
+
+
 class LayerStats:
     """Sums, counts and extremes per layer of the whole model; a rank fills the rows of its own layers."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
-        self._sums = torch.zeros(len(MEANS), num_layers, dtype=torch.float64, device=device)
-        self._counts = torch.zeros(self._sums.shape, dtype=torch.float64)  # known without the device
-        self._extremes = torch.full(
-            (len(EXTREMES), num_layers), -torch.inf, dtype=torch.float64, device=device
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self._sums.device
+        self.device = device
+        means, extremes = (len(MEANS), num_layers), (len(EXTREMES), num_layers)
+        self._sums = _Table(means, 0.0, torch.add, device)
+        self._counts = [[0] * num_layers for _ in MEANS]
+        self._extremes = _Table(extremes, -math.inf, torch.maximum, device)
+        # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
+        self._sum_type = torch.float32 if device.type == "cuda" else torch.float64
 
     def add(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add all elements of `values` to the average `name` of layer `layer` (from 0)."""
         row = MEANS.index(name)
-        # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
-        exact = torch.float32 if values.is_cuda else torch.float64
-        self._sums[row, layer].add_(values.detach().sum(dtype=exact))
-        self._counts[row, layer] += values.numel()
+        self._sums.put(row, layer, values.detach().sum(dtype=self._sum_type))
+        self._counts[row][layer] += values.numel()
 
     def maximum(self, name: str, layer: int, value: torch.Tensor) -> None:
         """Keep the largest of the 0-d `value` and what is there."""
-        cell = self._extremes[EXTREMES.index(name), layer]
-        torch.maximum(cell, value.detach().to(cell), out=cell)
+        self._extremes.put(EXTREMES.index(name), layer, value.detach().to(self._sum_type))
 
     def reset(self) -> None:
-        self._sums.zero_()
-        self._counts.zero_()
-        self._extremes.fill_(-torch.inf)
+        self._sums.set(0.0)
+        self._counts = [[0] * len(row) for row in self._counts]
+        self._extremes.set(-math.inf)
 
-    def copy(self) -> tuple[torch.Tensor, ...]:
+    def copy(self) -> tuple[torch.Tensor, list[list[int]], torch.Tensor]:
         """What was recorded so far, for `restore`."""
-        return self._sums.clone(), self._counts.clone(), self._extremes.clone()
+        counts = [list(row) for row in self._counts]
+        return self._sums.numbers().clone(), counts, self._extremes.numbers().clone()
 
-    def restore(self, copy: tuple[torch.Tensor, ...]) -> None:
+    def restore(self, copy: tuple[torch.Tensor, list[list[int]], torch.Tensor]) -> None:
         """Forget what was recorded since."""
-        for recorded, saved in zip((self._sums, self._counts, self._extremes), copy, strict=True):
-            recorded.copy_(saved)
+        sums, counts, extremes = copy
+        self._sums.set(sums)
+        self._counts = [list(row) for row in counts]
+        self._extremes.set(extremes)
 
     def reduce(
         self, extra_sums: torch.Tensor, extra_maxima: torch.Tensor
@@ -95,15 +142,17 @@ class LayerStats:
             name -> value per layer (a name that no layer recorded is left out; NaN for a layer that did not),
             and the reduced extras.
         """
-        sums = torch.cat([self._sums.flatten(), self._counts.flatten().to(self.device), extra_sums])
-        maxima = torch.cat([self._extremes.flatten(), extra_maxima])
+        own_sums, own_extremes = self._sums.numbers(), self._extremes.numbers()
+        own_counts = torch.tensor(self._counts, dtype=torch.float64, device=self.device)
+        sums = torch.cat([own_sums.flatten(), own_counts.flatten(), extra_sums])
+        maxima = torch.cat([own_extremes.flatten(), extra_maxima])
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         sums, maxima = sums.cpu(), maxima.cpu()
-        size = self._sums.numel()
-        totals = sums[:size].view(self._sums.shape)
-        counts = sums[size : 2 * size].view(self._sums.shape)
-        extremes = maxima[: self._extremes.numel()].view(self._extremes.shape)
+        size = own_sums.numel()
+        totals = sums[:size].view(own_sums.shape)
+        counts = sums[size : 2 * size].view(own_sums.shape)
+        extremes = maxima[: own_extremes.numel()].view(own_extremes.shape)
         values: dict[str, list[float]] = {}
         for row, name in enumerate(MEANS):
             if (counts[row] > 0).any():
@@ -113,4 +162,4 @@ class LayerStats:
             if recorded.any():
                 sign = -1.0 if name == "k_min" else 1.0
                 values[name] = torch.where(recorded, sign * extremes[row], torch.nan).tolist()
-        return values, sums[2 * size :].tolist(), maxima[self._extremes.numel() :].tolist()
+        return values, sums[2 * size :].tolist(), maxima[own_extremes.numel() :].tolist()

@@ -105,7 +105,7 @@ class TritonCore:
             if output_gate is not None:
                 out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
         if sample is not None and len(sample) > 0:
-            self._measure_attention(q, k, v, lse, selected, starts, query_start, sample.rows)
+            self._measure_attention(q, k, v, lse, selected, starts, sample)
         kl = None
         if distils:
             assert lse is not None
@@ -175,21 +175,21 @@ class TritonCore:
         lse: torch.Tensor | None,
         selected: Selected | None,
         starts: torch.Tensor | None,
-        query_start: int,
-        rows: torch.Tensor,
+        sample: QuerySample,
     ) -> None:
-        """Of a sample of the queries: recall from the masses of selected and of visible keys, first-token attention
-        from one dot product.
+        """Of a sample of the queries, not empty: recall from the masses of selected and of visible keys, first-token
+        attention from one dot product.
 
         Args:
             lse: of all queries over what they attended to; None where another kernel attended to all visible keys.
             selected: if there is a selection; what was attended to in a sparse phase.
-            rows: int64 [S], not empty.
         """
         stats, layer, sparse = self.runtime.stats, self.layer, self.runtime.sparse
+        rows, visible = sample.rows, sample.visible_words.expand(len(q), -1, -1)
         q = q.index_select(1, rows)
-        starts = None if starts is None else starts.index_select(1, rows)
-        visible = visible_words(query_start + rows, k.shape[1], starts).expand(len(q), -1, -1)
+        if starts is not None:
+            starts = starts.index_select(1, rows)
+            visible = visible_words(sample.start + rows, k.shape[1], starts)
         chosen = None if selected is None else selected.words_of(rows)
         attended, other = (chosen, visible) if sparse else (visible, chosen)
         assert attended is not None

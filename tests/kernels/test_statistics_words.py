@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from query_runs import devices
+
 from gsa_kernels import adjacent_overlap, union_ratio, visible_mask
+from gsa_kernels.statistics import words as words_room
 from gsa_kernels.statistics.words import statistics_of_words
 from gsa_kernels.visibility.words import visible_words
 
@@ -21,21 +26,30 @@ def to_words(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-@pytest.mark.parametrize("length", [1, 2, 33, 96])
-@pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 1.0])
-def test_bits_and_masks_give_the_same(length: int, density: float) -> None:
+@devices
+@pytest.mark.parametrize(("length", "density"), [(1, 1.0), (2, 0.5), (33, 0.0), (33, 0.5), (70, 0.02)])
+def test_bits_and_masks_give_the_same(
+    device: str, length: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mask = random_mask(length, 100, density)
-    words = to_words(mask)
-    for group in (1, 3, 32, length):
+    words = to_words(mask).to(device)
+    for group, columns in ((3, 2), (32, 1024), (length, 1)):
+        monkeypatch.setattr(words_room, "_COLUMNS", columns)
         neighbours = torch.arange(0, length - 1, 2)
         grouped = torch.arange(length % group, length)
-        found = statistics_of_words(words, neighbours, grouped, group)
-        assert torch.equal(found.sizes, mask.sum(-1))
-        assert torch.equal(found.overlaps, adjacent_overlap(mask)[:, neighbours])
+        found = statistics_of_words(words, neighbours.to(device), grouped.to(device), group)
+        assert torch.equal(found.sizes.cpu().long(), mask.sum(-1))
+        assert torch.equal(found.overlaps.cpu(), adjacent_overlap(mask)[:, neighbours])
         if len(grouped) == 0:
             assert found.union_ratios.shape == (2, 0)
         else:
-            assert torch.equal(found.union_ratios, union_ratio(mask[:, grouped], group))
+            assert torch.equal(found.union_ratios.cpu(), union_ratio(mask[:, grouped], group))
+
+
+def test_of_no_queries() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    found = statistics_of_words(torch.empty(2, 0, 4, dtype=torch.int32), nothing, nothing, 32)
+    assert found.sizes.shape == found.overlaps.shape == found.union_ratios.shape == (2, 0)
 
 
 @pytest.mark.parametrize("documents", [False, True])

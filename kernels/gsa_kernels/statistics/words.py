@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.devices import launching_on
+from gsa_kernels.selection.triton_search import count_bits
+
+_COLUMNS = 1024
+"""Words of a query at a time."""
 
 
 @dataclass(frozen=True)
 class WordStatistics:
     sizes: torch.Tensor
-    """|S_t|: int64 [B, R]."""
+    """|S_t|: int32 [B, R]."""
     overlaps: torch.Tensor
     """|S_t & S_{t-1}| / |S_t| of the P pairs: fp32 [B, P]; 0 where S_t is empty."""
     union_ratios: torch.Tensor
@@ -18,7 +26,7 @@ class WordStatistics:
 def statistics_of_words(
     words: torch.Tensor, neighbours: torch.Tensor, grouped: torch.Tensor, group: int
 ) -> WordStatistics:
-    """All at once: each operation is a launch, and bits are counted by ten of them.
+    """In one launch: logged steps have hundreds of them, and the host must stay ahead of the device.
 
     Args:
         words: int32 [B, R, ceil(Lk / 32)]; bit s % 32 of word s // 32 in row i set = query i selects key s
@@ -26,28 +34,62 @@ def statistics_of_words(
         grouped: int64 [G * group], the queries of the groups, group after group
         group: at least 1
     """
-    shared = (words[:, 1:] & words[:, :-1]).index_select(1, neighbours)
-    union = words.index_select(1, grouped).unflatten(1, (len(grouped) // group, group))
-    while union.shape[2] > 1:
-        half, odd = divmod(union.shape[2], 2)
-        joined = union[:, :, :half] | union[:, :, half : 2 * half]
-        union = torch.cat([joined, union[:, :, -1:]], 2) if odd else joined
-    counts = _count_bits(torch.cat([words, shared, union[:, :, 0]], 1))
-    sizes, of_pairs, of_unions = counts.split([words.shape[1], len(neighbours), union.shape[1]], 1)
-    positive = sizes.clamp(min=1)
-    totals = sizes.index_select(1, grouped).unflatten(1, (*union.shape[1:2], group)).sum(-1)
-    return WordStatistics(
-        sizes,
-        of_pairs / positive.index_select(1, neighbours + 1),
-        of_unions * group / totals.clamp(min=1),
-    )
+    batch, rows, columns = words.shape
+    pairs, groups = len(neighbours), len(grouped) // group
+    sizes = torch.empty(batch, rows, dtype=torch.int32, device=words.device)
+    overlaps = torch.empty(batch, pairs, device=words.device)
+    union_ratios = torch.empty(batch, groups, device=words.device)
+    if batch * rows > 0:
+        with launching_on(words, "words"):
+            _statistics_kernel[(rows + pairs + groups, batch)](
+                words.contiguous(),
+                neighbours,
+                grouped,
+                sizes,
+                overlaps,
+                union_ratios,
+                rows,
+                pairs,
+                groups,
+                columns,
+                group,
+                COLUMNS=min(_COLUMNS, triton.next_power_of_2(columns)),
+                ASM=words.is_cuda,
+                num_warps=4,
+            )
+    return WordStatistics(sizes, overlaps, union_ratios)
 
 
-def _count_bits(words: torch.Tensor) -> torch.Tensor:
-    """Set bits over the last dimension, int64. Sums of neighbouring 1, 2, 4, ... bit fields."""
-    # In int32: a negative word's shift copies its sign, which the masks take off.
-    x = words - ((words >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    return ((x + (x >> 16)) & 63).sum(-1)
+@triton.jit(do_not_specialize=["rows", "pairs", "groups", "columns", "group"])
+def _statistics_kernel(
+    words, neighbours, grouped, sizes, overlaps, union_ratios, rows, pairs, groups, columns, group,
+    COLUMNS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One program: the size of one query's selection, one pair, or one group."""
+    item = tl.program_id(0)
+    batch = tl.program_id(1)
+    words += batch.to(tl.int64) * rows * columns
+    joined_bits = tl.zeros([COLUMNS], tl.int32)
+    single_bits = tl.zeros([COLUMNS], tl.int32)
+    is_pair = (item >= rows) & (item < rows + pairs)
+    pair = tl.load(neighbours + item - rows, mask=is_pair, other=0)
+    first = (item - rows - pairs) * group
+    members = tl.where(item < rows, 1, tl.where(is_pair, 2, group))
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        joined = tl.zeros([COLUMNS], tl.int32)
+        for member in range(members):
+            of_group = tl.load(grouped + first + member, mask=item >= rows + pairs, other=0)
+            row = tl.where(item < rows, item, tl.where(is_pair, pair + member, of_group))
+            own = tl.load(words + row * columns + column, mask=column < columns, other=0)
+            joined = tl.where(is_pair & (member > 0), joined & own, joined | own)
+            # Of a pair, the later one alone.
+            single_bits += tl.where(is_pair & (member == 0), 0, count_bits(own, ASM))
+        joined_bits += count_bits(joined, ASM)
+    union = tl.sum(joined_bits)
+    single = tl.sum(single_bits)
+    tl.store(sizes + batch * rows + item, single, mask=item < rows)
+    share = tl.div_rn(union.to(tl.float32), tl.maximum(single, 1).to(tl.float32))
+    tl.store(overlaps + batch * pairs + item - rows, share, mask=is_pair)
+    ratio = tl.div_rn((union * group).to(tl.float32), tl.maximum(single, 1).to(tl.float32))
+    tl.store(union_ratios + batch * groups + item - rows - pairs, ratio, mask=item >= rows + pairs)

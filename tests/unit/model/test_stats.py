@@ -1,0 +1,76 @@
+"""Statistics per layer come together late, in whatever number they were put in, and as the plain sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gsa_train.model import stats as stats_room
+from gsa_train.model.stats import LayerStats
+from helpers.single_rank import single_rank
+
+CPU = torch.device("cpu")
+NOTHING = torch.zeros(0, dtype=torch.float64)
+
+
+def read(stats: LayerStats) -> dict[str, list[float]]:
+    single_rank()
+    return stats.reduce(NOTHING, NOTHING)[0]
+
+
+@pytest.mark.parametrize("folded_after", [1, 2, 7, 64])
+def test_sums_and_extremes_of_many_batches(folded_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers may have been measured more or less often, or not at all."""
+    monkeypatch.setattr(stats_room, "FOLDED_AFTER", folded_after)
+    stats = LayerStats(3, CPU)
+    generator = torch.Generator().manual_seed(3)
+    means: list[list[torch.Tensor]] = [[], [], []]
+    largest = [-math.inf] * 3
+    for turn in range(13):
+        for layer in (0, 2) if turn % 3 else (2,):
+            values = torch.randn(5, turn + 1, generator=generator)
+            stats.add("recall", layer, values)
+            means[layer].append(values.double().flatten())
+            stats.add("value_gate_low", layer, values < 0)
+            stats.maximum("k_max", layer, torch.tensor(turn * layer))
+            stats.maximum("max_activation", layer, values.max())
+            largest[layer] = max(largest[layer], values.max().item())
+    for _ in range(2):  # reading changes nothing
+        found = read(stats)
+        for layer in (0, 2):
+            every = torch.cat(means[layer])
+            assert found["recall"][layer] == pytest.approx(every.mean().item(), rel=1e-12)
+            assert found["value_gate_low"][layer] == pytest.approx((every < 0).double().mean().item())
+            assert found["max_activation"][layer] == largest[layer]
+        assert found["k_max"][::2] == [0.0, 24.0]
+        assert all(math.isnan(values[1]) for values in found.values())
+        assert found.keys() == {"recall", "value_gate_low", "k_max", "max_activation"}
+    stats.reset()
+    assert read(stats) == {}
+
+
+def test_a_step_done_twice_counts_once() -> None:
+    stats = LayerStats(1, CPU)
+    stats.add("recall", 0, torch.tensor([1.0, 3.0]))
+    stats.maximum("k_min", 0, torch.tensor(-5))
+    kept = stats.copy()
+    for _ in range(2):
+        stats.add("recall", 0, torch.tensor([100.0]))
+        stats.maximum("k_min", 0, torch.tensor(-2))
+        stats.restore(kept)
+        stats.add("recall", 0, torch.tensor([8.0]))
+        assert read(stats) == {"recall": [4.0], "k_min": [5.0]}
+        stats.restore(kept)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    stats = LayerStats(2, CPU)
+    for layer, value in ((0, math.nan), (1, math.inf)):
+        stats.add("variance", layer, torch.tensor([1.0, value]))
+        stats.maximum("max_activation", layer, torch.tensor(value))
+    found = read(stats)
+    assert math.isnan(found["variance"][0])
+    assert math.isnan(found["max_activation"][0])
+    assert found["variance"][1] == found["max_activation"][1] == math.inf
