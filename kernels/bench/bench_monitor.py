@@ -8,6 +8,7 @@ record's sums, as one step in `logging.every_steps` is. `verdict alone` is its k
 launches included.
 """
 
+import gc
 import itertools
 import statistics
 import sys
@@ -132,12 +133,15 @@ def time_watching(config: Config, parallel: Parallel, rounds: int) -> dict[str, 
     for run in kinds.values():  # compiles
         run()
         run()
+    gc.collect()
+    gc.freeze()  # as training does
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     # In all orders alike: a step behind one that waited for the host finds a cooler device, 1% faster.
     for order in itertools.islice(itertools.cycle(itertools.permutations(kinds)), rounds):
         for name in order:
             seconds[name] += time_steps(kinds[name], 1, parallel.device)
     seconds["verdict alone"] = time_steps(verdict, 50, parallel.device)
+    gc.unfreeze()
     trainee.close()
     return seconds
 

@@ -1,5 +1,5 @@
-"""Compiles kernels for GPUs that need not be there: `python -m helpers.compiled_elsewhere` prints, as JSON, what of
-each Triton would sum wrongly. In a process of its own, for the tests' kernels are those of the interpreter."""
+"""Compiles kernels for GPUs that need not be there: as a script it prints, as JSON, what of each Triton would sum
+wrongly. In a process of its own, for the tests' kernels are those of the interpreter."""
 
 import json
 import sys
