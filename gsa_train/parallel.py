@@ -79,6 +79,10 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     """
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        from gsa_kernels.wrong_sums import refuse_wrong_sums  # imports Triton
+
+        refuse_wrong_sums()
     if not dist.is_initialized():  # a process may change its layout
         _join_world(use_cuda, device, collective_timeout(config))
     mpu.initialize_model_parallel(
@@ -118,10 +122,7 @@ def collective_timeout(config: ParallelConfig) -> timedelta:
 
 def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
     if use_cuda:
-        from gsa_kernels.wrong_sums import refuse_wrong_sums  # imports Triton
-
         torch.cuda.set_device(device)
-        refuse_wrong_sums()
     else:
         from gsa_train import cpu_backend
 
