@@ -28,9 +28,8 @@ def largest_logit(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> to
     kv_heads, head_dim = k.shape[2:]
     grouped = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, n_kv, n_h / n_kv, T, d_k]
     logits = grouped.flatten(2, 3) @ k.permute(0, 2, 3, 1)
-    of_heads = logits.unflatten(2, grouped.shape[2:4]).amax(
-        (1, 2)
-    )  # [B, T, L_k]: all heads see the same keys
+    # Over the heads first, which see the same keys: [B, T, L_k].
+    of_heads = logits.unflatten(2, grouped.shape[2:4]).amax((1, 2))
     return of_heads.masked_fill_(~visible, -torch.inf).amax() * head_dim**-0.5
 
 

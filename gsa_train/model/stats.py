@@ -48,10 +48,10 @@ FOLDED_AFTER = 64
 
 
 class _Table:
-    """One fp64 number per statistic and layer, of which new ones are made by `join`.
+    """One fp64 number per statistic and layer: of all that was put in, joined by `join` (a sum or a maximum).
 
-    What is put in waits until it is asked for: then all layers are joined at once, where each number by itself would
-    be three operations for the host, which has hundreds of them to launch in a logged step.
+    What is put in waits until the numbers are asked for, and is then joined for all layers at once. One by one they
+    would be three operations each, and a logged step has hundreds for the host to launch.
     """
 
     def __init__(
@@ -65,10 +65,14 @@ class _Table:
         waiting = self._waiting.setdefault((row, layer), [])
         waiting.append(value)
         if len(waiting) == FOLDED_AFTER:
-            self.numbers()
+            self._join_waiting()
 
     def numbers(self) -> torch.Tensor:
         """fp64 [statistics, layers]."""
+        self._join_waiting()
+        return self._numbers
+
+    def _join_waiting(self) -> None:
         rows, layers = self._numbers.shape
         cells = [self._waiting.get((row, layer), []) for row in range(rows) for layer in range(layers)]
         for turn in itertools.zip_longest(*cells):
@@ -77,7 +81,6 @@ class _Table:
             column = torch.stack([nothing if value is None else value for value in turn])
             self._join(self._numbers, column.double().view(rows, layers), out=self._numbers)
         self._waiting.clear()
-        return self._numbers
 
     def set(self, numbers: torch.Tensor | float) -> None:
         self._waiting.clear()

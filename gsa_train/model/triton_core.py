@@ -185,9 +185,11 @@ class TritonCore:
             selected: if there is a selection; what was attended to in a sparse phase.
         """
         stats, layer, sparse = self.runtime.stats, self.layer, self.runtime.sparse
-        rows, visible = sample.rows, sample.visible_words.expand(len(q), -1, -1)
+        rows = sample.rows
         q = q.index_select(1, rows)
-        if starts is not None:
+        if starts is None:
+            visible = sample.visible_words.expand(len(q), -1, -1)
+        else:
             starts = starts.index_select(1, rows)
             visible = visible_words(sample.start + rows, k.shape[1], starts)
         chosen = None if selected is None else selected.words_of(rows)

@@ -31,9 +31,6 @@ import triton
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "kernels" / "bench" / "results"
 sys.path.insert(0, str(ROOT / "kernels"))  # gsa_kernels, also where it is not installed
-
-from gsa_kernels.wrong_sums import refuse_wrong_sums  # noqa: E402
-
 QUIET = "GSA_BENCH_QUIET"
 """Set by `make bench`, which prints the machine once for all benches."""
 
@@ -208,6 +205,8 @@ def require_cuda() -> None:
     """Leave, with a word about it, where nothing can be measured; refuse kernels that Triton compiles wrongly."""
     if not torch.cuda.is_available():
         sys.exit("No CUDA device here. Where there is one: make bench PYTHON=<a Python whose torch has CUDA>")
+    from gsa_kernels.wrong_sums import refuse_wrong_sums  # found by the path above
+
     refuse_wrong_sums()
 
 

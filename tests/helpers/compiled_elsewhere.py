@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from gsa_kernels.kl.op import indexer_kl_loss
-from gsa_kernels.kl.triton_launch import STACKED, Blocks
+from gsa_kernels.kl.triton_launch import BY_HEAD, STACKED, Blocks
 from gsa_kernels.wrong_sums import wrong_sums
 
 HEADS, ROWS, SIZE = 2, 32, 16
@@ -86,14 +86,13 @@ def indexer_loss(heads: int, dtype: torch.dtype, blocks: Blocks) -> None:
 
 
 def main() -> int:
-    by_head = Blocks(32, 32, 4, 32, 4, segment=256)
     bf16 = torch.bfloat16
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "rows, heads, rows": (90, lambda: sum_of_heads(32, 8)),
         "heads, rows": (90, lambda: sum_of_heads(64, 8)),
         "Hopper, 2 heads": (90, lambda: indexer_loss(2, bf16, STACKED)),
         "Hopper, 4 heads": (90, lambda: indexer_loss(4, bf16, STACKED)),
-        "Blackwell, 4 heads": (100, lambda: indexer_loss(4, bf16, by_head)),
+        "Blackwell, 4 heads": (100, lambda: indexer_loss(4, bf16, BY_HEAD)),
     }
     json.dump({name: found_in(*case) for name, case in cases.items()}, sys.stdout)
     return 0

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 
 from gsa_kernels import wrong_sums
-from gsa_kernels.kl.triton_launch import STACKED, choose_blocks
+from gsa_kernels.kl.triton_launch import BY_HEAD, STACKED, choose_blocks
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -62,6 +62,31 @@ def test_slices_several_operands_and_other_layouts() -> None:
     assert wrong_sums.wrong_sums(reduce_of("tensor<16x4xf32, #blocked>", layout, 1)) == []
 
 
+def load(folder: Path, text: str) -> None:
+    """As Triton does before a kernel's first launch."""
+    (folder / "kernel.ttgir").write_text(text)
+    files = {name: str(folder / name) for name in ("kernel.ttgir", "kernel.json")}
+    wrong_sums._check_kernel(None, None, "kernel", files, "key")
+
+
+def test_a_kernel_is_refused_or_said_to_be_unread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    right, wrong = ("[[4, 0, 0], [8, 0, 0], [0, 1, 0]]", "[[4, 0, 0], [0, 1, 0], [8, 0, 0]]")
+    texts = {
+        name: reduce_of(
+            "tensor<16x4x2xf32, #linear>", f"register = [], lane = [[1, 0, 0]], warp = {warps}", 1
+        )
+        for name, warps in (("right", right), ("wrong", wrong))
+    }
+    load(tmp_path, texts["right"])
+    assert caplog.text == ""
+    with pytest.raises(
+        RuntimeError, match="kernel to wrong sums on this GPU, of tensor<16x4x2xf32, #linear> over axis 1"
+    ):
+        load(tmp_path, texts["wrong"])
+    load(tmp_path, texts["right"].replace("axis = 1 : i32", "axes = [1]"))
+    assert "kernel kernel is not checked for wrong sums" in caplog.text
+
+
 def test_what_triton_compiles() -> None:
     """Real layouts: of a sum known to be wrong, of its right sister, and of the indexer's loss by GPU."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
@@ -84,8 +109,7 @@ def test_heads_side_by_side_on_hopper_alone(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     queries = SimpleNamespace(shape=(1, 8, 4, 64), dtype=torch.bfloat16, device=torch.device("cuda"))
     blocks = choose_blocks(SimpleNamespace(q_idx=queries))  # type: ignore[arg-type]
-    assert blocks.stacked == stacked
-    assert (blocks == STACKED) == stacked
+    assert blocks == (STACKED if stacked else BY_HEAD)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")

@@ -83,6 +83,9 @@ STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
 64 rows and 32 keys spill registers: 98; 8 warps for 64 rows and 64 keys: 85; 32 keys in 168 registers, for a third
 program: 71; segments of 512 and 2048 keys: 74 and 70."""
 
+BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
+"""For halves, head by head."""
+
 
 HOPPER = 9
 """Major compute capability. On others a product's layout has heads side by side in several warps: slower, and on
@@ -102,7 +105,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
         # Without matrix units, and with one stage: otherwise the products spill by the kilobyte.
         rows = 32 if width <= 256 else 16
         return Blocks(rows, 32, FP32_WARPS, 32, FP32_WARPS, segment=256, stats_stages=1, grad_stages=1)
-    return Blocks(32, 32, 4, 32, 4, segment=256)
+    return BY_HEAD
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
