@@ -111,20 +111,19 @@ def reduce_step(
     """
     on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
     data_totals = data_totals or {}
-    memory = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if on_gpu else [0, 0]
+    memory = [0, 0]
+    if on_gpu:
+        allocated = torch.cuda.memory_stats()  # once: it goes through all the allocator's counters
+        memory = [allocated[f"allocated_bytes.all.{which}"] for which in ("current", "peak")]
     wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
     worked = worked or Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0))
     parts = {"data_wait": interval.wait_seconds if interval else 0.0, **worked.parts}
-    work = torch.zeros(parallel.world_size, dtype=torch.float64)
+    work = [0.0] * parallel.world_size
     work[parallel.rank] = worked.seconds
-    device_sums = torch.stack(
-        [loss_sum, torch.zeros_like(loss_sum) if visible_keys is None else visible_keys]
-    )
-    host_sums = torch.cat([torch.tensor([checksum, *data_totals.values()], dtype=torch.float64), work])
     layers, sums, maxima = stats.reduce(
-        # fp64 holds the sum of two million CRC-32s exactly.
-        torch.cat([device_sums, host_sums.to(loss_sum.device)]),
-        torch.tensor([wait, *memory, *parts.values()], dtype=torch.float64, device=parallel.device),
+        torch.stack([loss_sum, torch.zeros_like(loss_sum) if visible_keys is None else visible_keys]),
+        [checksum, *data_totals.values(), *work],  # fp64 holds the sum of two million CRC-32s exactly
+        [wait, *memory, *parts.values()],
     )
     stats.reset()
     return Reduced(

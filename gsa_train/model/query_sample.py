@@ -16,9 +16,10 @@ from gsa_kernels.visibility.words import visible_words
 RUN = 64
 """Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
 RUNS = 8
-"""Per sequence. 512 queries, 16 heads and 8 sequences are 65,000 values of a layer's recall."""
+"""Per sequence: 512 selections, which cost little to compare."""
 SPARSE_EVERY = 16
-"""One query of so many neighbours is enough for what needs all keys or has many values of its own: 32 of a sequence."""
+"""One query of so many neighbours is enough for what goes over all keys or has many values of its own. 32 queries of a
+sequence, 16 heads and 8 sequences are 4096 values of a layer's recall."""
 GROUP = 32
 """Queries whose selections `union_ratio_32` joins."""
 
@@ -38,15 +39,17 @@ class QuerySample:
     group: int
     """Queries in a group."""
     sparse: torch.Tensor
-    """int64 [T]: those of the rows at multiples of SPARSE_EVERY in the sequence."""
+    """int64 [T]: those of the rows in the middle of SPARSE_EVERY positions of the sequence."""
+    sparse_rows: torch.Tensor
+    """int64 [T]: the i for which rows[i] is one of them."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @cached_property
     def visible_words(self) -> torch.Tensor:
-        """int32 [1, S, ceil(end / 32)]: the keys that the rows see in a sequence of one document, as bits."""
-        return visible_words(self.start + self.rows, self.end)
+        """int32 [1, T, ceil(end / 32)]: the keys that the sparse ones see in a sequence of one document, as bits."""
+        return visible_words(self.start + self.sparse, self.end)
 
 
 def sampled_runs(length: int) -> list[range]:
@@ -71,12 +74,13 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
     rows: list[int] = []
     neighbours: list[int] = []
     grouped: list[int] = []
-    sparse: list[int] = []
+    sparse_rows: list[int] = []
     for run in sampled_runs(length):
         held = range(max(run.start, start), min(run.stop, end))
         first = len(rows)
         rows += [position - start for position in held]
-        sparse += [position - start for position in held if position % SPARSE_EVERY == 0]
+        middle = SPARSE_EVERY // 2
+        sparse_rows += [first + i for i, position in enumerate(held) if position % SPARSE_EVERY == middle]
         neighbours += range(first, len(rows) - 1)
         grouped += range(first, first + len(held) // GROUP * GROUP)
     group = GROUP
@@ -87,5 +91,12 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
         return torch.tensor(each, dtype=torch.int64, device=device)
 
     return QuerySample(
-        start, end, numbers(rows), numbers(neighbours), numbers(grouped), group, numbers(sparse)
+        start,
+        end,
+        numbers(rows),
+        numbers(neighbours),
+        numbers(grouped),
+        group,
+        numbers([rows[i] for i in sparse_rows]),
+        numbers(sparse_rows),
     )

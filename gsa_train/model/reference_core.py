@@ -135,9 +135,9 @@ class ReferenceCore:
                 assert selected is not None
                 recall = torch.where(selected, probs, 0).sum(-1) / self.attention.config.num_attention_heads
             if recall is not None:
-                stats.add("recall", layer, recall[:, sample.rows])
+                stats.add("recall", layer, recall[:, sample.sparse])
             assert attention.sink is not None
-            stats.add("first_token_attention", layer, attention.sink[:, sample.rows])
+            stats.add("first_token_attention", layer, attention.sink[:, sample.sparse])
         kl = None
         if distils:
             assert probs is not None
@@ -197,10 +197,11 @@ class ReferenceCore:
         stats.add("adjacent_overlap", layer, adjacent_overlap(selected)[:, sample.neighbours])
         if len(sample.grouped) > 0:
             stats.add("union_ratio_32", layer, union_ratio(selected[:, sample.grouped], sample.group))
+        stats.add("selected_keys", layer, selected.sum(-1))
         # The exact expectation for as many keys drawn at random: each visible key is as likely as any other,
         # so the expected share of the probability is the share of the keys.
         visible = visible_mask(
-            selected.shape[-1], query_positions=positions[sample.rows], document_ids=document_ids
+            selected.shape[-1], query_positions=positions[sample.sparse], document_ids=document_ids
         )
-        stats.add("random_recall", layer, selected.sum(-1) / visible.sum(-1))
-        stats.add("selected_keys", layer, selected.sum(-1))
+        share = selected[:, sample.sparse_rows].sum(-1) / visible.sum(-1)
+        stats.add("random_recall", layer, share)

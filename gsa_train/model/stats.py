@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,40 +31,51 @@ MEANS = (
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
-Those of k_t, of the scores' variance and of the indexer's KL are over all tokens; those of the gates, and
-`indexer_saturated` with the keys it sees, over every 16th position of the sample. The others are over a sample of the
-queries (query_sample.py): all of sequences of up to 512 tokens, else 8 runs of 64 neighbours. `adjacent_overlap` is
-over the pairs of neighbours within its runs, and `union_ratio_32` over their groups of 32, as far as one rank holds
-them: context-parallel ranks leave out pairs and groups across the borders of their chunks of a sequence. No run lies
-across one where 64 divides a chunk of a sequence of more than 512 tokens."""
+Those of k_t, of the scores' variance and of the indexer's KL are over all tokens. The others are over a sample of the
+queries (query_sample.py): those of selections over all of sequences of up to 512 tokens, else 8 runs of 64 neighbours;
+those that see all keys or have many values of their own (recall and random recall, attention to the first token, the
+gates, `indexer_saturated`) over every 16th of these. `adjacent_overlap` is over the pairs of neighbours within its
+runs, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel ranks leave out
+pairs and groups across the borders of their chunks of a sequence. No run lies across one where 64 divides a chunk of a
+sequence of more than 512 tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
 
 
-FOLDED_AFTER = 64
+FOLDED_AFTER = 8
 """Numbers of one statistic of one layer that wait at most: a long validation has thousands."""
 
 
 class _Table:
-    """One fp64 number per statistic and layer: of all that was put in, joined by `join` (a sum or a maximum).
+    """One fp64 number per statistic and layer: of all that was put in, joined by `join` (torch.sum or torch.amax).
 
-    What is put in waits until the numbers are asked for, and is then joined for all layers at once. One by one they
-    would be three operations each, and a logged step has hundreds for the host to launch.
+    What is put in waits in a place of its own, and is joined for all layers at once when the numbers are asked for. One
+    by one they would be three operations each, and a logged step has hundreds for the host to launch.
     """
 
     def __init__(
-        self, shape: tuple[int, int], start: float, join: Callable[..., Any], device: torch.device
+        self,
+        shape: tuple[int, int],
+        start: float,
+        join: Callable[..., torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._numbers = torch.full(shape, start, dtype=torch.float64, device=device)
+        self._waiting = torch.full((FOLDED_AFTER, *shape), start, dtype=dtype, device=device)
+        self._places = self._waiting.flatten().unbind()
+        self._taken = [[0] * shape[1] for _ in range(shape[0])]
         self._start, self._join = start, join
-        self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def put(self, row: int, layer: int, value: torch.Tensor) -> None:
-        waiting = self._waiting.setdefault((row, layer), [])
-        waiting.append(value)
-        if len(waiting) == FOLDED_AFTER:
+    def place(self, row: int, layer: int) -> torch.Tensor:
+        """0-d, where to write the next number of this statistic and layer."""
+        if self._taken[row][layer] == FOLDED_AFTER:
             self._join_waiting()
+        turn = self._taken[row][layer]
+        self._taken[row][layer] += 1
+        rows, layers = self._numbers.shape
+        return self._places[(turn * rows + row) * layers + layer]
 
     def numbers(self) -> torch.Tensor:
         """fp64 [statistics, layers]."""
@@ -73,17 +83,18 @@ class _Table:
         return self._numbers
 
     def _join_waiting(self) -> None:
-        rows, layers = self._numbers.shape
-        cells = [self._waiting.get((row, layer), []) for row in range(rows) for layer in range(layers)]
-        for turn in itertools.zip_longest(*cells):
-            present = next(value for value in turn if value is not None)
-            nothing = torch.full_like(present, self._start)
-            column = torch.stack([nothing if value is None else value for value in turn])
-            self._join(self._numbers, column.double().view(rows, layers), out=self._numbers)
-        self._waiting.clear()
+        turns = max(itertools.chain(*self._taken))
+        if turns > 0:
+            every = torch.cat([self._numbers[None], self._waiting[:turns]])  # fp64
+            self._numbers = self._join(every, dim=0)
+            self._empty()
+
+    def _empty(self) -> None:
+        self._waiting.fill_(self._start)
+        self._taken = [[0] * len(row) for row in self._taken]
 
     def set(self, numbers: torch.Tensor | float) -> None:
-        self._waiting.clear()
+        self._empty()
         if isinstance(numbers, torch.Tensor):
             self._numbers.copy_(numbers)
         else:
@@ -96,21 +107,22 @@ class LayerStats:
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.device = device
         means, extremes = (len(MEANS), num_layers), (len(EXTREMES), num_layers)
-        self._sums = _Table(means, 0.0, torch.add, device)
-        self._counts = [[0] * num_layers for _ in MEANS]
-        self._extremes = _Table(extremes, -math.inf, torch.maximum, device)
         # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
-        self._sum_type = torch.float32 if device.type == "cuda" else torch.float64
+        dtype = torch.float32 if device.type == "cuda" else torch.float64
+        self._sums = _Table(means, 0.0, torch.sum, dtype, device)
+        self._counts = [[0] * num_layers for _ in MEANS]
+        self._extremes = _Table(extremes, -math.inf, torch.amax, dtype, device)
 
     def add(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add all elements of `values` to the average `name` of layer `layer` (from 0)."""
         row = MEANS.index(name)
-        self._sums.put(row, layer, values.detach().sum(dtype=self._sum_type))
+        place = self._sums.place(row, layer)
+        torch.sum(values.detach(), dim=None, dtype=place.dtype, out=place)
         self._counts[row][layer] += values.numel()
 
     def maximum(self, name: str, layer: int, value: torch.Tensor) -> None:
         """Keep the largest of the 0-d `value` and what is there."""
-        self._extremes.put(EXTREMES.index(name), layer, value.detach().to(self._sum_type))
+        self._extremes.place(EXTREMES.index(name), layer).copy_(value.detach())
 
     def reset(self) -> None:
         self._sums.set(0.0)
@@ -130,39 +142,45 @@ class LayerStats:
         self._extremes.set(extremes)
 
     def reduce(
-        self, extra_sums: torch.Tensor, extra_maxima: torch.Tensor
+        self, device_sums: torch.Tensor, host_sums: list[float], host_maxima: list[float]
     ) -> tuple[dict[str, list[float]], list[float], list[float]]:
         """Values per layer over all ranks, with two collectives that also carry the caller's own numbers.
 
-        Tensor-parallel copies enter numerator and denominator alike. Call it on every rank, for logged steps
-        only: it reads the device.
+        Tensor-parallel copies enter numerator and denominator alike. Call it on every rank, for logged steps only: it
+        reads the device, which has nothing else to do meanwhile, so that one copy goes there and one comes back.
 
         Args:
-            extra_sums: fp64 [n], added over the ranks.
-            extra_maxima: fp64 [m], the largest over the ranks.
+            device_sums: fp64 [m] on the device, added over the ranks.
+            host_sums: likewise, from the host.
+            host_maxima: the largest over the ranks.
 
         Returns:
-            name -> value per layer (a name that no layer recorded is left out; NaN for a layer that did not),
-            and the reduced extras.
+            name -> value per layer (a name that no layer recorded is left out; NaN for a layer that did not), the
+            reduced sums, of the device's and then of the host's, and the reduced maxima.
         """
         own_sums, own_extremes = self._sums.numbers(), self._extremes.numbers()
-        own_counts = torch.tensor(self._counts, dtype=torch.float64, device=self.device)
-        sums = torch.cat([own_sums.flatten(), own_counts.flatten(), extra_sums])
-        maxima = torch.cat([own_extremes.flatten(), extra_maxima])
+        own_counts = list(itertools.chain(*self._counts))
+        sent = torch.tensor([*own_counts, *host_sums, *host_maxima], dtype=torch.float64).to(self.device)
+        sums = torch.cat([own_sums.flatten(), device_sums, sent[: len(sent) - len(host_maxima)]])
+        maxima = torch.cat([own_extremes.flatten(), sent[len(sent) - len(host_maxima) :]])
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        sums, maxima = sums.cpu(), maxima.cpu()
+        read = torch.cat([sums, maxima]).cpu()
         size = own_sums.numel()
-        totals = sums[:size].view(own_sums.shape)
-        counts = sums[size : 2 * size].view(own_sums.shape)
-        extremes = maxima[: own_extremes.numel()].view(own_extremes.shape)
-        values: dict[str, list[float]] = {}
-        for row, name in enumerate(MEANS):
-            if (counts[row] > 0).any():
-                values[name] = (totals[row] / counts[row]).tolist()  # 0 / 0 is NaN: nothing recorded
-        for row, name in enumerate(EXTREMES):
-            recorded = extremes[row] > -torch.inf
-            if recorded.any():
-                sign = -1.0 if name == "k_min" else 1.0
-                values[name] = torch.where(recorded, sign * extremes[row], torch.nan).tolist()
-        return values, sums[2 * size :].tolist(), maxima[own_extremes.numel() :].tolist()
+        totals, of_device, counts, of_host, extremes, of_maxima = read.split(
+            [size, len(device_sums), size, len(host_sums), own_extremes.numel(), len(host_maxima)]
+        )
+        totals, counts = totals.view(own_sums.shape), counts.view(own_sums.shape)
+        means = (totals / counts).tolist()  # 0 / 0 is NaN: nothing recorded
+        extremes = extremes.view(own_extremes.shape)
+        recorded = extremes > -torch.inf
+        extremes = torch.where(recorded, extremes, torch.nan)
+        extremes[EXTREMES.index("k_min")] *= -1
+        rows = zip(
+            MEANS + EXTREMES,
+            means + extremes.tolist(),
+            [*(counts > 0).any(1).tolist(), *recorded.any(1).tolist()],
+            strict=True,
+        )
+        values = {name: row for name, row, present in rows if present}
+        return values, [*of_device.tolist(), *of_host.tolist()], of_maxima.tolist()

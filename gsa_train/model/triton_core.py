@@ -104,7 +104,7 @@ class TritonCore:
             out = self.dense(q, k, v)
             if output_gate is not None:
                 out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
-        if sample is not None and len(sample) > 0:
+        if sample is not None and len(sample.sparse) > 0:
             self._measure_attention(q, k, v, lse, selected, starts, sample)
         kl = None
         if distils:
@@ -177,7 +177,7 @@ class TritonCore:
         starts: torch.Tensor | None,
         sample: QuerySample,
     ) -> None:
-        """Of a sample of the queries, not empty: recall from the masses of selected and of visible keys, first-token
+        """Of the sparse queries of the sample: recall from the masses of selected and of visible keys, first-token
         attention from one dot product.
 
         Args:
@@ -185,7 +185,7 @@ class TritonCore:
             selected: if there is a selection; what was attended to in a sparse phase.
         """
         stats, layer, sparse = self.runtime.stats, self.layer, self.runtime.sparse
-        rows = sample.rows
+        rows = sample.sparse
         q = q.index_select(1, rows)
         if starts is None:
             visible = sample.visible_words.expand(len(q), -1, -1)
@@ -229,11 +229,13 @@ class TritonCore:
         found = statistics_of_words(words, sample.neighbours, sample.grouped, sample.group)
         stats.add("adjacent_overlap", layer, found.overlaps)
         stats.add("union_ratio_32", layer, found.union_ratios)
-        visible = query_start + 1 + sample.rows
-        if starts is not None:
-            visible = visible - starts.index_select(1, sample.rows)
-        stats.add("random_recall", layer, found.sizes / visible)
         stats.add("selected_keys", layer, found.sizes)
+        if len(sample.sparse) == 0:
+            return
+        visible = query_start + 1 + sample.sparse
+        if starts is not None:
+            visible = visible - starts.index_select(1, sample.sparse)
+        stats.add("random_recall", layer, found.sizes.index_select(1, sample.sparse_rows) / visible)
 
     def _say_kernel(self, selection: LayerSelection, query_start: int) -> None:
         """Log which attention kernel the selection of these queries goes to, when that changes."""

@@ -126,7 +126,7 @@ def named_weights(model: Model) -> dict[str, torch.Tensor]:
 def read_stats(model: Model) -> dict[str, list[float]]:
     """What the layers measured since the last reset, by name and layer."""
     nothing = torch.zeros(0, dtype=torch.float64)
-    return model.runtime.stats.reduce(nothing, nothing)[0]
+    return model.runtime.stats.reduce(nothing, [], [])[0]
 
 
 def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:

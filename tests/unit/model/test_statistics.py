@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gsa_train.model import query_sample
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
     DENSE,
@@ -56,7 +57,10 @@ def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None
         assert closed[f"{gate}_low"] == [1.0, 1.0]
 
 
-def test_first_token_attention_of_nearly_equal_logits_is_one_over_the_visible_keys() -> None:
+def test_first_token_attention_of_nearly_equal_logits_is_one_over_the_visible_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     config = tiny_config(model={"init_std": 1e-4}, train={"global_batch_size": 2})
     model = tiny_model(config)
     enter_phase(model, DENSE)

@@ -17,7 +17,7 @@ NOTHING = torch.zeros(0, dtype=torch.float64)
 
 def read(stats: LayerStats) -> dict[str, list[float]]:
     single_rank()
-    return stats.reduce(NOTHING, NOTHING)[0]
+    return stats.reduce(NOTHING, [], [])[0]
 
 
 @pytest.mark.parametrize("folded_after", [1, 2, 7, 64])
