@@ -147,6 +147,7 @@ def open_run(
         validation_due=start.state is not None and start.state.validation_due,
         monitor=replace(start.monitor, rewinds=rewinds),
         skipped_steps=skipped_steps(config, rewinds),
+        records_late=parallel.device.type == "cuda",
     )
     for each in validation_sets:
         run.message(describe(each))
@@ -197,7 +198,10 @@ def train_phases(run: Run, start: Start, spans: list[PhaseSpan]) -> SpikeFound |
             carry_over(kept, run.phase_optimizer)
             kept = None  # or they would take their memory as long as the phase
         assert run.phase_optimizer is not None
-        spike = run_phase(run, span, run.phase_optimizer)
+        try:
+            spike = run_phase(run, span, run.phase_optimizer)
+        finally:
+            run.write_late()  # of the last step, or of one before a step that failed
         if spike is None and span is spans[-1]:
             save_the_end(run, span, run.phase_optimizer)
         elif spike is None:

@@ -72,11 +72,26 @@ class Run:
     """Of the newest checkpoint, or of the end of the phase before."""
     skipped_steps: frozenset[int] = frozenset()
     """Steps, counted from 1, whose batches are read and not trained on."""
+    records_late: bool = False
+    """A step's record is written when the next step is launched: for a GPU, which would have nothing to do while the
+    host writes."""
 
     def log(self, record: dict[str, Any]) -> None:
         if self.sinks is not None and self.progress is not None:
             self.sinks.log(record)
             self.progress.show(record)
+
+    def log_step(self, record: dict[str, Any]) -> None:
+        """The record of a step, perhaps late: by `write_late`, or before the next record."""
+        if not self.records_late:
+            self.log(record)
+        elif self.sinks is not None and self.progress is not None:
+            self.sinks.log_later(record)
+            self.progress.show(record)
+
+    def write_late(self) -> None:
+        if self.sinks is not None:
+            self.sinks.write_late()
 
     def message(self, text: str) -> None:
         if self.progress is not None:
@@ -149,6 +164,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
             clock.pause()
             _leave_out(run, span)
             clock.resume()
+        run.write_late()
 
         # The step is done, and `run.step` counts it.
         saves = run.saver.is_due(run.step)
@@ -162,6 +178,8 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
             with part("logging"):
                 _log(run, current, lr, result)
             report_saves(run, run.saver.ended(now=run.step))
+        if saves or validates:
+            run.write_late()
         run.profiler.after(run.step)
         if validates:
             clock.pause()
@@ -178,6 +196,7 @@ def run_phase(run: Run, span: PhaseSpan, phase_optimizer: PhaseOptimizer) -> Spi
 
 def _stop(run: Run, current: _Current, reason: int, in_validation: bool = False) -> NoReturn:
     """Save and leave. Every step has been read."""
+    run.write_late()
     run.validation_due = in_validation
     run.monitor = current.monitor.state()
     check = current.training.check
@@ -260,7 +279,7 @@ def _log(run: Run, current: _Current, lr: float, result: StepResult) -> None:
         precision,
     )
     record |= {"update_norm": changed.item(), **current.monitor.metrics()}
-    run.log(record)
+    run.log_step(record)
     current.monitor.watch_layers(run.step, record)
 
 

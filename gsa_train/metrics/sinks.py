@@ -87,9 +87,24 @@ class Sinks:
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
+        self._late: list[Record] = []
 
     def log(self, record: Record) -> None:
         """Every sink is flushed: a run killed right after this call has lost nothing. One that fails costs its own."""
+        self.write_late()
+        self._write(record)
+
+    def log_later(self, record: Record) -> None:
+        """Write it before the next record, or at `write_late`: writing takes the host some 10 ms."""
+        self._late.append(record)
+
+    def write_late(self) -> None:
+        """What `log_later` left."""
+        late, self._late = self._late, []
+        for record in late:
+            self._write(record)
+
+    def _write(self, record: Record) -> None:
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -109,6 +124,7 @@ class Sinks:
 
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
+        self.write_late()
         self._metrics.close()
         path = self.run_dir / "metrics.jsonl"
         _keep_after(path, step)
@@ -120,6 +136,7 @@ class Sinks:
 
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close."""
+        self.write_late()
         write_atomically(self.run_dir / "summary.json", _to_json(summary, indent=2) + "\n")
         if self._wandb:
             self._wandb.finish(summary)
@@ -127,6 +144,7 @@ class Sinks:
 
     def close(self, exit_code: int = 0) -> None:
         """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
+        self.write_late()
         self._metrics.close()
         if self._tensorboard:
             self._tensorboard.close()

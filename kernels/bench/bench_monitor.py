@@ -1,10 +1,12 @@
-"""What watching a run costs, on one CUDA device: the spike monitor in every step, the statistics of a logged one.
+"""What watching a run costs, on one CUDA device: the spike monitor in every step, the record of a logged one.
 
-    python kernels/bench/bench_monitor.py [--config gsa_1.7b] [--micro-batch 8] [--rounds 24] [key=value ...]
+    python kernels/bench/bench_monitor.py [--config gsa_1.7b] [--micro-batch 8] [--rounds 30] [key=value ...]
 
-Optimizer steps of a whole model take turns, in changing order: `unwatched`, without any verdict; `watched`, as training
-takes them, the verdict sent to the host and read; `logged`, with the statistics of the attention layers and the
-record's sums, as one step in `logging.every_steps` is. `verdict alone` is its kernels without a step around them,
+Pairs of optimizer steps of a whole model take turns, in changing order: `unwatched`, without any verdict; `watched`, as
+training takes them, the verdict sent to the host and read; `logged`, the first one with all that training does for a
+record, as one step in `logging.every_steps` is: the statistics of the attention layers, the update's norm, sums, the
+record in metrics.jsonl, TensorBoard and W&B (offline). The second step of a pair is there for what a record holds up:
+the device has nothing to do until it has reached it. `verdict alone` is its kernels without a step around them,
 launches included.
 """
 
@@ -12,6 +14,7 @@ import gc
 import itertools
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,13 +26,15 @@ import harness
 
 from gsa_train.bench.step_bench import OurTrainee, random_batches, time_steps
 from gsa_train.config import Config, load_config
-from gsa_train.metrics.record import reduce_step
+from gsa_train.metrics.record import IntervalClock, data_totals, reduce_step, step_record
+from gsa_train.metrics.sinks import open_sinks
+from gsa_train.metrics.wandb_sink import open_wandb
 from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_spans
 
-MOST = 0.005
+MOST_PERCENT = 0.5
 """Of a step's time, for all that watches it."""
 
 
@@ -49,7 +54,7 @@ def main() -> int:
     parser.add_argument("--config", default="gsa_1.7b")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
-    parser.add_argument("--rounds", type=int, default=24, help="a multiple of 6 has all orders alike")
+    parser.add_argument("--rounds", type=int, default=30, help="a multiple of 6 has all orders alike")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     harness.require_cuda()
@@ -60,10 +65,11 @@ def main() -> int:
         f"train.global_batch_size={arguments.sequences}",
         f"train.micro_batch_size={arguments.micro_batch}",
     ]
-    overrides = [*sizes, "data.num_workers=0", *arguments.overrides]
+    overrides = [*sizes, "data.num_workers=0", "logging.wandb=offline", *arguments.overrides]
     config = load_config(path, overrides, world_size=1, need_data=False)
     parallel = init_parallel(config.parallel, seed=1)
-    seconds = time_watching(config, parallel, arguments.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = time_watching(config, parallel, arguments.rounds, Path(folder))
     shutdown_parallel()
 
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -72,38 +78,44 @@ def main() -> int:
         report.row(what=name, median_ms=1e3 * medians[name], low_ms=low, high_ms=high)
     step, every = medians["unwatched"], config.logging.every_steps
     of_monitor, monitor_error = difference(seconds["watched"], seconds["unwatched"], step)
-    of_logging, logging_error = difference(seconds["logged"], seconds["watched"], step * every)
+    of_record, record_error = difference(seconds["logged"], seconds["watched"], step * every / 2)
     report.row(
-        share_of_a_step="",
+        percent_of_a_step="",
         monitor=of_monitor,
         monitor_error=monitor_error,
-        verdict_alone=medians["verdict alone"] / step,
-        statistics=of_logging,
-        statistics_error=logging_error,
+        verdict_alone=100 * medians["verdict alone"] / step,
+        record=of_record,
+        record_error=record_error,
     )
-    report.bar("the monitor's share of a step", of_monitor, at_most=MOST)
-    report.bar(f"monitor, and statistics of every {every}th step", of_monitor + of_logging, at_most=MOST)
+    report.bar("percent of a step for the monitor", of_monitor, at_most=MOST_PERCENT)
+    both = f"percent for the monitor and the record of every {every}th step"
+    report.bar(both, of_monitor + of_record, at_most=MOST_PERCENT)
     return report.finish()
 
 
 def difference(more: list[float], less: list[float], of: float) -> tuple[float, float]:
-    """Median of what the same rounds differ by, as a share of `of` seconds, and its standard error."""
+    """Median of what the same rounds differ by, as percent of `of` seconds, and its standard error."""
     differences = [a - b for a, b in zip(more, less, strict=True)]
     middle = statistics.median(differences)
     # A normal value's standard deviation is 1.48 times its median deviation; its median is 1.25 times less sure than
     # its mean.
     spread = 1.48 * statistics.median(abs(each - middle) for each in differences)
-    return middle / of, 1.25 * spread / len(differences) ** 0.5 / of
+    return 100 * middle / of, 100 * 1.25 * spread / len(differences) ** 0.5 / of
 
 
-def time_watching(config: Config, parallel: Parallel, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the three kinds of steps in turn, and of the verdict."""
-    trainee = OurTrainee(config, config.phases[-1], parallel)
+def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path) -> dict[str, list[float]]:
+    """Seconds per step of the three kinds of pairs in turn, and of the verdict."""
+    phase = config.phases[-1]
+    trainee = OurTrainee(config, phase, parallel)
+    model = trainee.model
     batches = random_batches(config, parallel)
     span = phase_spans(config.phases)[-1]
     monitor = Monitor(config.monitor, span, parallel.device, MonitorState(), lambda event: None, lambda: None)
     unwatched = NoDetector(parallel.device)
-    step = span.start
+    clock = IntervalClock(parallel.device)
+    wandb = open_wandb(config.logging, run_dir, config.run.name, {}, run_id=None)
+    sinks = open_sinks(config.logging, run_dir, [phase.name], None, wandb)
+    step, tokens = span.start, config.train.global_batch_size * config.train.seq_len_tokens
 
     def plain() -> None:
         trainee.detector = unwatched  # type: ignore[assignment]
@@ -114,34 +126,76 @@ def time_watching(config: Config, parallel: Parallel, rounds: int) -> dict[str, 
         trainee.detector = monitor.detector
         trainee.step(batches)
         step += 1
+        clock.count(tokens, 0.0)
         monitor.observe(step, trainee.result.verdict)
+        sinks.write_late()
         monitor.read(step - READ_DELAY_STEPS)
 
     def logged() -> None:
-        trainee.model.runtime.measuring = True
+        """As `gsa_train.trainer` does it."""
+        model.runtime.measuring = True
         watched()
-        trainee.model.runtime.measuring = False
-        result, stats = trainee.result, trainee.model.runtime.stats
-        trainee.optimizer.update_norm(result.verdict.applied, parallel)
-        tokens, visible = result.loss_tokens.item(), result.visible_keys
-        reduce_step(stats, result.loss_sum, tokens, None, parallel, visible_keys=visible)
+        model.runtime.measuring = False
+        monitor.read(step)
+        result = trainee.result
+        changed = trainee.optimizer.update_norm(result.verdict.applied, parallel)
+        interval = clock.read_and_reset()
+        worked = model.work_time.read_and_reset()
+        reduced = reduce_step(
+            model.runtime.stats,
+            result.loss_sum,
+            result.loss_tokens.item(),
+            interval,
+            parallel,
+            data_totals({}, config.data),
+            worked=worked,
+            visible_keys=result.visible_keys,
+        )
+        record = step_record(
+            step,
+            phase,
+            {"base": phase.lr},
+            monitor.last_grad_norm,
+            tokens,
+            reduced,
+            interval,
+            config,
+            parallel,
+            "bf16",
+        )
+        sinks.log_later(record | {"update_norm": changed.item(), **monitor.metrics()})
+        monitor.watch_layers(step, record)
 
     def verdict() -> None:
         monitor.detector.judge(trainee.result.grad_norm, trainee.result.grad_norm, config.train.grad_clip)
 
-    kinds: dict[str, Callable[[], None]] = {"unwatched": plain, "watched": watched, "logged": logged}
-    for run in kinds.values():  # compiles
-        run()
-        run()
+    kinds: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "unwatched": (plain, plain),
+        "watched": (watched, watched),
+        "logged": (logged, watched),
+    }
+
+    def pair_of(name: str) -> float:
+        first, second = kinds[name]
+
+        def both() -> None:
+            first()
+            second()
+
+        return time_steps(both, 1, parallel.device)[0] / 2
+
+    for name in kinds:  # compiles
+        pair_of(name)
     gc.collect()
     gc.freeze()  # as training does
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     # In all orders alike: a step behind one that waited for the host finds a cooler device, 1% faster.
     for order in itertools.islice(itertools.cycle(itertools.permutations(kinds)), rounds):
         for name in order:
-            seconds[name] += time_steps(kinds[name], 1, parallel.device)
+            seconds[name].append(pair_of(name))
     seconds["verdict alone"] = time_steps(verdict, 50, parallel.device)
     gc.unfreeze()
+    sinks.close()
     trainee.close()
     return seconds
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,13 +17,15 @@ from gsa_train import trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
+from gsa_train.metrics.sinks import Sinks, read_records
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.resume import Start
 from gsa_train.run import work_time
 from gsa_train.run.lock import RunLock
 from gsa_train.run.stop_signals import StopRequest
-from gsa_train.train import open_run
+from gsa_train.step import StepResult, train_step
+from gsa_train.train import open_run, train_phases
 from gsa_train.trainer import Run, newest_save, run_phase, save, save_the_end
 from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
@@ -174,3 +177,59 @@ def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
     close_optimizer(run.model, run.phase_optimizer)
     for each in (run.saver, run.batches, run.sinks, run.stop_vote, run.watch, lock):
         each.close()
+
+
+class FailedStep(Exception):
+    pass
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("fails_at", [None, 4])
+def test_a_late_record_is_written_when_the_next_step_is_launched(
+    late: bool, fails_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before a save, at the end of a phase, and when the next step fails."""
+    phase = dataclasses.replace(SPARSE, steps=6)
+    config = tiny_config([phase], logging={"every_steps": 3})
+    model = tiny_model(config, variance_ema=0.02)
+    batches = Mock(
+        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
+    )
+    seen: dict[str, list[int]] = {}
+
+    def logged() -> list[int]:
+        return [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
+
+    def step(training: Any, micro_batches: Any, lr: float, number: int, saves: bool) -> StepResult:
+        if number + 1 == fails_at:
+            raise FailedStep
+        result = train_step(training, micro_batches, lr, number, saves=saves)
+        seen[f"step {number + 1}"] = logged()
+        return result
+
+    def save_now(run: Run, *_: Any) -> None:
+        seen[f"save {run.step}"] = logged()
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "save", save_now)
+    monkeypatch.setattr("gsa_train.train.save_the_end", save_now)
+    spans = phase_spans(config.phases)
+    run = tiny_run(
+        config,
+        model,
+        batches=batches,
+        saver=Mock(is_due=lambda step: step in (2, 3), ended=lambda now: []),
+        sinks=Sinks(tmp_path, None, None),
+        phase_optimizer=build_optimizer(model, phase, config),
+        records_late=late,
+    )
+    ends = nullcontext() if fails_at is None else pytest.raises(FailedStep)
+    with ends:
+        train_phases(run, Start(), spans)
+    assert seen["step 1"] == []
+    assert seen["step 2"] == ([] if late else [1])
+    assert seen["save 2"] == [1]
+    assert seen["save 3"] == [1, 3]
+    assert logged() == ([1, 3, 6] if fails_at is None else [1, 3])
+    if fails_at is None:
+        assert seen["save 6"] == [1, 3, 6]
