@@ -68,7 +68,8 @@ class Interval:
 class Reduced:
     """A logged step's numbers over all ranks."""
 
-    layers: dict[str, list[float]]
+    layers: dict[str, list[float | None]]
+    """None where a layer recorded nothing."""
     loss: float
     visible_keys: float | None
     """Mean over the queries of all replicas; None for a validation."""
@@ -167,16 +168,19 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
     return record
 
 
-def attention_metrics(layers: dict[str, list[float]]) -> dict[str, Any]:
-    """Per layer (`layer_<name>`) and overall: the mean over the layers that have a value, or the extreme."""
+def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
+    """Per layer (`layer_<name>`, NaN for one without) and overall: the mean over the layers that have a value, or the
+    extreme. What is NaN in a layer, as of a step that was left out, is NaN overall."""
     record: dict[str, Any] = {}
     for name, values in layers.items():
-        present = [value for value in values if not math.isnan(value)]
-        if name in EXTREMES:
+        present = [value for value in values if value is not None]
+        if any(math.isnan(value) for value in present):
+            record[name] = math.nan
+        elif name in EXTREMES:
             record[name] = min(present) if name == "k_min" else max(present)
         else:
             record[name] = sum(present) / len(present)
-        record[f"layer_{name}"] = values
+        record[f"layer_{name}"] = [math.nan if value is None else value for value in values]
     return record
 
 

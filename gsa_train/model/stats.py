@@ -143,7 +143,7 @@ class LayerStats:
 
     def reduce(
         self, device_sums: torch.Tensor, host_sums: list[float], host_maxima: list[float]
-    ) -> tuple[dict[str, list[float]], list[float], list[float]]:
+    ) -> tuple[dict[str, list[float | None]], list[float], list[float]]:
         """Values per layer over all ranks, with two collectives that also carry the caller's own numbers.
 
         Tensor-parallel copies enter numerator and denominator alike. Call it on every rank, for logged steps only: it
@@ -155,7 +155,7 @@ class LayerStats:
             host_maxima: the largest over the ranks.
 
         Returns:
-            name -> value per layer (a name that no layer recorded is left out; NaN for a layer that did not), the
+            name -> value per layer (a name that no layer recorded is left out; None for a layer that did not), the
             reduced sums, of the device's and then of the host's, and the reduced maxima.
         """
         own_sums, own_extremes = self._sums.numbers(), self._extremes.numbers()
@@ -170,17 +170,13 @@ class LayerStats:
         totals, of_device, counts, of_host, extremes, of_maxima = read.split(
             [size, len(device_sums), size, len(host_sums), own_extremes.numel(), len(host_maxima)]
         )
-        totals, counts = totals.view(own_sums.shape), counts.view(own_sums.shape)
-        means = (totals / counts).tolist()  # 0 / 0 is NaN: nothing recorded
+        means = (totals / counts).view(own_sums.shape)
         extremes = extremes.view(own_extremes.shape)
-        recorded = extremes > -torch.inf
-        extremes = torch.where(recorded, extremes, torch.nan)
+        recorded = torch.cat([counts.view(own_sums.shape) > 0, extremes != -torch.inf]).tolist()
         extremes[EXTREMES.index("k_min")] *= -1
-        rows = zip(
-            MEANS + EXTREMES,
-            means + extremes.tolist(),
-            [*(counts > 0).any(1).tolist(), *recorded.any(1).tolist()],
-            strict=True,
-        )
-        values = {name: row for name, row, present in rows if present}
+        values: dict[str, list[float | None]] = {}
+        rows = zip(MEANS + EXTREMES, torch.cat([means, extremes]).tolist(), recorded, strict=True)
+        for name, row, present in rows:
+            if any(present):
+                values[name] = [number if there else None for number, there in zip(row, present, strict=True)]
         return values, [*of_device.tolist(), *of_host.tolist()], of_maxima.tolist()

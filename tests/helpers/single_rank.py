@@ -123,13 +123,13 @@ def named_weights(model: Model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.gpt.named_parameters()}
 
 
-def read_stats(model: Model) -> dict[str, list[float]]:
+def read_stats(model: Model) -> dict[str, list[Any]]:
     """What the layers measured since the last reset, by name and layer."""
     nothing = torch.zeros(0, dtype=torch.float64)
     return model.runtime.stats.reduce(nothing, [], [])[0]
 
 
-def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
+def measure(config: Config, phase: PhaseConfig) -> dict[str, list[Any]]:
     """The statistics of one step's batches, per layer."""
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)

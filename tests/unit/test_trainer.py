@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import resource
 from contextlib import nullcontext
 from pathlib import Path
@@ -233,3 +234,37 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(
     assert logged() == ([1, 3, 6] if fails_at is None else [1, 3])
     if fails_at is None:
         assert seen["save 6"] == [1, 3, 6]
+
+
+@pytest.mark.parametrize("part", ["linear_qkv", "indexer"])
+def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = dataclasses.replace(SPARSE, steps=3)
+    config = tiny_config([phase], logging={"every_steps": 1}, monitor={"action": "skip"})
+    model = tiny_model(config, variance_ema=0.02)
+    weight = next(each for name, each in model.gpt.named_parameters() if part in name and each.dim() == 2)
+
+    def step(training: Any, micro_batches: Any, lr: float, number: int, saves: bool) -> StepResult:
+        kept = weight.detach().clone()
+        if number == 1:
+            weight.detach().fill_(math.nan)
+        result = train_step(training, micro_batches, lr, number, saves=saves)
+        if number == 1:
+            weight.detach().copy_(kept)
+        return result
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    records: list[dict[str, Any]] = []
+    batches = Mock(
+        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
+    )
+    run = tiny_run(config, model, batches=batches, sinks=Mock(log=records.append))
+    optimizer = build_optimizer(model, phase, config)
+    assert run_phase(run, phase_spans(config.phases)[0], optimizer) is None
+    close_optimizer(model, optimizer)
+    first, left_out, last = (record for record in records if "event" not in record)
+    assert math.isnan(left_out["variance" if part == "indexer" else "recall"])
+    assert left_out["update_norm"] == 0 < first["update_norm"]
+    for record in (first, last):
+        assert all(math.isfinite(record[name]) for name in ("loss", "recall", "variance", "variance_ema"))

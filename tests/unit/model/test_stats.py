@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 NOTHING = torch.zeros(0, dtype=torch.float64)
 
 
-def read(stats: LayerStats) -> dict[str, list[float]]:
+def read(stats: LayerStats) -> dict[str, list[Any]]:
     single_rank()
     return stats.reduce(NOTHING, [], [])[0]
 
@@ -45,7 +46,7 @@ def test_sums_and_extremes_of_many_batches(folded_after: int, monkeypatch: pytes
             assert found["value_gate_low"][layer] == pytest.approx((every < 0).double().mean().item())
             assert found["max_activation"][layer] == largest[layer]
         assert found["k_max"][::2] == [0.0, 24.0]
-        assert all(math.isnan(values[1]) for values in found.values())
+        assert all(values[1] is None for values in found.values())
         assert found.keys() == {"recall", "value_gate_low", "k_max", "max_activation"}
     stats.reset()
     assert read(stats) == {}
@@ -74,3 +75,6 @@ def test_what_is_not_finite_stays_so() -> None:
     assert math.isnan(found["variance"][0])
     assert math.isnan(found["max_activation"][0])
     assert found["variance"][1] == found["max_activation"][1] == math.inf
+    alone = LayerStats(1, CPU)
+    alone.maximum("max_activation", 0, torch.tensor(math.nan))
+    assert math.isnan(read(alone)["max_activation"][0])
