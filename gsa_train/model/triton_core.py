@@ -222,7 +222,7 @@ class TritonCore:
         stats.add("variance", layer, selection.variance)
         stats.add("variance_ema", layer, variance_ema)
         if selection.density is not None:
-            stats.add("union_density", layer, torch.tensor(selection.density))
+            stats.add("union_density", layer, torch.full((1,), selection.density, device=stats.device))
         if len(sample) == 0:
             return
         words = selection.selected.words_of(sample.rows)
