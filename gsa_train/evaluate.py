@@ -124,7 +124,7 @@ def _scores(loss: float, text: ScoredText) -> dict[str, float | None]:
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where a float cannot hold it."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _group(config: Config, parallel: Parallel) -> int:

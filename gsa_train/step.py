@@ -72,6 +72,7 @@ def train_step(
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     model.work_time.end()  # what a rank waits for others is not its own work
     dist.all_reduce(loss_tokens, group=groups.dp)
+    loss_tokens.clamp_(min=1)  # of text that is all EOS the loss is 0, not 0 / 0
     model.work_time.begin()
     optimizer.set_learning_rate(lr, config.train.weight_decay)
 

@@ -9,7 +9,7 @@ A spike may take it back to an earlier checkpoint, from which it goes on as a ne
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.model.build import Model, build_model
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop, SpikeFound
-from gsa_train.monitor.rewind import known_rewinds, rewind, skipped_steps
+from gsa_train.monitor.rewind import known_rewinds, rewind, skipped_steps, with_rewinds
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -145,7 +145,7 @@ def open_run(
         step=start.step,
         tokens=start.tokens,
         validation_due=start.state is not None and start.state.validation_due,
-        monitor=replace(start.monitor, rewinds=rewinds),
+        monitor=with_rewinds(start.monitor, rewinds),
         skipped_steps=skipped_steps(config, rewinds),
         records_late=parallel.device.type == "cuda",
     )
@@ -232,14 +232,7 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, spans: list[Phase
         spike, run.saver.checkpoints, rewinds, run.config, run.parallel, spans[-1].end
     )
     start = start_from(checkpoint, run.config, spans, damaged)
-    run.saver.go_back(start.step)
-    run.batches.close()
-    run.batches = open_batches(run.config, arguments, start, run.tokenizer, run.parallel)
-    run.step, run.tokens, run.validated = start.step, start.tokens, None
-    run.monitor = replace(start.monitor, rewinds=[*rewinds, asdict(done)])
-    run.skipped_steps = skipped_steps(run.config, run.monitor.rewinds)
-    run.model.runtime.stats.reset()
-    run.phase_optimizer = open_phase(run.config, run.model, start, spans, run.parallel)
+    # Before what takes long: a run that is killed in it starts from this checkpoint, and drops what was logged after.
     if run.sinks is not None and run.progress is not None:
         run.sinks.go_back(start.step)
         run.progress.go_back(start.step)
@@ -247,6 +240,14 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, spans: list[Phase
     phase = spans[start.phase_index].phase.name
     run.log({"event": "rewind", "step": start.step, "phase": phase, **asdict(done), **facts})
     report_damaged(run, start)
+    run.saver.go_back(start.step)
+    run.batches.close()
+    run.batches = open_batches(run.config, arguments, start, run.tokenizer, run.parallel)
+    run.step, run.tokens, run.validated, run.skips_told = start.step, start.tokens, None, 0
+    run.monitor = with_rewinds(start.monitor, [*rewinds, asdict(done)])
+    run.skipped_steps = skipped_steps(run.config, run.monitor.rewinds)
+    run.model.runtime.stats.reset()
+    run.phase_optimizer = open_phase(run.config, run.model, start, spans, run.parallel)
     return start
 
 

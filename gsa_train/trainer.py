@@ -72,6 +72,8 @@ class Run:
     """Of the newest checkpoint, or of the end of the phase before."""
     skipped_steps: frozenset[int] = frozenset()
     """Steps, counted from 1, whose batches are read and not trained on."""
+    skips_told: int = 0
+    """Last step that an event of this start has named as left out."""
     records_late: bool = False
     """A step's record is written when the next step is launched: for a GPU, which would have nothing to do while the
     host writes."""
@@ -239,10 +241,11 @@ def _leave_out(run: Run, span: PhaseSpan) -> None:
     """A step whose batch is read and not trained on."""
     run.batches.next_step()
     run.step += 1
-    if run.step - 1 not in run.skipped_steps or run.step == span.start + 1:
+    if run.step > run.skips_told:
         last = run.step
         while last + 1 in run.skipped_steps and last < span.end:
             last += 1
+        run.skips_told = last
         run.log({"event": "skipped_batches", "step": run.step, "phase": span.phase.name, "last_step": last})
 
 

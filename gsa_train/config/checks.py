@@ -247,7 +247,7 @@ def _check_gsa(config: Config) -> list[str]:
         )
     share = gsa.indexer_loss_row_fraction
     # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
-    if not 0 < share <= 1 or abs(share * round(1 / share) - 1) > 0.01:
+    if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
         lines.append(
             problem_line(
                 "gsa.indexer_loss_row_fraction",

@@ -13,14 +13,16 @@ from gsa_train.metrics.lost_records import LostRecords
 class MetricsFile:
     """Open for appending. Nothing waits in a buffer: a run killed after `write` has lost nothing."""
 
-    def __init__(self, path: Path, to_line: Callable[[dict[str, Any]], str]) -> None:
+    def __init__(
+        self, path: Path, to_line: Callable[[dict[str, Any]], str], lost: LostRecords | None = None
+    ) -> None:
         self._file = path.open("ab", buffering=0)
         self._to_line = to_line
         self._size = self._file.tell()
         """Bytes of whole lines."""
         self._cut = False
         """Part of a line may stand behind them."""
-        self._lost = LostRecords(path.name)
+        self.lost = lost or LostRecords(path.name)
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Append a record; where that fails it is counted.
@@ -31,10 +33,10 @@ class MetricsFile:
         try:
             self._append(record)
         except OSError as error:
-            return self._lost.add(record, error)
-        if self._lost.count == 0:
+            return self.lost.add(record, error)
+        if self.lost.count == 0:
             return None
-        event = self._lost.end(record)
+        event = self.lost.end(record)
         with contextlib.suppress(OSError):  # it was said; the next record finds out
             self._append(event)
         return event
@@ -42,7 +44,7 @@ class MetricsFile:
     @property
     def works(self) -> bool:
         """Whether it took the last record."""
-        return self._lost.count == 0
+        return self.lost.count == 0
 
     def close(self) -> None:
         """A part of a line at the end is what readers leave out."""

@@ -47,8 +47,8 @@ def open_sinks(
     """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
     steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
     to `previous/<time>/`, so that nothing is lost and nothing is mixed. With `keeps_later` what is dropped moves to
-    `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too: the run is complete,
-    and only its end comes again.
+    `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too, because it comes
+    again.
 
     `phases` are names, in their order; `wandb` is the open W&B run, if there is to be one.
     """
@@ -129,7 +129,7 @@ class Sinks:
         path = self.run_dir / "metrics.jsonl"
         _keep_after(path, step)
         _drop_after(path, step)
-        self._metrics = MetricsFile(path, _to_json)
+        self._metrics = MetricsFile(path, _to_json, self._metrics.lost)
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
@@ -244,8 +244,9 @@ def _read_lines(path: Path) -> list[tuple[str, Record]]:
 
 def _keep_after(path: Path, step: int) -> None:
     dropped = [line for line, record in _read_lines(path) if record["step"] > step]
-    with path.with_name("metrics_rewound.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in dropped)
+    kept = path.with_name("metrics_rewound.jsonl")
+    before = [line for line, _ in _read_lines(kept)] if kept.exists() else []
+    write_atomically(kept, "".join(f"{line}\n" for line in [*before, *dropped]))
 
 
 def _drop_after(path: Path, step: int, with_validation: bool = False) -> None:

@@ -51,6 +51,8 @@ class SpikeFound(NamedTuple):
     signal: str
     value: float
     threshold: float
+    spikes: int
+    """Of the run so far, this one included."""
 
 
 @dataclass
@@ -234,13 +236,15 @@ class Monitor:
         if config.action == "lower_lr":
             # From a step on that no reading is too late for: a run stopped in between goes on with the same rates.
             first = step + READ_DELAY_STEPS + 1
-            last = first + config.lower_lr_steps - 1
+            last = min(
+                first + config.lower_lr_steps - 1, self._span.end
+            )  # the next phase has a rate of its own
             state.lowered = [each for each in state.lowered if each[1] > step]
-            if not any(its_last >= first - 1 for _, its_last in state.lowered):
+            if first <= last and not any(its_last >= first - 1 for _, its_last in state.lowered):
                 self._event("lower_lr", step, factor=config.lower_lr_factor, first=first, last=last)
             state.lowered.append((first, last))
         if config.action == "rewind":
-            return SpikeFound(state.first_in_a_row, step, signal, value, threshold)
+            return SpikeFound(state.first_in_a_row, step, signal, value, threshold, state.spikes)
         return None
 
     def _stop(self, why: str, step: int) -> MonitorStop:

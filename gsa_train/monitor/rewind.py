@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gsa_train.checkpoint.files import go_back_to, resume_candidates, step_of
 from gsa_train.config import Config
 from gsa_train.metrics.sinks import write_atomically
-from gsa_train.monitor.monitor import MonitorStop, SpikeFound
+from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound
 from gsa_train.parallel import Parallel
 from gsa_train.resume import Start, first_intact, set_damaged_aside
 
@@ -36,6 +36,14 @@ class Rewind:
     first_skipped: int
     last_skipped: int
     """Batches of these steps are read and not trained on."""
+    spikes: int
+    """Of the run up to then; the checkpoint has counted fewer."""
+
+
+def with_rewinds(state: MonitorState, rewinds: Sequence[dict[str, Any]]) -> MonitorState:
+    """A checkpoint's monitor state with what has happened since: the run has seen the spikes that it went back for."""
+    spikes = max([state.spikes, *(each.get("spikes", 0) for each in rewinds)])  # absent in a version before
+    return replace(state, rewinds=list(rewinds), spikes=spikes)
 
 
 def skipped_steps(config: Config, rewinds: Sequence[dict[str, Any]]) -> frozenset[int]:
@@ -95,6 +103,7 @@ def rewind(
         spike_step=found.first_step,
         first_skipped=max(step + 1, found.first_step - monitor.rewind_skip_before_steps),
         last_skipped=min(last_step, found.last_step + monitor.rewind_skip_after_steps),
+        spikes=found.spikes,
     )
     if parallel.is_main:
         set_damaged_aside(checkpoint, damaged)

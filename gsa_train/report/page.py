@@ -152,7 +152,7 @@ def _data(runs: list[RunFiles]) -> dict[str, Any]:
 
 def _marks(run: RunFiles) -> list[tuple[int, str]]:
     """One of each kind per part of the axis: a spike of a thousand steps is one mark, not a thousand in every plot."""
-    width = run.last_step / MOST_MARKS
+    width = max(1, run.last_step) / MOST_MARKS
     found = {
         (event.step // width, event.kind): event for event in reversed(run.events) if event.step is not None
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -90,7 +92,8 @@ def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
     if run.sinks is not None and run.progress is not None:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
-        write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
+        with _goes_on_without(run, STOPPED):
+            write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
         run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
     _close(run, EXIT_STOPPED)
 
@@ -99,7 +102,8 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
     run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
     if run.parallel.is_main:
-        note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
+        with _goes_on_without(run, "the note by which the same command is refused"):
+            note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
     _close(run, EXIT_CODE)
 
 
@@ -111,9 +115,19 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
     newest_save(run)
     if run.parallel.is_main:
         folder = run_dir(run.config) / "faults" / time.strftime("%Y%m%d-%H%M%S")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.txt").write_text(f"{fault}\nno update was made after step {run.step} <--\n")
+        with _goes_on_without(run, "the report"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "report.txt").write_text(f"{fault}\nno update was made after step {run.step} <--\n")
     _close(run, EXIT_CORRUPTED)
+
+
+@contextmanager
+def _goes_on_without(run: Run, what: str) -> Iterator[None]:
+    """The other ranks wait at the end, and the exit code says what to do next: no file is worth either."""
+    try:
+        yield
+    except OSError as error:
+        run.message(f"{what} cannot be written: {error}")
 
 
 def _close(run: Run, exit_code: int) -> None:

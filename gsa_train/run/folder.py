@@ -93,7 +93,7 @@ def _open_files(
         resume_step=start.step if continues else None,
         wandb=wandb,
         keeps_later=went_back,
-        validates_again=is_complete,
+        validates_again=is_complete or (start.state is not None and start.state.validation_due),
     )
     if not is_complete:
         _keep_summary(folder)

@@ -186,7 +186,9 @@ def test_a_rewind_goes_on_behind_the_spike(runs):
 def test_a_rewind_is_a_restart_that_leaves_out_the_same_batches(runs):
     rewind, restart = runs["rewind"], runs["restart"]
     assert restart.codes == [0]
-    assert rewind.numbers(40, "rewinds") == restart.numbers(40, "rewinds")
+    counts = ("rewinds", "spikes", "spikes_per_100k_steps")
+    assert rewind.numbers(40, *counts) == restart.numbers(40, *counts)
+    assert [run.records()[-1]["spikes"] for run in (rewind, restart)] == [2, 1]
     assert [record["step"] for record in restart.records()][-2:] == [60, 64]
 
 

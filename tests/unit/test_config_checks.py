@@ -197,7 +197,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
     *[
         ([f"gsa.indexer_loss_row_fraction={share}"], ["gsa.indexer_loss_row_fraction", "not 1 / n"])
-        for share in ("0", "-0.5", "1.1", "0.3")
+        for share in ("0", "-0.5", "1.1", "0.3", "1e-320")
     ],
     *[
         (

@@ -20,7 +20,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
 from gsa_train.batches import MicroBatch, TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.evaluate import _deal, describe, evaluate, scores_of
+from gsa_train.evaluate import _deal, describe, evaluate, perplexity, scores_of
 from gsa_train.model.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, enter_phase
@@ -232,3 +232,8 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(phase:
     assert evaluated["data"] == without["data"]
     for name, weight in without["weights"].items():
         assert torch.equal(evaluated["weights"][name], weight), name
+
+
+def test_perplexities_that_no_float_holds() -> None:
+    assert (perplexity(0.0), perplexity(1000.0), perplexity(math.inf)) == (1.0, math.inf, math.inf)
+    assert math.isnan(perplexity(math.nan))

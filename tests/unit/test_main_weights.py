@@ -143,7 +143,7 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
 
     def run_phase(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> SpikeFound | None:
         alive.append([each() is not None for each in kept])
-        return SpikeFound(6, 6, "loss", 9.0, 5.0) if span.index == 2 else None
+        return SpikeFound(6, 6, "loss", 9.0, 5.0, 1) if span.index == 2 else None
 
     monkeypatch.setattr(gsa_train.train, "keep_main_weights", keep)
     monkeypatch.setattr(gsa_train.train, "run_phase", run_phase)

@@ -21,7 +21,7 @@ from gsa_train.monitor.monitor import (
     SpikeFound,
     state_of,
 )
-from gsa_train.monitor.rewind import rewind, skipped_steps
+from gsa_train.monitor.rewind import rewind, skipped_steps, with_rewinds
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.parallel import Parallel
@@ -144,7 +144,7 @@ def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay
 def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
     found = Steps(action="rewind", patience_steps=3).take("...sns....")
     assert found is not None
-    assert (found.first_step, found.last_step) == (4, 6)
+    assert (found.first_step, found.last_step, found.spikes) == (4, 6, 1)
 
 
 def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_anew() -> None:
@@ -174,7 +174,7 @@ def test_a_checkpoint_from_before_the_monitor_starts_it_afresh() -> None:
 
 # --- rewinds ------------------------------------------------------------------------------------------------
 
-SPIKE = SpikeFound(50, 52, "loss", 9.0, 5.0)
+SPIKE = SpikeFound(50, 52, "loss", 9.0, 5.0, 2)
 
 
 def test_the_batches_of_all_rewinds_and_of_the_user_are_left_out() -> None:
@@ -241,3 +241,19 @@ def test_layers_without_a_value_are_left_alone() -> None:
     for _ in range(40):
         assert watch.look({"layer_indexer_kl": [math.nan, 0.5], "layer_value_gate_low": [0.0, 0.0]}) == []
     assert [jump["layer"] for jump in watch.look({"layer_indexer_kl": [math.nan, 9.0]})] == [1]
+
+
+def test_no_rate_is_lowered_beyond_the_phase() -> None:
+    end = SPAN.end
+    for spike, said in ((end - 5, [(end - 2, end)]), (end - 2, [])):
+        steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
+        steps.step = spike - 1
+        steps.take("s")
+        assert [(event["first"], event["last"]) for event in steps.events if "first" in event] == said
+
+
+def test_spikes_that_a_run_went_back_for_are_counted() -> None:
+    rewinds = [{"spikes": 3}, {"spikes": 4}]
+    assert with_rewinds(MonitorState(1, spikes=2), rewinds) == MonitorState(1, spikes=4, rewinds=rewinds)
+    assert with_rewinds(MonitorState(1, spikes=5), rewinds).spikes == 5  # of a later checkpoint
+    assert with_rewinds(MonitorState(1, spikes=1), [{"checkpoint_step": 4}]).spikes == 1

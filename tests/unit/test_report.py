@@ -214,3 +214,10 @@ def test_the_commit_of_a_frozen_source(tmp_path, listed, commit):
     assert source_commit(tmp_path / "source") == commit
     assert source_commit(tmp_path) is None
     assert read_starts(tmp_path) == []
+
+
+def test_a_run_that_hung_before_its_first_step(tmp_path):
+    hang = {"event": "restart_after_hang", "step": 0, "phase": "", "reason": "rank 1 is silent"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(hang) + "\n")
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert numbers_in(page)["runs"][0]["marks"] == [[0, "restart_after_hang"]]

@@ -39,10 +39,11 @@ def config(tmp_path: Path) -> Config:
     return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
 
 
-def open_at(step: int, config: Config) -> None:
+def open_at(step: int, config: Config, validation_due: bool = False) -> None:
     """A start at a checkpoint of the run's own."""
     checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
-    start = Start(checkpoint, run_state(step, config), same_run=True)
+    state = dataclasses.replace(run_state(step, config), validation_due=validation_due)
+    start = Start(checkpoint, state, same_run=True)
     folder = open_run_folder(config, start, single_rank(), total_steps=10)
     assert folder.sinks is not None
     folder.sinks.close()
@@ -160,3 +161,16 @@ def test_a_start_behind_a_line_that_a_full_disk_cut_off(config: Config, tmp_path
     for step in (6, 8):
         open_at(step, config)
     assert [start["step"] for start in read_starts(run_dir)] == [0, 6, 8]
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_a_validation_that_is_made_up_for_again_is_there_once(
+    due: bool, config: Config, tmp_path: Path
+) -> None:
+    """The start before this one has made up for it, and ended before it saved."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    records = [{"step": 6, "phase": "sparse"}, {"step": 6, "phase": "sparse", "event": "validation"}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    open_at(6, config, validation_due=due)
+    assert read_records(run_dir / "metrics.jsonl") == records[: 1 if due else 2]

@@ -323,3 +323,28 @@ def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-2:] == [(4, 9.0), (5, 9.0)]
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert [event.step for event in events.Scalars("events/rewind")] == [3]
+
+
+def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path):
+    """As a full disk or a kill leaves it."""
+    with open_run(tmp_path) as sinks:
+        for step in range(1, 5):
+            sinks.log(step_record(step))
+        (tmp_path / "metrics_rewound.jsonl").write_text(json.dumps(step_record(7)) + '\n{"step": 8, "ph')
+        sinks.go_back(2)
+    dropped = read_records(tmp_path / "metrics_rewound.jsonl")
+    assert [record["step"] for record in dropped] == [7, 3, 4]
+
+
+def test_a_rewind_still_knows_which_records_are_missing(tmp_path):
+    with open_run(tmp_path) as sinks:
+        for step in (1, 2):
+            sinks.log(step_record(step))
+        with files_end_at((tmp_path / "metrics.jsonl").stat().st_size + 20):
+            for step in (3, 4, 5):
+                sinks.log(step_record(step))
+        sinks.go_back(4)
+        sinks.log(step_record(5))
+    *_, last, lost = read_records(tmp_path / "metrics.jsonl")
+    assert last["step"] == 5
+    assert (lost["event"], lost["first_step"], lost["last_step"]) == ("log_lost", 3, 5)

@@ -161,3 +161,14 @@ def test_evaluation_measures_what_training_measures(phase: PhaseConfig) -> None:
     evaluation_step(model, random_batches(CONFIG), CONFIG, single_rank())
     assert read_stats(model) == trained
     assert {"recall", "indexer_kl", "output_gate_mean", "max_activation"} <= trained.keys()
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_a_batch_of_which_no_token_is_scored_has_a_loss_of_0(phase: PhaseConfig) -> None:
+    batches = [to_micro_batch(torch.full_like(random_blocks(CONFIG), EOS), EOS, False)]
+    assert not batches[0].loss_mask.any()
+    result, gradients = step_gradients(tiny_model(CONFIG, variance_ema=0.02), phase, batches, CONFIG)
+    assert result.loss_sum == 0
+    assert result.loss_tokens == 1
+    assert result.verdict.applied
+    assert all(gradient.isfinite().all() for gradient in gradients.values())

@@ -294,6 +294,6 @@ def test_a_stop_saves_nothing_in_a_spike_that_asks_for_a_rewind(
     records, found = train_phase(
         tmp_path / "stopped", stop_at(1), monitor={"action": "rewind", "patience_steps": 1}
     )
-    assert found == SpikeFound(1, 1, "loss", 9.0, 5.0)
+    assert found == SpikeFound(1, 1, "loss", 9.0, 5.0, 1)
     assert [record["event"] for record in records] == ["spike"]
     assert not (tmp_path / "stopped").exists()

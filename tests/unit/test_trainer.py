@@ -14,17 +14,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_train import trainer
+from gsa_train import train, trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
 from gsa_train.metrics.sinks import Sinks, read_records
+from gsa_train.monitor.corruption import CorruptionFound
+from gsa_train.monitor.monitor import MonitorStop, SpikeFound
+from gsa_train.monitor.rewind import Rewind
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseSpan, phase_spans
 from gsa_train.resume import Start
-from gsa_train.run import work_time
+from gsa_train.run import finish, work_time
 from gsa_train.run.lock import RunLock
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.run.stop_signals import Stopped, StopRequest
 from gsa_train.step import StepResult, train_step
 from gsa_train.train import open_run, train_phases
 from gsa_train.trainer import Run, newest_save, run_phase, save, save_the_end
@@ -268,3 +271,65 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
     assert left_out["update_norm"] == 0 < first["update_norm"]
     for record in (first, last):
         assert all(math.isfinite(record[name]) for name in ("loss", "recall", "variance", "variance_ema"))
+
+
+def test_batches_left_out_are_told_of_also_behind_a_range_that_a_start_before_has_left_out() -> None:
+    phase = dataclasses.replace(SPARSE, steps=7)
+    config = tiny_config([phase])
+    model = tiny_model(config, variance_ema=0.02)
+    optimizer = build_optimizer(model, phase, config)
+    records: list[dict[str, Any]] = []
+    batches = Mock(
+        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
+    )
+    skipped = frozenset([2, 3, 4, 5, 7])
+    run = tiny_run(
+        config, model, batches=batches, sinks=Mock(log=records.append), step=2, skipped_steps=skipped
+    )
+    run_phase(run, phase_spans(config.phases)[0], optimizer)
+    close_optimizer(model, optimizer)
+    told = [(record["step"], record["last_step"]) for record in records if "last_step" in record]
+    assert told == [(3, 5), (7, 7)]
+
+
+def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes long enough to be killed in, and the next start drops what the metrics say after the checkpoint."""
+
+    class Killed(Exception):
+        pass
+
+    config = tiny_config([SPARSE])
+    done = Rewind(4, 6, 5, 9, spikes=1)
+    monkeypatch.setattr(train, "rewind", lambda *_: (Path("step_00000004"), done, []))
+    monkeypatch.setattr(train, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
+    monkeypatch.setattr(train, "open_batches", Mock(side_effect=Killed))
+    saver = Mock(ended=lambda now, wait: [])
+    run = tiny_run(config, tiny_model(config), step=7, saver=saver)
+    with pytest.raises(Killed):
+        train.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_spans(config.phases))
+    assert run.sinks is not None
+    calls = run.sinks.method_calls  # type: ignore[attr-defined]
+    assert [call[0] for call in calls] == ["go_back", "log"]
+    assert calls[1].args[0]["event"] == "rewind"
+
+
+@pytest.mark.parametrize("end", ["leave", "give_up", "give_up_corrupted"])
+def test_a_note_that_cannot_be_written_changes_no_exit_code(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(finish, "_close", lambda run, code: codes.append(code))
+    config = tiny_config([SPARSE], run={"dir": str(tmp_path)})
+    run = tiny_run(config, tiny_model(config))
+    run.saver = Mock(ended=lambda now, wait: [], durable_step=2)
+    (tmp_path / config.run.name).write_text("a file where the run's folder should be")
+    if end == "leave":
+        finish.leave(run, Stopped(15, 3))
+    elif end == "give_up":
+        finish.give_up(run, MonitorStop("a spike", 2, 3), SPARSE)
+    else:
+        finish.give_up_corrupted(run, CorruptionFound("wrong bits"))
+    assert len(codes) == 1
+    assert run.progress is not None
+    said = run.progress.message.call_args_list[0].args[0]  # type: ignore[attr-defined]
+    assert "cannot be written" in said

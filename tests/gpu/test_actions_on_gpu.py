@@ -1,0 +1,87 @@
+"""Spikes and stops on a CUDA device, where a step's record is written behind the launch of the next one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_train.metrics.sinks import read_records
+from helpers.runs import SMALL, Run, numbers_of, start
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OPTIONS = (
+    *SMALL,
+    "train.micro_batch_size=4",
+    "phases.0.steps=4",
+    "phases.0.warmup_steps=3",
+    "phases.1.steps=60",
+    "phases.1.lr=2e-3",
+    "phases.1.min_lr=2e-3",
+    "checkpoint.every_steps=40",
+    "logging.every_steps=5",
+    "monitor.window_steps=40",
+    "monitor.min_history_steps=24",
+    "monitor.grad_norm_min_ratio=5",
+    "monitor.rewind_min_steps=5",
+    "monitor.rewind_skip_before_steps=2",
+    "monitor.rewind_skip_after_steps=4",
+)
+LEFT_OUT = list(range(43, 52))
+"""2 steps before the spike's first one, 45, to 4 behind the third."""
+
+
+def assert_same_numbers(one: Run, other: Run, after: int, *without: str) -> None:
+    """Of every record after a step, but for times, memory and the keys named."""
+    memory = ("memory_allocated_bytes", "memory_peak_bytes")
+    found, expected = (
+        numbers_of(
+            (record for record in run.records() if record["step"] > after),
+            keys=("mfu", "mfu_dense_equivalent", *memory, *without),
+        )
+        for run in (one, other)
+    )
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for mine, its in zip(found, expected, strict=True):
+        differ = {key: (mine.get(key), its.get(key)) for key in mine | its if mine.get(key) != its.get(key)}
+        assert not differ, mine["step"]
+
+
+def test_a_rewind_is_a_run_that_leaves_out_the_same_batches(tmp_path: Path) -> None:
+    options = (*OPTIONS, "monitor.action=rewind")
+    text = {"random_tokens": [[45, 49]]}
+    rewind = start(tmp_path, *options, name="rewind", real=True, faults=text)
+    skips = f"train.iterations_to_skip={LEFT_OUT}"
+    without = start(tmp_path, *options, skips, name="without", real=True, faults=text).wait()
+    rewind.wait()
+    (event,) = [record for record in rewind.records() if record.get("event") == "rewind"]
+    assert (event["checkpoint_step"], event["spike_step"]) == (40, 45)
+    assert (event["first_skipped"], event["last_skipped"]) == (LEFT_OUT[0], LEFT_OUT[-1])
+    dropped = read_records(rewind.folder / "metrics_rewound.jsonl")
+    assert [record["step"] for record in dropped if "event" not in record] == [45]
+    assert [record["step"] for record in dropped if record.get("event") == "spike"] == [45, 46, 47]
+    assert [record["step"] for record in rewind.steps()][-3:] == [55, 60, 64]
+    assert_same_numbers(rewind, without, 40, "rewinds", "spikes", "spikes_per_100k_steps")
+    assert rewind.steps()[-1]["spikes"] == 1
+
+
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = start(tmp_path, *OPTIONS, name="whole", real=True)
+    stopped = start(tmp_path, *OPTIONS, name="stopped", launcher="python", real=True)
+    stopped.wait_until(lambda: len(stopped.steps()) >= 4)
+    assert isinstance(stopped.process, subprocess.Popen)
+    stopped.process.send_signal(signal.SIGTERM)
+    stopped.wait(expected=75)
+    last = int(stopped.latest.removeprefix("step_"))
+    assert 10 <= last < 64
+    assert stopped.steps()[-1]["step"] <= last
+    again = start(tmp_path, *OPTIONS, name="stopped", real=True).wait()
+    assert again.steps_printed()[0] > last
+    assert_same_numbers(again, whole.wait(), 0)
