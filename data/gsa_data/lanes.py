@@ -45,6 +45,10 @@ MAX_EMPTY_EPOCHS = 3
 # means that the weights leave next to nothing of the corpus, and the run would only read.
 MAX_IDLE_EPOCHS = 100
 
+# Where whole shards have weight 0, a lane of few units may by chance get only such ones in some epochs. This many of
+# them in a row are no accident.
+MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
+
 NO_WEIGHTS: Mapping[str, float] = {}
 
 
@@ -64,6 +68,8 @@ class Thinning:
     """Copies that any document may have."""
     has_any: bool
     """Whether a document has a weight above 0, due in this epoch or not."""
+    leaves_out_all: bool
+    """Whether there are documents, all of weight 0."""
 
 
 class OpenUnit(NamedTuple):
@@ -131,13 +137,14 @@ class LaneReader:
         epoch, unit, document, token_offset, copy, known_lines = start
         resumed = start != LANE_START
         begun = begun and resumed
-        found_any, taken_any, empty_epochs, idle_epochs = resumed, resumed, 0, 0
+        found_any, taken_any, empty_epochs, idle_epochs, left_out_units = resumed, resumed, 0, 0, 0
         while True:
             units = self.units(epoch)[lane :: self.num_lanes]
             while unit < len(units):
                 opened = self._open(units[unit], epoch, resumed, known_lines)
                 thinning = opened.thinning
                 found_any = found_any or (thinning is not None and thinning.has_any)
+                left_out_units += thinning is not None and thinning.leaves_out_all
                 for place, number in opened.slots(document, copy, begun):
                     line_number = opened.line_at(place, number)
                     if opened.is_lost(line_number):
@@ -166,7 +173,9 @@ class LaneReader:
                 unit, document, copy, known_lines = unit + 1, 0, 0, 0
             empty_epochs = 0 if found_any else empty_epochs + 1
             idle_epochs = 0 if taken_any else idle_epochs + 1
-            if empty_epochs == MAX_EMPTY_EPOCHS or idle_epochs == MAX_IDLE_EPOCHS:
+            left_out_units = 0 if found_any else left_out_units
+            may_be_chance = 0 < left_out_units < MIN_LEFT_OUT_UNITS
+            if idle_epochs >= MAX_IDLE_EPOCHS or (empty_epochs >= MAX_EMPTY_EPOCHS and not may_be_chance):
                 weights = f" with source_weights {dict(self.source_weights)}" if self.source_weights else ""
                 raise DataFault(
                     f"lane {lane} of {self.num_lanes} found no usable document in {idle_epochs} epochs of "
@@ -246,11 +255,14 @@ class LaneReader:
         weights = weights_of_lines(sources, self.source_weights)
         places_in_shard = unit.part + self.parts * np.arange(len(lines), dtype=np.int64)
         offsets = document_offsets(stable_hash(self.seed, unit.relpath), places_in_shard)
+        is_document = sources.of_line >= 0
+        has_any = bool((is_document & (weights > 0)).any())
         return Thinning(
             sources,
             copies_in_epoch(weights, offsets, epoch).data,
             most_copies(self.source_weights),
-            bool(((sources.of_line >= 0) & (weights > 0)).any()),
+            has_any,
+            leaves_out_all=bool(is_document.any()) and not has_any,
         )
 
 

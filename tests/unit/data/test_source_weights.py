@@ -242,6 +242,22 @@ def test_measured_mixture_and_spread_copies(mixed: Manifest, tokenizer: Tokenize
         )  # and the 11th epoch's first
 
 
+@pytest.mark.parametrize("num_lanes", [2, 8])
+def test_a_lane_may_get_only_shards_of_weight_0_for_some_epochs(
+    tokenizer: Tokenizer, tmp_path: Path, num_lanes: int
+) -> None:
+    for shard, source in enumerate(("Web", "Books", "Code", "Wiki")):
+        numbers = range(12 * shard, 12 * (shard + 1))
+        write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(number), source) for number in numbers])
+    corpus = build_manifest(str(tmp_path))
+    config = replace(CONFIG, num_lanes=num_lanes, source_weights={"Web": 0.0, "Books": 0.0, "Code": 0.0})
+    whole = read_run(corpus, tokenizer, config, steps=120)
+    first = read_run(corpus, tokenizer, config, steps=37)
+    rest = read_run(corpus, tokenizer, config, world_size=2, steps=83, state=first.state())
+    assert {**first.samples, **rest.samples} == whole.samples
+    assert rest.state() == whole.state()
+
+
 # What is refused
 
 
@@ -255,14 +271,22 @@ def with_weights(corpus: Any, tokenizer: Tokenizer, **weights: float) -> BlockSt
     return BlockStream(corpus, tokenizer, replace(CONFIG, source_weights=weights), 0, 1)
 
 
-def test_unknown_and_empty_sources(mixed: Manifest, tokens: TokenFolder, tokenizer: Tokenizer) -> None:
+def test_unknown_and_empty_sources(
+    mixed: Manifest, tokens: TokenFolder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    for shard in range(120):
+        write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(shard), "Web")])
+    many_shards = build_manifest(str(tmp_path))
     with pytest.raises(DataFault, match=r"names 'Wbe', but the sources of .* are: Books, Code, Web, unknown"):
         with_weights(tokens, tokenizer, Wbe=0.5)
     nothing = {"Web": 0.0, "Books": 0.0, "Code": 0.0, NO_SOURCE: 0.0}
     with pytest.raises(DataFault, match="leaves out every source"):
         with_weights(tokens, tokenizer, **nothing)
-    with pytest.raises(DataFault, match=r"no usable document in 3 epochs of .* with source_weights"):
-        with_weights(mixed, tokenizer, **nothing).next_blocks(1)
+    with pytest.raises(DataFault, match=r"no usable document in 100 epochs of .* with source_weights"):
+        with_weights(mixed, tokenizer, **nothing).next_blocks(1)  # 4 units a lane
+    one_lane = replace(CONFIG, num_lanes=1, source_weights=nothing)
+    with pytest.raises(DataFault, match=r"no usable document in 4 epochs of .* with source_weights"):
+        BlockStream(many_shards, tokenizer, one_lane, 0, 1).next_blocks(1)
     with pytest.raises(DataFault, match=r"no usable document in 100 epochs of .* larger weights"):
         with_weights(mixed, tokenizer, **dict.fromkeys(nothing, 1e-9)).next_blocks(1)
 
