@@ -133,7 +133,7 @@ def concatenated(lanes: list[list[int]], seq_len_tokens: int) -> Packed:
 def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int) -> Packed:
     """Of as many blocks as an epoch fills, in a run that began some epochs ago: its pool has long been full."""
     counters: Counter[str] = Counter()
-    for lengths in lanes:
+    for lengths in filter(None, lanes):  # an epoch of a small corpus may leave a lane out
         documents: Iterator[tuple[Cursor, AnyTokens]] = (
             (Cursor(epoch, 0, place, 0), np.zeros(length, np.int32))
             for epoch in itertools.count()

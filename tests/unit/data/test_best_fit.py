@@ -157,6 +157,13 @@ def test_the_report_of_verify(
     assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 1
 
 
+@pytest.mark.timeout(60)  # it took documents from the empty lane for ever
+def test_the_report_of_verify_on_a_corpus_of_fewer_documents_than_lanes() -> None:
+    with_empty, alone = (verify.best_fitted(lanes, 64, 4) for lanes in ([[70, 5], [], [9]], [[70, 5], [9]]))
+    assert with_empty == alone
+    assert verify.concatenated([[70, 5], [], [9]], 64) == verify.concatenated([[70, 5], [9]], 64)
+
+
 # As a part of the stream
 
 
