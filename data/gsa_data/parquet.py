@@ -31,12 +31,12 @@ def parquet_rows(
     try:
         file = arrow.parquet.ParquetFile(arrow.BufferReader(packed), page_checksum_verification=True)
         columns = file.schema.names
+        if file.schema_arrow.names.count(text_column) > 1:
+            return [], f"has several columns {text_column!r}"
         if text_column not in file.schema_arrow.names:
             return [], f"has no column {text_column!r} (its columns: {', '.join(file.schema_arrow.names)})"
-        kind = file.schema_arrow.field(text_column).type
-        if arrow.types.is_dictionary(kind):
-            kind = kind.value_type
-        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        kind = _value_type(file.schema_arrow.field(text_column).type, arrow)
+        if kind not in (arrow.string(), arrow.large_string()):
             return [], f"holds {kind} in column {text_column!r}, not text"
         wanted = [text_column]
         if SOURCE_COLUMN in [file.schema.column(i).path for i in range(len(columns))]:
@@ -45,11 +45,26 @@ def parquet_rows(
             # One thread: readers are processes already, and a forked pool of threads would wait for ever.
             table = file.read_row_group(group, columns=wanted, use_threads=False)
             texts = table.column(text_column).cast(arrow.large_binary()).to_pylist()
-            sources: list[bytes | None] = [None] * len(texts)
-            if len(wanted) > 1:
-                meta = table.column("meta").combine_chunks().field("redpajama_set_name")
-                sources = meta.cast(arrow.large_binary()).to_pylist()
+            sources = _sources(table, arrow) if len(wanted) > 1 else [None] * len(texts)
             rows += zip(texts, sources, strict=True)
     except (arrow.ArrowException, OSError) as error:
         return rows, f"is truncated or corrupt after {len(rows)} rows ({' '.join(str(error).split())[:200]})"
     return rows, ""
+
+
+def _sources(table: Any, arrow: Any) -> list[bytes | None]:
+    """Of each row; None where it is not text, as in lines of JSON."""
+    names = table.column_names
+    if SOURCE_COLUMN in names:  # a column of its own, as pandas.json_normalize writes it
+        column = table.column(names.index(SOURCE_COLUMN))
+    else:
+        column = table.column(names.index("meta")).combine_chunks().field("redpajama_set_name")
+    text = (arrow.string(), arrow.large_string(), arrow.binary(), arrow.large_binary())
+    if _value_type(column.type, arrow) not in text:
+        return [None] * len(column)
+    sources: list[bytes | None] = column.cast(arrow.large_binary()).to_pylist()
+    return sources
+
+
+def _value_type(kind: Any, arrow: Any) -> Any:
+    return kind.value_type if arrow.types.is_dictionary(kind) else kind

@@ -133,6 +133,41 @@ def test_parquet_sources_and_bad_rows(tmp_path: Path) -> None:
         documents_of(manifest, "s.parquet")
 
 
+def named(values: Any) -> Any:
+    return pa.StructArray.from_arrays([values], ["redpajama_set_name"])
+
+
+def test_parquet_columns_of_sources() -> None:
+    names, texts = pa.array(["X", None]), ["a", "b"]
+    for columns in (
+        {"meta": named(names)},
+        {"meta": named(names.cast(pa.large_string()))},
+        {"meta": named(names.dictionary_encode())},
+        {"meta.redpajama_set_name": names},  # flat, as pandas.json_normalize writes it
+        {"meta.redpajama_set_name": names.dictionary_encode(), "meta": ["1", "2"]},
+    ):
+        rows = parquet_rows(parquet({"text": texts, **columns}), "text", "s")
+        assert rows == ([(b"a", b"X"), (b"b", None)], "")
+    for columns in (
+        {"meta": named(pa.array([1, 2]))},
+        {"meta": named(pa.nulls(2))},
+        {"meta": ["1", "2"]},
+        {"meta.redpajama_set_name": [0.5, 2.0]},
+    ):
+        rows = parquet_rows(parquet({"text": texts, **columns}), "text", "s")
+        assert rows == ([(b"a", None), (b"b", None)], "")  # as from lines of JSON
+
+
+def test_parquet_columns_of_one_name() -> None:
+    buffer, names, texts = io.BytesIO(), pa.array(["X", "Y"]), pa.array(["a", "b"])
+    pq.write_table(pa.Table.from_arrays([texts, texts], names=["text", "text"]), buffer)
+    assert parquet_rows(buffer.getvalue(), "text", "s") == ([], "has several columns 'text'")
+    buffer = io.BytesIO()
+    columns = [texts, named(names), named(texts)]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "meta", "meta"]), buffer)
+    assert parquet_rows(buffer.getvalue(), "text", "s") == ([(b"a", b"X"), (b"b", b"Y")], "")
+
+
 def test_parquet_faults(tmp_path: Path) -> None:
     texts = [document(number) * 20 for number in NUMBERS]
     path = tmp_path / "s.parquet"
