@@ -121,6 +121,7 @@ class SentencePieceModel:
             if _is_tiktoken(file):
                 hint = ": it is a tiktoken file, as Llama 3's tokenizer.model is; give that model's tokenizer.json"
             raise TokenizerError(f"tokenizer file {path!r} is not a sentencepiece model{hint}") from error
+        self._path = path
         self.vocab_size = int(self._processor.vocab_size())
 
     def encode(self, text: str | bytes) -> NDArray[np.int32]:
@@ -133,7 +134,14 @@ class SentencePieceModel:
 
     def id_of(self, token: str) -> int | None:
         found = int(self._processor.piece_to_id(token))  # the unknown token's for one that it does not have
-        return found if self._processor.id_to_piece(found) == token else None
+        if self._processor.id_to_piece(found) != token:
+            return None
+        if not self._processor.is_control(found):  # all others come out of text
+            raise TokenizerError(
+                f"tokenizer {self._path!r}: {token!r} is no control symbol, so text would end its document; give a "
+                "control symbol of the model as eos_token"
+            )
+        return found
 
     def default_eos(self) -> int | str:
         eos_id = int(self._processor.eos_id())

@@ -150,6 +150,33 @@ def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
         Tokenizer(tokenizer.path, "<nothing>")
 
 
+def trained(path: Path, **options: Any) -> str:
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the token of a lane"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
+            byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **options,
+        )  # fmt: skip
+    return str(path)
+
+
+@pytest.mark.parametrize("token", ["<stop>", "<unk>", "\u2581", "<0x0A>"])
+def test_an_eos_that_text_holds_is_refused(tmp_path: Path, token: str) -> None:
+    """`is_control` says it: a symbol of the user's is found in text, an unknown one stands for it."""
+    path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"])
+    with pytest.raises(
+        TokenizerError, match=rf"{token}' is no control symbol, so text would end .*eos_token"
+    ):
+        Tokenizer(path, token)
+    assert Tokenizer(path).eos_id == Tokenizer(path, "</s>").eos_id == 2
+
+
+def test_an_eos_that_is_a_control_symbol(tmp_path: Path, sample_folder: Path) -> None:
+    path = trained(tmp_path / "t.model", control_symbols=["<stop>"])
+    each = Tokenizer(path, "<stop>")
+    assert each.eos_id not in each.encode("a <stop> b")
+    assert Tokenizer(str(sample_folder / "tokenizer.model"), "</s>").eos_id == 2  # as Llama's
+
+
 def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t"
     for content, message in {
