@@ -13,6 +13,8 @@ EOS_NAMES = (
 )  # fmt: skip
 """Special tokens that end a document in the models that are around."""
 
+OTHER_SPECIAL = "add a special token that its model does not hold to the file's added_tokens"
+
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -61,16 +63,30 @@ class TokenizerJson:
 
     def id_of(self, token: str) -> int | None:
         found = self._vocab.get(token)
-        if found is not None and found in self.encode(token):
+        if found is not None and self._is_spelled(token):
+            remedy = (
+                OTHER_SPECIAL
+                if token in self._special
+                else "mark the token as special in the file's added_tokens"
+            )
             raise TokenizerError(
-                f"tokenizer {self._path!r}: text that spells {token!r} would end its document; mark the token as "
-                "special in the file's added_tokens, or give another eos_token"
+                f"tokenizer {self._path!r}: text that spells {token!r} would end its document; {remedy}, or give "
+                "another eos_token"
             )
         return found
+
+    def _is_spelled(self, token: str) -> bool:
+        """Whether text that spells a token gets it; a special one, too, where the model holds it as a word."""
+        with _LibraryErrors(self._path):  # of a model that knows no unknown token
+            return any(
+                self._vocab[token] in self.encode(text) for text in (token, f"{token}\n{token} {token}")
+            )
 
     def default_eos(self) -> int | str:
         named = [name for name in EOS_NAMES if name in self._special]
         if len(named) == 1:
+            if self._is_spelled(named[0]):
+                return f"ends documents with {named[0]!r}, and so would text that spells it; {OTHER_SPECIAL}"
             return self._vocab[named[0]]  # not the id in the file, which the library may replace
         if named:
             return f"has several tokens that may end a document ({', '.join(named)})"

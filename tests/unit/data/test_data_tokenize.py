@@ -141,6 +141,33 @@ def test_eos_of_a_tokenizer_json(byte_level: Path, tmp_path: Path) -> None:
         Tokenizer(plain, "of")
 
 
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "BPE"])
+def test_an_eos_of_a_tokenizer_json_that_text_spells(tmp_path: Path, kind: str) -> None:
+    """The library splits no special token off, but these models take it for a word, or part of one, of their own."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<unk>": 0, "</s>": 1, "a": 2}
+    model = {
+        "Unigram": lambda: tokenizers.models.Unigram([(word, -1.0) for word in words], 0),
+        "WordLevel": lambda: tokenizers.models.WordLevel(words, unk_token="<unk>"),
+        "BPE": lambda: tokenizers.models.BPE(words, [], unk_token="<unk>", ignore_merges=True),
+    }[kind]()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(path)
+    remedy = "add a special token that its model does not hold to the file's added_tokens"
+    with pytest.raises(TokenizerError, match=rf"ends documents with '</s>', and so would text .*; {remedy}"):
+        Tokenizer(path)
+    with pytest.raises(TokenizerError, match=rf"text that spells '</s>' would end its document; {remedy}"):
+        Tokenizer(path, "</s>")
+    tokenizer.add_special_tokens(["<stop>"])
+    tokenizer.save(path)
+    each = Tokenizer(path, "<stop>")  # the remedy
+    assert each.eos_id == 3
+    assert 3 not in each.encode("a <stop> a")
+
+
 def test_another_eos_is_another_fingerprint(tokenizer: Tokenizer) -> None:
     assert Tokenizer(tokenizer.path, "</s>").fingerprint == tokenizer.fingerprint
     other = Tokenizer(tokenizer.path, "<s>")
