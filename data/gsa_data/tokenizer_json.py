@@ -100,6 +100,8 @@ class TokenizerJson:
         for token, number in self._vocab.items():
             if token in self._special:
                 continue
+            if token not in added:
+                token = self._decoded(token)
             if BYTE_TOKEN.fullmatch(token) and not is_byte_level:
                 sizes[number] = 1
             elif is_byte_level and token not in added:
@@ -107,6 +109,16 @@ class TokenizerJson:
             else:
                 sizes[number] = len(token.replace("\u2581", " ").encode())
         return sizes
+
+    def _decoded(self, token: str) -> str:
+        """A token of the model without the marks of words: `##` inside one, `</w>` at its end."""
+        model = self._content["model"]
+        inside, end = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        if inside and token.startswith(inside):
+            token = token.removeprefix(inside)
+        elif model.get("type") == "WordPiece":
+            token = f" {token}"
+        return f"{token.removesuffix(end)} " if end and token.endswith(end) else token
 
 
 class _LibraryErrors:

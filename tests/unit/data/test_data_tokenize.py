@@ -102,6 +102,29 @@ def test_tokenizer_json(byte_level: Path) -> None:
     assert copy.fingerprint == each.fingerprint == hashlib.sha256(byte_level.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "ByteLevel"])
+def test_marks_of_words_are_no_bytes(tmp_path: Path, kind: str) -> None:
+    """`##` inside a word, `</w>` at its end: bits per byte count the text that the tokens stand for."""
+    tokenizers = pytest.importorskip("tokenizers")
+    options = {"special_tokens": ["[UNK]", "</s>"], "show_progress": False, "vocab_size": 50}
+    if kind == "WordPiece":
+        model = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+        trainer = tokenizers.trainers.WordPieceTrainer(**options)
+    else:
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+        trainer = tokenizers.trainers.BpeTrainer(end_of_word_suffix="</w>", **options)
+    splits = [tokenizers.pre_tokenizers.BertPreTokenizer()]
+    if kind == "ByteLevel":  # as CLIP's
+        splits.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
+    model.train_from_iterator(["the token of a lane of a shard", "né"] * 9, trainer)
+    model.save(str(tmp_path / "tokenizer.json"))
+    each, text = Tokenizer(str(tmp_path / "tokenizer.json")), "then a lane né shaken torn of a hen"
+    tokens = each.encode(text)
+    assert len(tokens) > 11  # 9 words
+    assert each.token_bytes[tokens].sum() == len(text.encode()) + 1  # a space for each word
+
+
 def test_a_tokenizer_that_was_trained_with_dropout(byte_level: Path, tmp_path: Path) -> None:
     """Text must have the same tokens at each resume; the file's dropout is for its training."""
     model = json.loads(byte_level.read_text())["model"] | {"dropout": 0.5}
