@@ -95,7 +95,9 @@ def prepare_tokens(
     left = [relpath for relpath, _ in manifest.shards if relpath not in records]
     print(f"{len(manifest.shards)} shards, {len(records)} of them finished before")
     if not left and (out / MANIFEST_NAME).is_file():
-        return TokenFolder.open(str(out))
+        folder = TokenFolder.open(str(out))
+        if folder.manifest.duplicates == manifest.duplicates:  # else only tokens.json is written again
+            return folder
     journal = [orjson.dumps(dataclasses.asdict(part)) + b"\n" for part in (identity, *records.values())]
     write_whole(out / JOURNAL_NAME, journal)
     (out / MANIFEST_NAME).unlink(missing_ok=True)  # while shards are redone the folder is unfinished

@@ -250,6 +250,26 @@ def test_restored_shards_are_done_again(tokenizer: Tokenizer, tmp_path: Path) ->
     assert folder.records["chunk1/s1.jsonl.zst"].documents == 10
 
 
+def test_copies_that_were_removed_are_forgotten(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_corpus(source, num_shards=2, documents_per_shard=10)
+    copy = source / "chunk1/s2.jsonl.zst"
+    shutil.copyfile(source / "chunk1/s0.jsonl.zst", copy)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
+    strict = replace(CONFIG, reading=replace(FAULTY, on_bad_shard="fail"))
+    with pytest.raises(
+        DataFault, match=r"held 1 shards twice.*remove them there and prepare the tokens again"
+    ):
+        BlockStream(folder, tokenizer, strict, 0, 1)
+    copy.unlink()
+    written = {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl.zst.*")}
+    folder = prepare_tokens(str(source), tokenizer, out, 2, FAULTY)
+    assert folder.manifest.duplicates == ()
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl.zst.*")} == written
+    assert list(check_tokens(out, str(source), tokenizer)) == []
+    BlockStream(folder, tokenizer, strict, 0, 1)
+
+
 def test_other_tokens_in_the_folder_are_kept(
     corpus: Manifest, tokenizer: Tokenizer, copy: Path, sample_folder: Path
 ) -> None:
