@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import Pulse, patiently
+from gsa_data.listing import INDEXED
 from gsa_data.pack import AnyTokens
 from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.shards import Manifest
@@ -55,10 +56,14 @@ class IndexedFolder:
     def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
         """Read the header of every dataset and compare the sizes.
 
-        Raises DataFault for a file without its other half, of a wrong size, or that is no such dataset.
+        Raises DataFault for a file without its other half or a name, of a wrong size, or that is no such dataset.
         """
         folder = Path(root)
-        names = sorted({path.stem for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
+        files = list(folder.iterdir())
+        for path in files:
+            if path.name in INDEXED and path.is_file():
+                raise DataFault(f"{path} has no name before its ending; rename the .bin and the .idx")
+        names = sorted({path.stem for path in files if path.suffix in INDEXED})
         shards, documents = [], 0
         for name in names:
             if pulse is not None:

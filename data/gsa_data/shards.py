@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
 
 
 def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> list[bytes]:
-    """All lines of one shard of JSON lines, without their newline.
+    """All lines of one shard of JSON lines, without their newline, nor a mark of UTF-8 before the first.
 
     Faults are as in `read_shard`; one that is truncated, corrupt or of another size than in the manifest counts
     as shards_damaged, and "skip" keeps the lines that are whole.
@@ -121,6 +122,8 @@ def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
     tail = lines.pop()  # empty after a final newline
     if tail and whole:
         lines.append(tail)
+    if lines:
+        lines[0] = lines[0].removeprefix(BOM_UTF8)  # as Windows programs write it
     return lines
 
 

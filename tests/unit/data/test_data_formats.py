@@ -93,6 +93,23 @@ def test_a_run_on_mixed_formats_resumes_exactly(
     assert rest.state() == whole.state()
 
 
+@pytest.mark.parametrize("form", FORMATS[:3])
+def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
+    """As PowerShell and Excel write UTF-8. Behind the first line's beginning it is not one."""
+    pack = {".jsonl": bytes, ".jsonl.zst": zstandard.compress, ".jsonl.gz": gzip.compress}[form]
+    for text, expected in {
+        line("a") + b"\n" + line("\ufeffb"): [
+            Document(b"a", "Synthetic"),
+            Document("\ufeffb".encode(), "Synthetic"),
+        ],
+        line("a"): [Document(b"a", "Synthetic")],
+        b"\n": ["empty_text"],
+        b"": ["empty_text"],
+    }.items():
+        (tmp_path / f"s{form}").write_bytes(pack(b"\xef\xbb\xbf" + text))
+        assert documents_of(build_manifest(str(tmp_path)), f"s{form}") == expected
+
+
 def test_gzip_faults(tmp_path: Path) -> None:
     packed = gzip.compress(packed_lines())
     for wrong in (

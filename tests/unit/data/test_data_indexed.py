@@ -133,6 +133,17 @@ def test_wrong_files_are_refused_at_the_start(
         open_corpus(str(tmp_path))
 
 
+def test_a_dataset_without_a_name_is_refused(written: list[list[int]], tmp_path: Path) -> None:
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"a_text_document{suffix}").rename(tmp_path / suffix)
+    with pytest.raises(DataFault, match=r"/\.(bin|idx) has no name before its ending; rename"):
+        open_corpus(str(tmp_path))  # which would leave it out
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"b_text_document{suffix}").unlink()
+    with pytest.raises(DataFault, match="has no name before its ending"):
+        open_corpus(str(tmp_path))
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
