@@ -36,7 +36,7 @@ from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_opt
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.step import Training, evaluation_step, train_step
 from helpers.checkpoints import run_state
-from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP
+from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP, as_numbers
 
 WORLD, STEPS, LENGTH, SEQUENCES = 4, 2, 32, 4
 MANY_STEPS = 10
@@ -223,7 +223,7 @@ def train_case(
     loss_sum, loss_tokens = evaluation_step(model, batches, config, parallel)
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
     reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
-    return [*records, {"loss": reduced.loss, **reduced.layers}]
+    return [*records, {"loss": reduced.loss, **as_numbers(reduced.layers)}]
 
 
 def take_step(
@@ -248,7 +248,7 @@ def take_step(
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
         "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
-        **reduced.layers,
+        **as_numbers(reduced.layers),
     }
 
 

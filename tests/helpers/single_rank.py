@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from functools import cache
 from typing import Any
@@ -123,13 +124,18 @@ def named_weights(model: Model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.gpt.named_parameters()}
 
 
-def read_stats(model: Model) -> dict[str, list[Any]]:
-    """What the layers measured since the last reset, by name and layer."""
+def read_stats(model: Model) -> dict[str, list[float]]:
+    """What the layers measured since the last reset, by name and layer; NaN for a layer that did not."""
     nothing = torch.zeros(0, dtype=torch.float64)
-    return model.runtime.stats.reduce(nothing, [], [])[0]
+    return as_numbers(model.runtime.stats.reduce(nothing, [], [])[0])
 
 
-def measure(config: Config, phase: PhaseConfig) -> dict[str, list[Any]]:
+def as_numbers(layers: dict[str, list[float | None]]) -> dict[str, list[float]]:
+    """NaN where a layer has recorded nothing."""
+    return {name: [math.nan if each is None else each for each in row] for name, row in layers.items()}
+
+
+def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
     """The statistics of one step's batches, per layer."""
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)
