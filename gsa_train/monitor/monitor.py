@@ -236,13 +236,13 @@ class Monitor:
         if config.action == "lower_lr":
             # From a step on that no reading is too late for: a run stopped in between goes on with the same rates.
             first = step + READ_DELAY_STEPS + 1
-            last = min(
-                first + config.lower_lr_steps - 1, self._span.end
-            )  # the next phase has a rate of its own
+            # The next phase has a rate of its own.
+            last = min(first + config.lower_lr_steps - 1, self._span.end)
             state.lowered = [each for each in state.lowered if each[1] > step]
-            if first <= last and not any(its_last >= first - 1 for _, its_last in state.lowered):
-                self._event("lower_lr", step, factor=config.lower_lr_factor, first=first, last=last)
-            state.lowered.append((first, last))
+            if first <= last:
+                if not any(its_last >= first - 1 for _, its_last in state.lowered):
+                    self._event("lower_lr", step, factor=config.lower_lr_factor, first=first, last=last)
+                state.lowered.append((first, last))
         if config.action == "rewind":
             return SpikeFound(state.first_in_a_row, step, signal, value, threshold, state.spikes)
         return None
