@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.memory.layer import Layer
-from gsa_train.memory.selection import attending_bytes, learning_bytes, selecting_bytes
+from gsa_train.memory.selection import (
+    attending_bytes,
+    distilling_bytes,
+    distils_behind,
+    learning_bytes,
+    selecting_bytes,
+)
 from gsa_train.memory.sizes import Sizes, fuses_heads, has_graph, uses_indexer, uses_kernels
 
 
@@ -21,7 +27,8 @@ def layer_moments(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer
     before = {"attention's backward": _attention_backward(config, phase, sizes, layer)}
     if uses_kernels(config) and uses_indexer(config, phase):
         before["selection"] = _selecting(config, sizes) - layer.core - layer.indexer
-        before["indexer loss"] = _learning(config, phase, sizes)
+        if not distils_behind(config, phase, sizes):
+            before["indexer loss"] = _learning(config, phase, sizes)
     moments |= {name: size - layer.feed_forward for name, size in before.items()}
     recomputed = _recomputed(config, sizes, layer)
     return {name: size + recomputed for name, size in moments.items()}
@@ -79,6 +86,8 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
         scratch = layer.core  # gradients of what is L x L
     elif phase.attention == "sparse":
         scratch = attending_bytes(config, sizes)
+        if distils_behind(config, phase, sizes):
+            scratch = max(scratch, distilling_bytes(config, sizes))
     return sizes.stream + output + attended + logits + queries + keys + scratch
 
 

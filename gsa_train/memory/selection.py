@@ -21,6 +21,10 @@ MOST_CANDIDATES = 16384
 """gsa_kernels.selection.candidates: of a row; with budgets that want more no row is selected by them."""
 KL_CHUNK_PAIRS = 64 * 2**20
 """gsa_kernels.kl.op: row_chunk_bytes (256 MiB) over the 4 bytes of a pair of query and key."""
+DISTILLING_CHUNK_BYTES = 2**30
+"""gsa_kernels.distillation.op: row_chunk_bytes, of the target."""
+HEADS_OF_PART = 4
+"""gsa_kernels.attention.triton_backward_target: heads whose probabilities are summed in a part of the target."""
 GATHERED_KL_BYTES = 512 * 2**20
 """gsa_kernels.kl.gathered: scratch_bytes."""
 GATHERED_PARTIAL_BYTES = 2**30
@@ -114,6 +118,31 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     gradients = key_value * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
     pairs = min(KL_CHUNK_PAIRS, sizes.pairs_of_run / gsa.selection_block * share)
     return max(gathering, heads + pairs * (target + gradients))
+
+
+def distils_behind(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
+    """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
+    model = config.model
+    return (
+        phase.attention == "sparse"
+        and phase.train == "all"
+        and not gathers(config)
+        and sizes.value == 2
+        and config.gsa.indexer_loss_row_fraction == 1
+        and config.parallel.tensor == 1
+        and model.num_heads // model.num_kv_heads % HEADS_OF_PART == 0
+    )
+
+
+def distilling_bytes(config: Config, sizes: Sizes) -> float:
+    """The loss of one run of queries behind attention: the target of a chunk of rows in parts, fp16, and the partial
+    gradients of `learning_bytes`."""
+    gsa = config.gsa
+    rows, segment, key_value = _loss_tiles(config, sizes)
+    target = 2 * config.model.num_heads / HEADS_OF_PART
+    gradients = key_value * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
+    pairs = min(DISTILLING_CHUNK_BYTES / target, sizes.pairs_of_run)
+    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + gradients)
 
 
 def _loss_tiles(config: Config, sizes: Sizes) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.distillation.op import distilling_attention
 from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.lists.key_lists import KeyLists
@@ -121,6 +122,30 @@ class SelectedBits:
 
     def indexer_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return _loss_by_rows(inputs, self.words, 1, self.log_sum)
+
+    def distilling_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_starts: torch.Tensor | None,
+        output_gate: torch.Tensor | None,
+        projections: IndexerProjections,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attention`, whose backward pass gives the gradients of the indexer loss, too. `options` are the kernel's."""
+        return distilling_attention(
+            q,
+            k,
+            v,
+            self.words,
+            *projections,
+            log_sum=self.log_sum,
+            document_starts=document_starts,
+            output_gate_logits=output_gate,
+            query_start=k.shape[1] - q.shape[1],
+            **options,
+        )
 
     def words_of(self, rows: torch.Tensor) -> torch.Tensor:
         """int32 [B, S, ceil(L_k / 32)]: the bits of the queries with these numbers, int64 [S]."""

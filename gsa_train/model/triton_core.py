@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from gsa_data.pack import document_starts
+from gsa_kernels.distillation.op import can_distil
 from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_kernels.statistics.words import statistics_of_words
 from gsa_kernels.visibility.words import visible_words
@@ -17,7 +19,15 @@ from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.selecting import GATHERED_BELOW_DENSITY, LayerSelection, select_for_layer
-from gsa_train.model.supports import AllVisible, LossInputs, Selected, SelectedLists, Support, sampled_lse
+from gsa_train.model.supports import (
+    AllVisible,
+    LossInputs,
+    Selected,
+    SelectedBits,
+    SelectedLists,
+    Support,
+    sampled_lse,
+)
 from gsa_train.profiling.spans import span
 
 if TYPE_CHECKING:
@@ -45,6 +55,7 @@ class TritonCore:
         self.dense = build_dense_attention(dense_attention)
         self.gsa, self.runtime, self.layer = attention.gsa, attention.runtime, attention.layer
         self._kernels: dict[int, str] = {}
+        self._said_behind = False
 
     def select(
         self,
@@ -98,7 +109,24 @@ class TritonCore:
             support = selected
         distils = queries is not None and counted and (runtime.train_indexer or measured)
         lse: torch.Tensor | None = None
-        if runtime.sparse or self.dense is None or (distils and runtime.train_indexer):
+        behind = distils and self._distils_behind(support, q, k)
+        if behind:
+            assert isinstance(support, SelectedBits)
+            assert queries is not None
+            assert keys is not None
+            assert weight_logits is not None
+            out, lse = support.distilling_attention(
+                q,
+                k,
+                v,
+                starts,
+                output_gate,
+                IndexerProjections(queries, keys, weight_logits),
+                loss_scale=runtime.kl_grad_scale,
+                on_rows=partial(runtime.stats.add, "indexer_kl", self.layer) if measured else None,
+                **self._loss_options(),
+            )
+        elif runtime.sparse or self.dense is None or (distils and runtime.train_indexer):
             out, lse = support.attention(q, k, v, starts, output_gate)
         else:
             out = self.dense(q, k, v)
@@ -107,7 +135,7 @@ class TritonCore:
         if sample is not None and len(sample.sparse) > 0:
             self._measure_attention(q, k, v, lse, selected, starts, sample)
         kl = None
-        if distils:
+        if distils and not behind:
             assert lse is not None
             assert queries is not None
             assert keys is not None
@@ -118,6 +146,34 @@ class TritonCore:
             if measured:
                 runtime.stats.add("indexer_kl", self.layer, rows)
         return out, kl if runtime.train_indexer else None
+
+    def _distils_behind(self, support: Support, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether attention's backward pass gives the indexer's gradients, too: it has the loss's target at hand where
+        this rank has all heads, and all rows count."""
+        runtime = self.runtime
+        behind = (
+            isinstance(support, SelectedBits)
+            and runtime.train_indexer
+            and torch.is_grad_enabled()
+            and runtime.row_fraction == 1
+            and self.attention.groups.tp.size() == 1
+            and can_distil(q, k)
+        )
+        if behind and not self._said_behind:
+            self._said_behind = True
+            logger.info("layer %d: the indexer loss in attention's backward pass", self.layer)
+        return behind
+
+    def _loss_options(self) -> dict[str, Any]:
+        """What the kernels of the indexer loss take of the indexer besides its projections."""
+        indexer = self.attention.indexer
+        assert indexer is not None
+        return {
+            "score_bias": indexer.score_bias,
+            "weight_bias": indexer.weight_bias,
+            "activation": self.gsa.indexer_activation,
+            "inverse_temperature": indexer.inverse_temperature(),
+        }
 
     def _of_rows(self, projections: IndexerProjections) -> IndexerProjections:
         """Queries that select, [B, ceil(L_q / selection_block), ...], and all keys."""
@@ -144,15 +200,10 @@ class TritonCore:
         with L, instead of probabilities, which grow with L^2, and each takes its share of the rows. The sum is this
         rank's, times their number: the indexer's gradients are averaged over these ranks (indexer.py).
         """
-        indexer = self.attention.indexer
-        assert indexer is not None
         tp = self.attention.groups.tp
         fraction, seed = self.runtime.draw_rows(self.layer)
         options = {
-            "score_bias": indexer.score_bias,
-            "weight_bias": indexer.weight_bias,
-            "activation": self.gsa.indexer_activation,
-            "inverse_temperature": indexer.inverse_temperature(),
+            **self._loss_options(),
             "row_fraction": fraction,
             "seed": seed,
             "share": (tp.rank(), tp.size()),

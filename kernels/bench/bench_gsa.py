@@ -5,6 +5,8 @@
 GSA: G2, scores, variance, budget and top-k, attention over the selected keys with G1, and the sparse phase's
 indexer loss with its gradients; projections are left out on both sides. Dense: torch SDPA on cuDNN. Medians, in ms.
 
+`kl` is the loss by itself; in `both` it is part of attention's backward pass.
+
 Each row comes twice. `graph`: both sides as CUDA graphs, what the device does. `eager`: with the launches, which
 at batch 1 take longer than the kernels; a model's other work does not wait for them, so they overlap in training.
 """
@@ -20,6 +22,7 @@ from cases import AttentionInputs, IndexerInputs, Shape
 
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.distillation.op import distilling_attention
 from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.selection.op import Selection, select_keys
@@ -76,15 +79,35 @@ class Operation:
         assert isinstance(loss, torch.Tensor)
         return torch.autograd.grad(loss, self.indexer.leaves)
 
+    def distil(self, selection: Selection) -> torch.Tensor:
+        """As `attend`, with the indexer's loss in the backward pass."""
+        x, indexer = self.inputs, self.indexer
+        v = fused_sigmoid_gate(x.v, x.value_gate)
+        return distilling_attention(
+            x.q,
+            x.k,
+            v,
+            selection.words,
+            indexer.q_idx,
+            indexer.k_idx,
+            indexer.weight_logits,
+            loss_scale=1.0,
+            **indexer.biases,
+            log_sum=selection.log_sum,
+            output_gate_logits=x.output_gate,
+        )[0]
+
     def forward(self) -> torch.Tensor:
         return self.attend(self.select().words)[0]
 
     def both(self, with_kl: bool) -> tuple[torch.Tensor, ...]:
         """Output and gradients of q, k, v and the gates; with the loss also those of the indexer."""
         selection = self.select(with_kl)
-        out, lse = self.attend(selection.words)
-        indexer_grads = self.kl_backward(selection, lse) if with_kl else ()
-        return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad), *indexer_grads
+        if with_kl:
+            out, leaves = self.distil(selection), (*self.inputs.leaves, *self.indexer.leaves)
+        else:
+            out, leaves = self.attend(selection.words)[0], self.inputs.leaves
+        return out, *torch.autograd.grad(out, leaves, self.inputs.grad)
 
 
 def operation(shape: Shape, batch: int, length: int, k_base: int, k_min: int, k_max: int) -> Operation:

@@ -4,9 +4,10 @@
 
 Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline.
 `key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` of one:
-the third of the defaults learns its indexer from a quarter of the queries. Step times are medians over
-unlogged steps; the table by part is one profiled step, in ms per sequence: what the kernels of a part took, and
-`idle`, the step's time without any kernel.
+the third of the defaults learns its indexer from a quarter of the queries. Step times are medians over unlogged steps.
+Each config takes them in turn with the first one, step by step, and the ratio is that of the medians: the clock of a
+device follows its temperature by some percent. The table by part is one profiled step, in ms per sequence: what the
+kernels of a part took, and `idle`, the step's time without any kernel.
 """
 
 import dataclasses
@@ -43,7 +44,8 @@ PARTS = (
         "indexer KL",
         r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel)",
     ),
-    ("attention", r"^_?(forward_kernel|queries_kernel|keys_kernel|rows_kernel|sum_parts|transpose_kernel)"),
+    ("attention", r"^_?(forward_kernel|queries_(with_target_)?kernel|keys_kernel|rows_kernel)"),
+    ("attention", r"^_?(sum_parts|transpose_kernel)"),
     ("attention", r"flash|fmha|sdpa|cudnn_generated"),
     ("cross-entropy", r"cross_entropy|softmax|vocabulary"),
     ("optimizer", r"multi_tensor|adam|lpnorm|foreach"),
@@ -70,6 +72,8 @@ class Row:
     micro_batch: int
     sequences: int
     step_ms: float
+    ratio: float
+    """To the first config's steps, taken in turn with these."""
     tokens_per_second: float
     mfu: float
     """Matrix products of the model's phase, sparse attention counted as sparse, over the device's peak."""
@@ -84,36 +88,64 @@ class Row:
     """Kernels that took longest: name, launches and ms per sequence."""
 
 
-def measure(bench: OurTrainee, name: str, steps: int, with_profile: bool) -> Row:
-    config = bench.config
-    batches = random_batches(config, bench.parallel)
-    for _ in range(2):
-        bench.step(batches)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
+@dataclass
+class Subject:
+    """A model on the device."""
+
+    name: str
+    bench: OurTrainee
+    others_bytes: int
+    """What was on the device before."""
+    batches: list[MicroBatch] = field(default_factory=list)
+
+    def set_micro_batch(self, size: int) -> None:
+        train = dataclasses.replace(self.bench.config.train, micro_batch_size=size)
+        self.bench.config = dataclasses.replace(self.bench.config, train=train)
+        self.batches = random_batches(self.bench.config, self.bench.parallel)
+
+    def step_seconds(self) -> float:
         began = time.perf_counter()
-        bench.step(batches)
+        self.bench.step(self.batches)
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    seconds = statistics.median(times)
+        return time.perf_counter() - began
+
+    def peak_bytes(self) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        self.step_seconds()
+        return torch.cuda.max_memory_allocated() - self.others_bytes
+
+
+def measure(
+    subject: Subject, reference: Subject | None, warm_up_seconds: float, steps: int, with_profile: bool
+) -> Row:
+    """Times in turn with those of `reference`, or alone."""
+    taking_turns = [subject] if reference is None else [reference, subject]
+    began = time.perf_counter()
+    while time.perf_counter() - began < warm_up_seconds:
+        for one in taking_turns:
+            one.step_seconds()
+    rounds = [[one.step_seconds() for one in taking_turns] for _ in range(steps)]
+    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    seconds = medians[-1]
+    bench = subject.bench
+    config = bench.config
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     flops = flops_per_token(config.model, config.gsa, bench.phase, config.train.seq_len_tokens)
     peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
     row = Row(
-        config=name,
+        config=subject.name,
         micro_batch=config.train.micro_batch_size,
         sequences=config.train.global_batch_size,
         step_ms=1e3 * seconds,
+        ratio=seconds / medians[0],
         tokens_per_second=tokens / seconds,
         mfu=float("nan") if peak is None else tokens / seconds * flops.total / peak,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
-        synchronizations=count_synchronizations(bench, batches),
+        peak_gib=subject.peak_bytes() / 2**30,
+        synchronizations=count_synchronizations(bench, subject.batches),
         launches=0,
     )
     if with_profile:
-        add_parts(row, bench, batches)
+        add_parts(row, bench, subject.batches)
     return row
 
 
@@ -183,7 +215,7 @@ def add_to(report: harness.Report, rows: list[Row]) -> None:
         times = {f"{row.config}, {row.micro_batch}": row.parts.get(part, 0.0) for row in rows}
         report.row(ms_per_sequence=part, **times)
     for row in rows:
-        if row.config.startswith("standard"):
+        if row.config.startswith("standard") and row.config == rows[0].config:
             report.bar(f"MFU of {row.config}, micro-batch {row.micro_batch}", row.mfu, at_least=0.42)
             for other in rows:
                 if (
@@ -191,7 +223,7 @@ def add_to(report: harness.Report, rows: list[Row]) -> None:
                     and other.micro_batch == row.micro_batch
                 ):
                     what = f"step of {other.config} / {row.config}, micro-batch {row.micro_batch}"
-                    report.bar(what, other.step_ms / row.step_ms, at_most=1.15)
+                    report.bar(what, other.ratio, at_most=1.15)
 
 
 def main() -> int:
@@ -199,7 +231,8 @@ def main() -> int:
     parser.add_argument("--configs", nargs="+", default=DEFAULTS)
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up-seconds", type=float, default=10.0)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -209,19 +242,25 @@ def main() -> int:
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
     parallel = init_parallel(next(iter(configs.values())).parallel, seed=1)
-    rows = []
+    rows: list[Row] = []
+    reference: Subject | None = None
     for name, config in configs.items():
-        bench = OurTrainee(config, config.phases[-1], parallel)
+        others_bytes = torch.cuda.memory_allocated()
+        subject = Subject(name, OurTrainee(config, config.phases[-1], parallel), others_bytes)
         for micro_batch in arguments.micro_batch:
-            train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
-            bench.config = dataclasses.replace(config, train=train)
-            row = measure(bench, name, arguments.steps, not arguments.no_profile)
+            for one in filter(None, (reference, subject)):
+                one.set_micro_batch(micro_batch)
+            timing = (arguments.warm_up_seconds, arguments.steps)
+            row = measure(subject, reference, *timing, not arguments.no_profile)
             rows.append(row)
             print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")
             for kernel, count, took in row.top[: arguments.top]:
                 print(f"  {took:8.3f} ms {count:6} x [{part_of(kernel)}] {kernel[:130]}")
-        bench.close()
-        release_memory(parallel.device)
+        if reference is None:
+            reference = subject
+        else:
+            subject.bench.close()
+            release_memory(parallel.device)
     add_to(report, rows)
     shutdown_parallel()
     return report.finish()

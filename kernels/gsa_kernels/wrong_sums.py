@@ -5,6 +5,9 @@ by its warp's coordinate along the axis. They calculate it as if the bits of the
 side by side (`delinearize` in its Utility.cpp, likewise for lanes). In the layouts that follow from reshaping a matrix
 product they need not: with bits for rows, heads, rows, all heads are written to one place, and the sum holds one of
 them and what the memory held before. Which layout a product gets depends on the GPU.
+
+And `store_sums` of attention/triton_backward_target.py, in assembly, adds what two lanes have of the same query, and
+says where it goes. That is right for one layout only.
 """
 
 from __future__ import annotations
@@ -27,8 +30,20 @@ TYPED_SUM = re.compile(
 )
 """Axis, type of the first operand, and its layout."""
 
+STORED_SUM = re.compile(
+    r'tt\.elementwise_inline_asm "[^"]*shfl\.sync\.bfly[^"]*".*? : (tensor<[\dx]+\w+, (#[^\n]*?)>),'
+)
+"""Type of the first operand, and its layout."""
+
 Layout = dict[str, list[list[int]]]
-"""For `lane` and `warp`: what each bit of its number adds to the coordinates."""
+"""For `register`, `lane` and `warp`: what each bit of its number adds to the coordinates."""
+
+STORED_LAYOUT: Layout = {
+    "register": [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16]],
+    "lane": [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]],
+    "warp": [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+}
+"""Of [8, 2, 4, 32]: what `store_sums` counts on, and Hopper's products give."""
 
 
 def refuse_wrong_sums() -> None:
@@ -47,7 +62,7 @@ def wrong_sums(ttgir: str) -> list[str]:
         ttgir: the kernel in the dialect TritonGPU, as `CompiledKernel.asm` has it.
     """
     layouts = {
-        name: {part: _bases(body, part) for part in ("lane", "warp")}
+        name: {part: _bases(body, part) for part in ("register", "lane", "warp")}
         for name, body in re.findall(r"^(#\w+) = #ttg\.linear<\{(.*)\}>", ttgir, re.MULTILINE)
     }
     wrong = []
@@ -55,13 +70,17 @@ def wrong_sums(ttgir: str) -> list[str]:
         bases = _resolve(layout, layouts)
         if bases is not None and _misplaces(bases, int(axis)):
             wrong.append(f"{operand} over axis {axis}")
+    for operand, layout in STORED_SUM.findall(ttgir):
+        if _resolve(layout, layouts) != STORED_LAYOUT:
+            wrong.append(f"{operand} over two lanes")
     return wrong
 
 
 def _check_kernel(module: Any, function: Any, name: str, files: Mapping[str, str], key: str) -> None:
     for path in (path for file, path in files.items() if file.endswith(".ttgir")):
         text = Path(path).read_text()
-        if text.count(SUM) != len(TYPED_SUM.findall(text)):
+        unread = text.count(SUM) != len(TYPED_SUM.findall(text))
+        if unread or text.count("shfl.sync.bfly") > 4 * len(STORED_SUM.findall(text)):
             logger.warning("Triton %s: kernel %s is not checked for wrong sums", triton.__version__, name)
         if wrong := wrong_sums(text):
             raise RuntimeError(

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from gsa_kernels.attention.triton_backward_target import backward_queries_with_target
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.kl.triton_launch import BY_HEAD, STACKED, Blocks
 from gsa_kernels.wrong_sums import wrong_sums
@@ -85,13 +86,36 @@ def indexer_loss(heads: int, dtype: torch.dtype, blocks: Blocks) -> None:
     )
 
 
+def loss_target(head_size: int, documents: bool) -> None:
+    length, heads = 128, 4
+    q = torch.zeros(1, length, heads, head_size, dtype=torch.bfloat16)
+    k = torch.zeros(1, length, 1, head_size, dtype=torch.bfloat16)
+    of_rows = torch.zeros(1, heads, length)
+    backward_queries_with_target(
+        grad=q,
+        q=q,
+        k=k,
+        v=k,
+        delta=of_rows,
+        lse2=of_rows,
+        words=torch.full((1, length, length // 32), -1, dtype=torch.int32),
+        document_starts=torch.zeros(1, length, dtype=torch.int32) if documents else None,
+        scale=1.0,
+        grad_q=q,
+        rows=range(length),
+    )
+
+
 def main() -> int:
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # the copy engine is asked for
     bf16 = torch.bfloat16
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "rows, heads, rows": (90, lambda: sum_of_heads(32, 8)),
         "heads, rows": (90, lambda: sum_of_heads(64, 8)),
         "Hopper, 2 heads": (90, lambda: indexer_loss(2, bf16, STACKED)),
         "Hopper, 4 heads": (90, lambda: indexer_loss(4, bf16, STACKED)),
+        "Hopper, target, heads of 64": (90, lambda: loss_target(64, documents=True)),
+        "Hopper, target, heads of 128": (90, lambda: loss_target(128, documents=False)),
         "Blackwell, 4 heads": (100, lambda: indexer_loss(4, bf16, BY_HEAD)),
     }
     json.dump({name: found_in(*case) for name, case in cases.items()}, sys.stdout)

@@ -67,7 +67,7 @@ def backward_rows(
     grad_attended = torch.empty_like(out) if gated else grad
     grad_gate = empty_gradient(gate_logits) if gate_logits is not None else None
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    rows = 32
+    rows = 8
     _rows_kernel[(batch * heads, triton.cdiv(length, rows))](
         grad,
         out,

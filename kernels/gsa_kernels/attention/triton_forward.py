@@ -50,7 +50,10 @@ def attention_forward(
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    grid = (batch * heads, triton.cdiv(length, tiles.queries))
+    # Two heads of half as many queries: then the two rows that a thread has of a product share their bits.
+    paired = words is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
+    in_tile = 2 if paired else 1
+    grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))
     _forward_kernel[grid](
         q,
         tile_source(k, tiles.keys, tma),
@@ -73,7 +76,8 @@ def attention_forward(
         scale * LOG2E,
         GROUP=heads // kv_heads,
         D=head_size,
-        QUERIES=tiles.queries,
+        HEADS=in_tile,
+        ROWS=tiles.queries,
         KEYS=tiles.keys,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
@@ -122,7 +126,8 @@ def _forward_kernel(
     scale_log2,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WORDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
@@ -131,25 +136,36 @@ def _forward_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: one tile of queries of one head, all its keys. The last tiles see most keys and go first."""
+    """One program: ROWS rows, which are a tile of queries of HEADS heads, and all its keys. The last tiles see most and
+    go first.
+    """
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
         query_start = 0
-    batch = tl.program_id(0) // heads
-    head = tl.program_id(0) % heads
+    QUERIES: tl.constexpr = ROWS // HEADS
+    batch = tl.program_id(0) // (heads // HEADS)
+    head = tl.program_id(0) % (heads // HEADS) * HEADS
     kv_head = head // GROUP
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
-    rows = start + tl.arange(0, QUERIES)
+    # The heads in turn for each eight queries.
+    row = tl.arange(0, ROWS)
+    local = row
+    member = row * 0
+    if HEADS > 1:
+        local = row // (8 * HEADS) * 8 + row % 8
+        member = row % (8 * HEADS) // 8
+    rows = start + local
     valid = rows < length
-    batch64 = batch.to(tl.int64)
+    batch64, head64, start64 = batch.to(tl.int64), head.to(tl.int64), start.to(tl.int64)
+    dims = tl.arange(0, D)[None, :]
 
-    q_tile = load_rows(
-        q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, False
-    )
+    q += batch64 * stride_qb + head64 * stride_qh + start64 * stride_ql
+    q_pointers = q + ((local * stride_ql + member * stride_qh)[:, None] + dims)
+    q_tile = tl.load(q_pointers) if EVEN else tl.load(q_pointers, mask=valid[:, None], other=0.0)
     num_keys = query_start + length
     positions = query_start + rows
-    maximum = tl.full([QUERIES], FLOOR, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, D], tl.float32)
+    maximum = tl.full([ROWS], FLOOR, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
 
     first = 0
     first_keys = rows
@@ -159,55 +175,57 @@ def _forward_kernel(
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
     last = tl.minimum(query_start + start + QUERIES, num_keys)
     if HAS_WORDS:
-        words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
+        words += batch64 * stride_wb + start64 * stride_wl
         diagonal = last
     else:
         diagonal = (query_start + start) // KEYS * KEYS
 
     # Two passes over one body: keys before the diagonal, then (dense attention only) those on it.
     maximum, total, acc = _attend(
-        q_tile, k, v, words, batch, kv_head, positions, valid, first_keys, first, diagonal, maximum, total, acc,
+        q_tile, k, v, words, batch, kv_head, positions, start, first_keys, first, diagonal, maximum, total, acc,
         stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-        num_keys, word_columns, scale_log2,
-        D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+        length, num_keys, word_columns, scale_log2,
+        D, HEADS, ROWS, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
     )  # fmt: skip
     if not HAS_WORDS:
         maximum, total, acc = _attend(
-            q_tile, k, v, words, batch, kv_head, positions, valid, first_keys,
+            q_tile, k, v, words, batch, kv_head, positions, start, first_keys,
             tl.maximum(first, diagonal), last, maximum, total, acc,
             stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-            num_keys, word_columns, scale_log2,
-            D, QUERIES, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
+            length, num_keys, word_columns, scale_log2,
+            D, HEADS, ROWS, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
         )  # fmt: skip
 
     # A row without any key, which a selection never has, gives 0 and not NaN.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    dims = tl.arange(0, D)[None, :]
     if HAS_GATE:
-        gate += batch64 * stride_gb + start.to(tl.int64) * stride_gl
-        gate += kv_head.to(tl.int64) * stride_gg + head % GROUP * stride_gh
-        gate_pointers = gate + ((rows - start)[:, None] * stride_gl + dims)
+        gate += batch64 * stride_gb + start64 * stride_gl + kv_head.to(tl.int64) * stride_gg
+        gate += head % GROUP * stride_gh
+        gate_pointers = gate + ((local * stride_gl + member * stride_gh)[:, None] + dims)
         logits = tl.load(gate_pointers, mask=valid[:, None], other=0.0)
         acc = acc * tl.sigmoid(logits.to(tl.float32))
-    out += batch64 * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_ol
-    out_pointers = out + ((rows - start)[:, None] * stride_ol + dims)
+    out += batch64 * stride_ob + head64 * stride_oh + start64 * stride_ol
+    out_pointers = out + ((local * stride_ol + member * stride_oh)[:, None] + dims)
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
     lse += (batch64 * heads + head) * length
-    tl.store(lse + rows, (maximum + tl.log2(total)) * LN2, mask=valid)
+    tl.store(lse + (member * length + rows), (maximum + tl.log2(total)) * LN2, mask=valid)
 
 
 @triton.jit
 def _attend(
-    q_tile, k, v, words, batch, kv_head, positions, valid, first_keys, first, last, maximum, total, acc,
+    q_tile, k, v, words, batch, kv_head, positions, start, first_keys, first, last, maximum, total, acc,
     stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
-    num_keys, word_columns, scale_log2,
-    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    length, num_keys, word_columns, scale_log2,
+    D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys first .. last (from a multiple of KEYS) to the running softmax of one tile."""
-    local = tl.arange(0, QUERIES) * stride_wl
+    QUERIES: tl.constexpr = ROWS // HEADS
+    queries = tl.arange(0, QUERIES)
+    local = queries * stride_wl
+    valid = start + queries < length
     if HAS_WORDS:
         word0, word1, word2, word3 = load_words(
             words + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
@@ -226,7 +244,13 @@ def _attend(
         )
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if HAS_WORDS:
-            logits = tl.where(expand_words(word0, word1, word2, word3, KEYS), logits, MASKED)
+            hit = expand_words(word0, word1, word2, word3, KEYS)
+            if HEADS > 1:
+                of_heads = tl.broadcast_to(
+                    tl.reshape(hit, [QUERIES // 8, 1, 8, KEYS]), [QUERIES // 8, HEADS, 8, KEYS]
+                )
+                hit = tl.reshape(of_heads, [ROWS, KEYS])
+            logits = tl.where(hit, logits, MASKED)
         elif CAUSAL:
             hit = causal_hit(positions, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
             logits = tl.where(hit, logits, MASKED)

@@ -32,16 +32,23 @@ class LossWithGradients(torch.autograd.Function):
         scale = upstream[0]
         if scale is None:
             return (None,) * 7
-        scaled: list[torch.Tensor | None] = [None] * 7
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, gradient in enumerate(ctx.saved_tensors):
-            if gradient is not None and ctx.needs_input_grad[index]:
-                by_dtype.setdefault(gradient.dtype, []).append(index)
-        for dtype, indices in by_dtype.items():  # one launch for the small ones with the large
-            products = torch._foreach_mul([ctx.saved_tensors[index] for index in indices], scale.to(dtype))
-            for index, product in zip(indices, products, strict=True):
-                scaled[index] = product
-        return tuple(scaled)
+        wanted = (
+            g if need else None for g, need in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        )
+        return *scale_gradients(tuple(wanted), scale), None
+
+
+def scale_gradients(gradients: Gradients, factor: float | torch.Tensor) -> Gradients:
+    """Times the factor, 0-d: for each dtype one launch, for the small ones with the large."""
+    scaled = list(gradients)
+    present = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+    for dtype in dict.fromkeys(gradient.dtype for _, gradient in present):
+        of_dtype = [(index, gradient) for index, gradient in present if gradient.dtype == dtype]
+        by = factor.to(dtype) if isinstance(factor, torch.Tensor) else factor
+        products = torch._foreach_mul([gradient for _, gradient in of_dtype], by)
+        for (index, _), product in zip(of_dtype, products, strict=True):
+            scaled[index] = product
+    return tuple(scaled)
 
 
 def needs_gradients(*tensors: torch.Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from gsa_kernels.sampling import RowSample, sample_rows
 
 TargetRows = Callable[[RowSample], torch.Tensor]
 """Rows -> fp32 or fp16 [B, their count, Lk]: attention probabilities of these rows, summed over the heads and, with
-`selection_block`, over the queries of each row's block."""
+`selection_block`, over the queries of each row's block. Or [B, parts, their count, Lk], whose sum that is."""
 
 
 def indexer_kl_loss(
@@ -86,19 +86,9 @@ def indexer_kl_loss(
     batch, num_rows, length = check_inputs(
         q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block, query_start
     )
-    if words is not None:
-        shape = (batch, num_rows, -(-(query_start + length) // 32))
-        check_shape("words", words, "[B, R, ceil(Lk / 32)]", shape)
-        _check_int32("words", words)
-    if document_starts is not None:
-        check_shape("document_starts", document_starts, "[B, L]", (batch, length))
-        _check_int32("document_starts", document_starts)
-    if log_sum is not None:
-        check_shape("log_sum", log_sum, "[B, R]", (batch, num_rows))
-        if log_sum.dtype != torch.float32 or target_sum is None:
-            raise ValueError(
-                f"log_sum is {log_sum.dtype} with target_sum {target_sum}; pass float32, and both or none"
-            )
+    check_support(words, document_starts, log_sum, (batch, num_rows, length, query_start + length))
+    if log_sum is not None and target_sum is None:
+        raise ValueError("log_sum is given with target_sum None; pass both or none")
     if target_sum is not None and not target_sum > 0:
         raise ValueError(f"target_sum is {target_sum}; pass a positive number")
     beta = beta_tensor(inverse_temperature, q_idx.device)
@@ -121,13 +111,13 @@ def indexer_kl_loss(
         "blocks": blocks,
         "with_gradients": needs_gradients(*differentiable),
     }
-    total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
+    total, rows = LossWithGradients.apply(*differentiable, partial(value_and_gradients, **settings))
     if factor != 1:
         total = total * factor
     return (total, rows) if return_rows else total
 
 
-def _value_and_gradients(
+def value_and_gradients(
     q_idx: torch.Tensor,
     k_idx: torch.Tensor,
     weight_logits: torch.Tensor,
@@ -149,7 +139,11 @@ def _value_and_gradients(
     with_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The sum over the sample, the KL of each row [B, R], and the sum's gradients in the order of the first six
-    arguments."""
+    arguments, which `indexer_kl_loss` has checked.
+
+    Args:
+        document_starts: [B, R], of the rows
+    """
     batch, num_rows, heads, _ = q_idx.shape
     num_keys = k_idx.shape[1]
     inputs = Inputs(
@@ -181,6 +175,7 @@ def _value_and_gradients(
     for number in range(0, sample.count, chunk_rows):
         chunk = sample.chunk(number, chunk_rows)
         target = target_rows(chunk).detach()
+        target = target[:, None] if target.ndim == 3 else target
         _check_target(target, batch, chunk.count, num_keys, q_idx.device)
         run_chunk(inputs, outputs, target, chunk, chosen)
 
@@ -242,14 +237,38 @@ def check_inputs(
     return batch, num_rows, length
 
 
+def check_support(
+    words: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    log_sum: torch.Tensor | None,
+    sizes: tuple[int, int, int, int],
+) -> None:
+    """Shapes and dtypes; `sizes` are B, R, L and Lk."""
+    batch, num_rows, length, num_keys = sizes
+    if words is not None:
+        check_shape("words", words, "[B, R, ceil(Lk / 32)]", (batch, num_rows, -(-num_keys // 32)))
+        _check_int32("words", words)
+    if document_starts is not None:
+        check_shape("document_starts", document_starts, "[B, L]", (batch, length))
+        _check_int32("document_starts", document_starts)
+    if log_sum is not None:
+        check_shape("log_sum", log_sum, "[B, R]", (batch, num_rows))
+        if log_sum.dtype != torch.float32:
+            raise ValueError(f"log_sum has dtype {log_sum.dtype}; pass float32")
+
+
 def _check_int32(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype != torch.int32:
         raise ValueError(f"{name} has dtype {tensor.dtype}; pass int32")
 
 
 def _check_target(target: torch.Tensor, batch: int, rows: int, num_keys: int, device: torch.device) -> None:
-    check_shape("target_rows(...)", target, "[B, rows, Lk]", (batch, rows, num_keys))
-    if target.dtype not in (torch.float32, torch.float16) or target.device != device or target.stride(2) != 1:
+    check_shape("target_rows(...)", target, "[B, parts, rows, Lk]", (batch, None, rows, num_keys))
+    if (
+        target.dtype not in (torch.float32, torch.float16)
+        or target.device != device
+        or target.stride(-1) != 1
+    ):
         raise ValueError(
             f"target_rows(...) gave {target.dtype} on {target.device} with strides {target.stride()}; "
             f"pass float32 or float16 on {device}, contiguous in the keys"

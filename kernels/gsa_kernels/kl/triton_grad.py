@@ -86,7 +86,7 @@ def grad_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, rows, L] fp32 or fp16
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
@@ -101,9 +101,11 @@ def grad_kernel(
     row_start,
     num_rows,
     target_stride_b,
+    target_stride_part,
     target_stride_row,
     scale,
     STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -169,6 +171,7 @@ def grad_kernel(
         target_tile = target + b.to(tl.int64) * target_stride_b
         target_tile += (tile * BM).to(tl.int64) * target_stride_row
         target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        part_stride = tl.cast(target_stride_part, tl.int64)
         d = tl.arange(0, BLOCK_D)
         dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
         dk_places = d[:, None] * BN + tl.arange(0, BN)[None, :]
@@ -183,7 +186,7 @@ def grad_kernel(
                 words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
             )
             support = support & counted[:, None]
-            p = load_target(target_rows, rows, cols, L, support) * inverse_sum[:, None]
+            p = load_target(target_rows, part_stride, rows, cols, L, support, PARTS) * inverse_sum[:, None]
             log2_q = tl.where(support, scores - lse[:, None], 0.0)
             q = tl.where(support, tl.exp2(log2_q), 0.0)
             log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)

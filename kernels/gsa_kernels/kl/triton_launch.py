@@ -119,7 +119,7 @@ def run_chunk(
     """All kernels for the rows of a chunk.
 
     Args:
-        target: fp32 or fp16 [B, rows, Lk], last dimension contiguous
+        target: fp32 or fp16 [B, parts, rows, Lk], last dimension contiguous
     """
     fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
     if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
@@ -180,9 +180,10 @@ def chunk_launches(
     scale = dim**-0.5
     reads = (inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta)
     query_start = inputs.query_start or None  # a constant in place of 0
-    sizes = (num_rows, length, num_words, query_start, row_start, rows, *target.stride()[:2], scale)
+    sizes = (num_rows, length, num_words, query_start, row_start, rows, *target.stride()[:3], scale)
     constants = {
         "STRIDE": stride,
+        "PARTS": target.shape[1],
         "HI": heads,
         "DI": dim,
         "BLOCK_D": block_d,

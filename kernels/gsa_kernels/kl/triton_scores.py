@@ -192,8 +192,12 @@ def support_tile(
 
 
 @triton.jit
-def load_target(target_rows, rows, cols, L, support):
-    """Target probabilities [BM, BN], 0 off the support whatever the memory holds there."""
+def load_target(target_rows, part_stride, rows, cols, L, support, PARTS: tl.constexpr):
+    """Target probabilities [BM, BN], the parts added in their own type; 0 off the support whatever the memory holds
+    there."""
     inside = (rows >= 0)[:, None] & (cols < L)[None, :]
-    p = tl.load(target_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    return tl.where(support, p, 0.0)
+    places = target_rows[:, None] + cols[None, :]
+    p = tl.load(places, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        p += tl.load(places + part * part_stride, mask=inside, other=0.0)
+    return tl.where(support, p.to(tl.float32), 0.0)

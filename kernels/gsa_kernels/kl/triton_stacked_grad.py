@@ -40,7 +40,7 @@ def stacked_grad_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, rows, L] fp32 or fp16
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
@@ -55,11 +55,13 @@ def stacked_grad_kernel(
     row_start,
     num_rows,
     target_stride_b,
+    target_stride_part,
     target_stride_row,
     scale,
     log_sum,  # [B, R] fp32, or None: the first pass has it
     inverse_target_sum,  # if SUM_GIVEN
     STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -147,6 +149,7 @@ def stacked_grad_kernel(
         target_tile = target + b.to(tl.int64) * target_stride_b
         target_tile += (tile * BM).to(tl.int64) * target_stride_row
         target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        part_stride = tl.cast(target_stride_part, tl.int64)
         d = tl.arange(0, BLOCK_D)
         dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
         dk_places = d[:, None] * BN + tl.arange(0, BN)[None, :]
@@ -164,7 +167,7 @@ def stacked_grad_kernel(
                 a = a.to(tl.float16)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
-            p = load_target(target_rows, rows, cols, L, support) * inverse_sum
+            p = load_target(target_rows, part_stride, rows, cols, L, support, PARTS) * inverse_sum
             log2_q = tl.where(support, scores - lse[:, None], NOT_A_SCORE)
             g = exp2_of(log2_q, KIND) - p
             log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)

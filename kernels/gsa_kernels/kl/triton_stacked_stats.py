@@ -26,7 +26,7 @@ def stacked_stats_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, rows, L] fp32 or fp16
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target if not given
@@ -38,9 +38,11 @@ def stacked_stats_kernel(
     row_start,
     num_rows,
     target_stride_b,
+    target_stride_part,
     target_stride_row,
     scale,
     STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -94,6 +96,7 @@ def stacked_stats_kernel(
         target_tile = target + b.to(tl.int64) * target_stride_b
         target_tile += (tile * BM).to(tl.int64) * target_stride_row
         target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        part_stride = tl.cast(target_stride_part, tl.int64)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         # Of the four lanes that share a row, each has its own: see `sum_in_lanes`.
@@ -109,7 +112,9 @@ def stacked_stats_kernel(
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
             if not SUM_GIVEN:
-                target_sum += sum_in_lanes(load_target(target_rows, rows, cols, L, support))
+                target_sum += sum_in_lanes(
+                    load_target(target_rows, part_stride, rows, cols, L, support, PARTS)
+                )
             scores = tl.where(support, scores, NOT_A_SCORE)
             # Lanes without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
             # it by 0, and so does the merge of the lanes and that of the segments.

@@ -29,7 +29,7 @@ def stats_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, rows, L] fp32 or fp16
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
@@ -41,9 +41,11 @@ def stats_kernel(
     row_start,
     num_rows,
     target_stride_b,
+    target_stride_part,
     target_stride_row,
     scale,
     STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -97,6 +99,7 @@ def stats_kernel(
         target_tile = target + b.to(tl.int64) * target_stride_b
         target_tile += (tile * BM).to(tl.int64) * target_stride_row
         target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        part_stride = tl.cast(target_stride_part, tl.int64)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
@@ -109,7 +112,10 @@ def stats_kernel(
             support = support_tile(
                 words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
             )
-            target_sum += tl.sum(load_target(target_rows, rows, cols, L, support), 1)
+            target_sum += tl.sum(
+                load_target(target_rows, part_stride, rows, cols, L, support, PARTS),
+                1,
+            )
             scores = tl.where(support, scores, NOT_A_SCORE)
             # Rows without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
             # it by 0, and so does the merge of the segments.

@@ -1,0 +1,286 @@
+"""The gradient of q, and from the same probabilities the target of the indexer's loss: its sums over heads.
+
+A program has four heads of one key-value head: a product's 128 rows are 32 queries of each. So the sum over these heads
+is one over registers and lanes, and what is left is to add the parts of the key-value heads, which the loss does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_tiles import (
+    LOG2E,
+    expand_words,
+    is_even,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+from gsa_kernels.attention.triton_tiles import Tiles as _Tiles
+from gsa_kernels.devices import interpreted
+
+HEADS = 4
+"""Of one product, and of one part of the target."""
+
+TILES = _Tiles(32, 64, 8, 3, registers=232)
+"""Queries, of each head. `store_sums` counts on 64 keys. The limit is more than is used: without any, ptxas saves
+registers, and the second product has to wait for the exponentials of the first."""
+
+HOPPER = 9
+"""Major compute capability, whose products have the layout that `store_sums` counts on."""
+
+
+def gives_target(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether `backward_queries_with_target` takes q [B, L, H, D] and k [B, Lk, Hkv, D]."""
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] // k.shape[2] % HEADS == 0
+        and (interpreted() or torch.cuda.get_device_capability(q.device)[0] == HOPPER)
+    )
+
+
+def backward_queries_with_target(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    delta: torch.Tensor,
+    lse2: torch.Tensor,
+    words: torch.Tensor,
+    document_starts: torch.Tensor | None,
+    scale: float,
+    grad_q: torch.Tensor,
+    rows: range,
+) -> torch.Tensor:
+    """Write grad_q[:, rows] of [B, L, H, D], and give the target of these queries.
+
+    Returns:
+        fp16 [B, H / 4, len(rows), Lk]: of each four heads the sum of p[t, s] for s in S_t, 0 elsewhere. Unwritten where
+        no query of a tile of 32 sees any key of a tile of 64.
+    """
+    batch, length, heads, head_size = q.shape
+    num_keys = k.shape[1]
+    tiles = TILES
+    tma = use_tma(tiles, k, v)
+    row_tiles, key_tiles = triton.cdiv(len(rows), tiles.queries), triton.cdiv(num_keys, tiles.keys)
+    parts = heads // HEADS
+    # Whole tiles: they are stored without masks.
+    shape = (batch, parts, row_tiles * tiles.queries, key_tiles * tiles.keys)
+    target = torch.empty(shape, dtype=torch.float16, device=q.device)
+    _queries_with_target_kernel[(batch * parts, row_tiles)](
+        q,
+        tile_source(k, tiles.keys, tma),
+        tile_source(v, tiles.keys, tma),
+        grad,
+        delta,
+        lse2,
+        words,
+        document_starts,
+        grad_q,
+        target,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad.stride()[:3],
+        *words.stride()[:2],
+        *grad_q.stride()[:3],
+        *target.stride()[:3],
+        rows.start,
+        rows.stop,
+        length,
+        num_keys - length or None,
+        heads,
+        triton.cdiv(num_keys, 32),
+        scale,
+        scale * LOG2E,
+        GROUP=heads // k.shape[2],
+        HEADS=HEADS,
+        D=head_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_DOCUMENTS=document_starts is not None,
+        EVEN=is_even(len(rows), num_keys, tiles.queries) and num_keys % tiles.keys == 0,
+        TMA=tma,
+        IN_LANES=not interpreted(),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        maxnreg=tiles.registers,
+    )
+    return target[:, :, : len(rows), :num_keys]
+
+
+# Row ranges vary from launch to launch: specialising on them would only compile more variants.
+@triton.jit(do_not_specialize=["row_start", "row_stop"])
+def _queries_with_target_kernel(
+    q, k, v, grad, delta, lse2, words, document_starts, grad_q, target,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_vb, stride_vl, stride_vh,
+    stride_ub, stride_ul, stride_uh,
+    stride_wb, stride_wl,
+    stride_db, stride_dl, stride_dh,
+    stride_tb, stride_tp, stride_tl,
+    row_start, row_stop, length, query_start, heads, word_columns, scale, scale_log2,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, IN_LANES: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of queries of HEADS heads. The last tiles go first."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
+    parts = heads // HEADS
+    batch = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    kv_head = part * HEADS // GROUP
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = row_start + tile * QUERIES
+    batch64, start64 = batch.to(tl.int64), start.to(tl.int64)
+
+    # Of the rows of a product, i and i + 8 of each 16 are one thread's, and the lanes of its second half have those
+    # that are 4 further: these are the four heads of one query.
+    stacked = tl.arange(0, HEADS * QUERIES)
+    own = stacked // 16 * 4 + stacked % 4
+    member = stacked % 16 // 4
+    valid = start + own < row_stop
+    dims = tl.arange(0, D)[None, :]
+    q += batch64 * stride_qb + (part * HEADS).to(tl.int64) * stride_qh + start64 * stride_ql
+    q_tile = _load(q + ((own * stride_ql + member * stride_qh)[:, None] + dims), valid, EVEN)
+    grad += batch64 * stride_ub + (part * HEADS).to(tl.int64) * stride_uh + start64 * stride_ul
+    u_tile = _load(grad + ((own * stride_ul + member * stride_uh)[:, None] + dims), valid, EVEN)
+    position = (batch64 * heads + part * HEADS + member) * length + start + own
+    row_lse2 = tl.load(lse2 + position, mask=valid, other=0.0)
+    row_delta = tl.load(delta + position, mask=valid, other=0.0)
+
+    num_keys = query_start + length
+    first = 0
+    if HAS_DOCUMENTS:
+        # Starts never decrease along the sequence: the tile's first row sees furthest back.
+        first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
+    last = tl.minimum(query_start + start + QUERIES, num_keys)
+
+    rows = tl.arange(0, QUERIES)
+    words += batch64 * stride_wb + start64 * stride_wl + rows * stride_wl
+    readable = start + rows < row_stop
+    target += batch64 * stride_tb + part.to(tl.int64) * stride_tp + (tile * QUERIES).to(tl.int64) * stride_tl
+    places = _places(target, stride_tl, QUERIES, KEYS) if IN_LANES else target
+
+    acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
+    word0, word1, word2, word3 = load_words(
+        words + first // 32, 1, readable, word_columns - first // 32, KEYS, EVEN
+    )
+    for column in range(first, last, KEYS):
+        # Those of the next tile, so that nothing waits for them.
+        ahead = column + KEYS
+        if EVEN:
+            ahead = tl.minimum(ahead, num_keys - KEYS)
+        next0, next1, next2, next3 = load_words(
+            words + ahead // 32, 1, readable, word_columns - ahead // 32, KEYS, EVEN
+        )
+        k_tile = load_rows(
+            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
+        )
+        v_tile = load_rows(
+            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, num_keys, KEYS, D, EVEN, TMA
+        )
+        hit = expand_words(word0, word1, word2, word3, KEYS)
+        of_heads = tl.broadcast_to(
+            tl.reshape(hit, [QUERIES // 4, 1, 4, KEYS]), [QUERIES // 4, HEADS, 4, KEYS]
+        )
+        logits = tl.dot(q_tile, tl.trans(k_tile))
+        by_probs = tl.dot(u_tile, tl.trans(v_tile))
+        probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
+        probs = tl.where(tl.reshape(of_heads, [HEADS * QUERIES, KEYS]), probs, 0.0)
+        by_logits = probs * (by_probs - row_delta[:, None])
+        acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc)
+        # Behind the last product, which runs meanwhile.
+        if IN_LANES:
+            pairs = tl.sum(tl.reshape(probs, [QUERIES // 4, 2, 8, KEYS]), 1)
+            halves = tl.permute(tl.reshape(pairs, [QUERIES // 4, 2, 4, 2, KEYS // 2]), [0, 1, 2, 4, 3])
+            low, high = tl.split(halves)
+            store_sums(places + column, low, high)
+        else:
+            sums = tl.reshape(tl.sum(tl.reshape(probs, [QUERIES // 4, HEADS, 4, KEYS]), 1), [QUERIES, KEYS])
+            columns = column + tl.arange(0, KEYS)
+            tl.store(
+                places + (rows[:, None] * stride_tl + columns[None, :]), sums.to(target.dtype.element_ty)
+            )
+        word0, word1, word2, word3 = next0, next1, next2, next3
+
+    grad_q += batch64 * stride_db + (part * HEADS).to(tl.int64) * stride_dh + start64 * stride_dl
+    pointers = grad_q + ((own * stride_dl + member * stride_dh)[:, None] + dims)
+    tl.store(pointers, (acc * scale).to(grad_q.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _load(pointers, valid, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    else:  # noqa: RET505 (the compiler reads what follows a return)
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _places(target, stride_l, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """[QUERIES / 4, 2, 4, KEYS / 2]: where a thread stores the first of its sums, for each of them. Of a query's keys
+    the first half is stored by lanes 0 .. 15 and the second by the others."""
+    row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
+    half = tl.arange(0, 2)[None, :, None, None]
+    of_lane = tl.arange(0, KEYS // 2)[None, None, None, :] & 6
+    return target + (row * stride_l + half * (KEYS // 2) + of_lane)
+
+
+@triton.jit
+def store_sums(places, low, high):
+    """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys.
+
+    Eight columns of a thread at a time, 0, 1, 8, 9, 16, 17, 24 and 25 from its first one on: `wrong_sums.py` refuses
+    a kernel in which a thread has others.
+
+    Args:
+        places: from `_places`
+        low, high: fp32 [QUERIES / 4, 2, 4, KEYS / 2], the halves of the keys
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred upper;
+        .reg .b32 lane, low, high, own, other, sum0, sum1, sum2, sum3;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 16;
+        setp.ne.u32 upper, lane, 0;
+        cvt.rn.f16x2.f32 low, $11, $10;
+        cvt.rn.f16x2.f32 high, $19, $18;
+        selp.b32 own, high, low, upper;
+        selp.b32 other, low, high, upper;
+        shfl.sync.bfly.b32 other, other, 16, 31, -1;
+        add.rn.f16x2 sum0, own, other;
+        cvt.rn.f16x2.f32 low, $13, $12;
+        cvt.rn.f16x2.f32 high, $21, $20;
+        selp.b32 own, high, low, upper;
+        selp.b32 other, low, high, upper;
+        shfl.sync.bfly.b32 other, other, 16, 31, -1;
+        add.rn.f16x2 sum1, own, other;
+        cvt.rn.f16x2.f32 low, $15, $14;
+        cvt.rn.f16x2.f32 high, $23, $22;
+        selp.b32 own, high, low, upper;
+        selp.b32 other, low, high, upper;
+        shfl.sync.bfly.b32 other, other, 16, 31, -1;
+        add.rn.f16x2 sum2, own, other;
+        cvt.rn.f16x2.f32 low, $17, $16;
+        cvt.rn.f16x2.f32 high, $25, $24;
+        selp.b32 own, high, low, upper;
+        selp.b32 other, low, high, upper;
+        shfl.sync.bfly.b32 other, other, 16, 31, -1;
+        add.rn.f16x2 sum3, own, other;
+        st.global.b32 [$2], sum0;
+        st.global.b32 [$2 + 16], sum1;
+        st.global.b32 [$2 + 32], sum2;
+        st.global.b32 [$2 + 48], sum3;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        }""",
+        "=r,=r,l,l,l,l,l,l,l,l,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+        [places.to(tl.int64), low, high],
+        dtype=tl.int8,
+        is_pure=False,
+        pack=8,
+    )

@@ -1,0 +1,1 @@
+"""Attention that teaches the indexer: its backward pass has the probabilities that the indexer's loss is made of."""

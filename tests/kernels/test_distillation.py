@@ -1,0 +1,655 @@
+"""Attention whose backward pass also gives the indexer's gradients: against the references in fp64, and to the bit
+against `masked_attention`. On CUDA where there is a device of its kind, else small in Triton's interpreter."""
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
+
+pytest.importorskip("triton")
+
+from poison import poison_buffers  # noqa: E402
+from query_runs import assert_same  # noqa: E402
+from test_triton_attention import pack  # noqa: E402
+from test_triton_kl import SMALL, STACKED, compute, device_of, make_problem  # noqa: E402
+from test_triton_kl_known_sums import TARGET_SUM, log_sums, scale_target  # noqa: E402
+
+from gsa_kernels import (  # noqa: E402
+    indexer_kl,
+    indexer_scores,
+    renormalise_target,
+    sampling,
+    sparse_attention,
+)
+from gsa_kernels.attention import (  # noqa: E402
+    triton_backward,
+    triton_backward_keys,
+    triton_backward_target,
+    triton_forward,
+    triton_words,
+)
+from gsa_kernels.attention.op import masked_attention  # noqa: E402
+from gsa_kernels.attention.triton_backward import attention_backward, backward_rows  # noqa: E402
+from gsa_kernels.attention.triton_backward_target import HEADS, HOPPER, backward_queries_with_target  # noqa: E402
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows  # noqa: E402
+from gsa_kernels.distillation import op  # noqa: E402
+from gsa_kernels.distillation.op import can_distil, distilling_attention  # noqa: E402
+from gsa_kernels.gates import rows as gate_rows  # noqa: E402
+from gsa_kernels.kl import op as kl_op  # noqa: E402
+from gsa_kernels.kl import triton_launch  # noqa: E402
+from gsa_kernels.sampling import RowSample  # noqa: E402
+
+ON_HOPPER = CUDA and torch.cuda.get_device_capability()[0] == HOPPER
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper")]
+)
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+ATTENDED = ("q", "k", "v", "output_gate_logits")
+INDEXER = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
+LOSS_SCALE = 0.375
+
+TARGET_EPS = 2.0**-10
+"""The target is fp16: its parts are rounded, on a GPU also their sums of two heads, and what the loss adds up of them.
+Half of this each, here and there more or less."""
+
+
+@dataclass
+class Case:
+    inputs: dict[str, torch.Tensor]
+    """Without the gate or the biases where there are none."""
+    mask: torch.Tensor
+    """bool [B, L, Lk], S_t."""
+    document_starts: torch.Tensor | None
+    grad: torch.Tensor
+    """Of the output."""
+    activation: str
+    query_start: int
+
+    @property
+    def words(self) -> torch.Tensor:
+        return pack(self.mask)
+
+
+def make_case(
+    length: int,
+    *,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    heads: int = 4,
+    kv_heads: int = 1,
+    head_size: int = 32,
+    indexer_heads: int = 2,
+    indexer_size: int = 16,
+    activation: str = "sigmoid",
+    gated: bool = True,
+    documents: bool = False,
+    query_start: int = 0,
+    single: bool = False,
+) -> Case:
+    """Every query selects a random part of what it sees and itself; `single`: one key, mostly another one."""
+    rng = torch.Generator().manual_seed(length)
+    num_keys = query_start + length
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng).to(device, dtype)
+
+    inputs = {
+        "q": normal(batch, length, heads, head_size),
+        "k": normal(batch, num_keys, kv_heads, head_size),
+        "v": normal(batch, num_keys, kv_heads, head_size),
+        "output_gate_logits": normal(batch, length, heads, head_size),
+        "q_idx": normal(batch, length, indexer_heads, indexer_size),
+        "k_idx": normal(batch, num_keys, indexer_size),
+        "weight_logits": normal(batch, length, indexer_heads),
+        "score_bias": normal(indexer_heads, dtype=torch.float32),
+        "weight_bias": normal(indexer_heads, dtype=torch.float32),
+        "inverse_temperature": torch.tensor(1.7 if activation == "sigmoid" else 0.6, device=device),
+    }
+    if not gated:
+        del inputs["output_gate_logits"]
+    if activation == "relu":
+        del inputs["score_bias"], inputs["weight_bias"]
+    keys, positions = torch.arange(num_keys), query_start + torch.arange(length)
+    visible = (keys <= positions[:, None]).expand(batch, length, num_keys)
+    starts = None
+    if documents:
+        starts = torch.zeros(batch, length, dtype=torch.int32)
+        for b in range(batch):
+            for cut in (num_keys // 3 + b, num_keys // 2 + 2 * b, num_keys - 5):
+                starts[b, positions >= cut] = cut
+        visible = visible & (keys >= starts[..., None])
+        starts = starts.to(device)
+    chance = torch.rand(visible.shape, generator=rng)
+    if single:
+        best = torch.where(visible, chance, -1.0).argmax(-1, keepdim=True)
+        mask = torch.zeros_like(visible).scatter_(-1, best, True)
+    else:
+        mask = visible & ((chance < 0.6) | (keys == positions[:, None]))
+    return Case(inputs, mask.to(device), starts, normal(*inputs["q"].shape), activation, query_start)
+
+
+@dataclass
+class Results:
+    out: torch.Tensor
+    rows: torch.Tensor
+    """KL of each query, [B, L]."""
+    grads: dict[str, torch.Tensor]
+
+    def items(self) -> dict[str, torch.Tensor]:
+        return {"out": self.out, "rows": self.rows, **self.grads}
+
+
+def distil(case: Case, loss_scale: float = LOSS_SCALE, **options: Any) -> Results:
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.inputs.items()}
+    seen: list[torch.Tensor] = []
+    out, lse = distilling_attention(
+        **leaves,  # type: ignore[arg-type]
+        **{
+            "words": case.words,
+            "loss_scale": loss_scale,
+            "activation": case.activation,
+            "document_starts": case.document_starts,
+            "query_start": case.query_start,
+            "on_rows": seen.append,
+            **options,
+        },
+    )
+    assert not lse.requires_grad
+    assert seen == []
+    grads = torch.autograd.grad(out, list(leaves.values()), case.grad)
+    assert len(seen) == 1
+    assert not seen[0].requires_grad
+    return Results(out.detach(), seen[0], dict(zip(leaves, grads, strict=True)))
+
+
+def attend(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`masked_attention` alone."""
+    leaves = {name: case.inputs[name].detach().requires_grad_() for name in ATTENDED if name in case.inputs}
+    out, _ = masked_attention(
+        **leaves, words=case.words, document_starts=case.document_starts, query_start=case.query_start
+    )
+    grads = torch.autograd.grad(out, list(leaves.values()), case.grad)
+    return out.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def reference(case: Case, dtype: torch.dtype | None) -> Results:
+    """In this dtype, by the references; if None in the inputs' own, attention as it is written in torch."""
+    leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in case.inputs.items()}
+    q, k, v = (leaves[name] for name in ATTENDED[:3])
+    attention = sparse_attention(q, k, v, case.mask, return_probs=True)
+    out, probs = attention.out, attention.head_sum_probs
+    assert probs is not None
+    if dtype is None:
+        keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+        logits = logits.masked_fill(~case.mask[:, None], float("-inf"))
+        out = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values)
+    if "output_gate_logits" in leaves:
+        out = out * torch.sigmoid(leaves["output_gate_logits"])
+    scores = indexer_scores(
+        *(leaves[name] for name in INDEXER[:3]),
+        score_bias=leaves.get("score_bias"),
+        weight_bias=leaves.get("weight_bias"),
+        activation=case.activation,  # type: ignore[arg-type]
+    )
+    target = renormalise_target(probs, case.mask)
+    rows = indexer_kl(scores, target, case.mask, leaves["inverse_temperature"])
+    loss = LOSS_SCALE * rows.sum()
+    grads = torch.autograd.grad(
+        [out, loss], list(leaves.values()), [case.grad.to(out.dtype), torch.ones_like(loss)]
+    )
+    return Results(out.detach(), rows.detach(), dict(zip(leaves, grads, strict=True)))
+
+
+def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert torch.equal(got[name], want), name
+
+
+def check(case: Case, **options: Any) -> Results:
+    """Errors at most twice those of torch in the same dtype; of attention's results the largest, as in its own
+    tests, and of the indexer's the norm, as in those of its loss."""
+    results = distil(case, **options)
+    got, exact, same = (
+        each.items() for each in (results, reference(case, torch.float64), reference(case, None))
+    )
+    attended = [name for name in ("out", *ATTENDED) if name in exact]
+    largest = max(1.0, *(exact[name].abs().max().item() for name in attended))
+    for name, want in exact.items():
+        value, errors = got[name], [x[name].double() - want for x in (got, same)]
+        if name in case.inputs:
+            assert value.dtype == case.inputs[name].dtype, name
+        if name in attended:
+            error, of_torch = (x.abs().max() for x in errors)
+            floor = 4 * torch.finfo(value.dtype).eps * largest
+        else:
+            error, of_torch = (x.norm() for x in errors)
+            # biases and beta are in fp32, of rounded halves
+            in_full = name in case.inputs and value.dtype == torch.float32
+            floor = (2 if in_full else 1) * TARGET_EPS * want.norm() + 1e-5
+        assert error <= 2 * of_torch + floor, (
+            f"{name}: {error} against {of_torch}, at most {want.abs().max()}"
+        )
+    return results
+
+
+def assert_attention_is_untouched(case: Case, got: Results) -> None:
+    """To the bit that of the kernels which do nothing else."""
+    out, grads = attend(case)
+    assert torch.equal(got.out, out)
+    assert_equal({name: got.grads[name] for name in grads}, grads)
+
+
+def name_of(value: object) -> str:
+    """Of a parameter; of options their names."""
+    return "-".join(value) if isinstance(value, dict) else str(value)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES: list[tuple[int, torch.dtype, dict[str, Any]]] = [
+    (1, BF16, {}),
+    (33, BF16, {"heads": 8, "kv_heads": 2, "batch": 2, "documents": True}),
+    (70, FP16, {"heads": 8, "query_start": 37, "documents": True, "gated": False}),
+    (100, BF16, {"heads": 8, "kv_heads": 2, "activation": "relu"}),
+    (128, BF16, {"query_start": 64}),
+    (128, FP16, {"activation": "relu", "documents": True}),
+    (100, BF16, {"single": True, "documents": True}),
+    (100, FP16, {"single": True}),
+    (33, BF16, {"heads": 8, "head_size": 64, "indexer_heads": 4, "gated": False, "query_start": 100}),
+]
+
+
+@devices
+@pytest.mark.parametrize(("length", "dtype", "options"), CASES, ids=name_of)
+def test_output_and_gradients(device: str, length: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = make_case(length, device=device, dtype=dtype, **options)
+    assert_attention_is_untouched(case, check(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper")
+@dtypes
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1000, {"documents": True, "batch": 2}),
+        (2048, {"query_start": 1024, "gated": False}),
+        (700, {"query_start": 333, "documents": True, "head_size": 64, "activation": "relu"}),
+    ],
+    ids=name_of,
+)
+def test_long_sequences(length: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """In several chunks of rows and segments of keys, with heads as in training."""
+    sizes: dict[str, Any] = {
+        "heads": 16,
+        "kv_heads": 4,
+        "head_size": 128,
+        "indexer_heads": 4,
+        "indexer_size": 64,
+    }
+    case = make_case(length, device="cuda", dtype=dtype, **{**sizes, **options})
+    got = check(case, row_chunk_bytes=2**22)
+    assert_attention_is_untouched(case, got)
+    assert_equal(distil(case).items(), got.items())
+
+
+@devices
+@dtypes
+def test_chunks_change_nothing(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; of their size what the target takes, two bytes for each four heads and key."""
+    calls: list[tuple[int, int]] = []
+
+    def recorded(*arguments: Any) -> torch.Tensor:
+        rows = arguments[-1]
+        calls.append((rows.start, rows.stop))
+        target = backward_queries_with_target(*arguments)
+        assert target.dtype == torch.float16
+        assert target.shape == (1, 2, len(rows), 70)
+        return target
+
+    monkeypatch.setattr(op, "backward_queries_with_target", recorded)
+    case = make_case(70, device=device, dtype=dtype, heads=8, kv_heads=2, documents=True)
+    whole = distil(case)
+    assert calls == [(0, 70)]
+    row_bytes = 2 * 2 * 70
+    for row_chunk_bytes, ends in ((1, (0, 32, 64, 70)), (64 * row_bytes, (0, 64, 70))):
+        calls.clear()
+        assert_equal(distil(case, row_chunk_bytes=row_chunk_bytes).items(), whole.items())
+        assert calls == list(pairwise(ends))
+
+
+@devices
+def test_runs_agree_to_the_bit(device: str) -> None:
+    case = make_case(60 if device == "cpu" else 1024, device=device, heads=8, kv_heads=2)
+    first = distil(case)
+    for _ in range(1 if device == "cpu" else 5):
+        assert_equal(distil(case).items(), first.items())
+
+
+@devices
+def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buffers begin as NaN; none reaches a result. The last tiles of queries see none of the first tile of keys."""
+    case = make_case(130, device=device, documents=True)
+    assert case.document_starts is not None
+    assert (case.document_starts[:, 96:] > 64).all()
+    clean = distil(case, row_chunk_bytes=1)
+    attention = (triton_forward, triton_backward, triton_backward_keys, triton_backward_target, triton_words)
+    poison_buffers(monkeypatch, op, *attention, gate_rows, kl_op, triton_launch, make=("empty", "empty_like"))
+    assert triton_launch.scratch(1, dtype=BF16, device=torch.device(device)).isnan().all()
+    got = distil(case, row_chunk_bytes=1)
+    assert all(value.isfinite().all() for value in got.items().values())
+    assert_equal(got.items(), clean.items())
+
+
+@devices
+@dtypes
+def test_the_future_is_not_seen(device: str, dtype: torch.dtype) -> None:
+    """By queries before a token that changes; nor are the gradients of later outputs."""
+    cut, start = 41, 20
+    case = make_case(70, device=device, dtype=dtype, query_start=start)
+    before = distil(case).items()
+    rng = torch.Generator().manual_seed(1)
+    own = ("q", "output_gate_logits", "q_idx", "weight_logits")
+    changed = {name: case.inputs[name][:, cut:] for name in own}
+    changed |= {name: case.inputs[name][:, start + cut :] for name in ("k", "v", "k_idx")}
+    for part in (*changed.values(), case.grad[:, cut:]):
+        part.copy_(50 * torch.randn(part.shape, generator=rng))
+    after = distil(case).items()
+    for name in ("out", "rows", *own):
+        assert torch.equal(after[name][:, :cut], before[name][:, :cut]), name
+        assert not torch.equal(after[name], before[name]), name
+
+
+@devices
+def test_the_scale_is_of_the_indexer_alone(device: str) -> None:
+    case = make_case(50, device=device)
+    once, twice, never = (distil(case, loss_scale=scale).items() for scale in (1.0, 2.0, 0.0))
+    for name, want in once.items():
+        assert want.any(), name
+        assert torch.equal(twice[name], 2 * want if name in INDEXER else want), name
+        assert torch.equal(never[name], torch.zeros_like(want) if name in INDEXER else want), name
+
+
+@devices
+def test_softmax_scale(device: str) -> None:
+    """Half of it is half of q."""
+    case = make_case(50, device=device, documents=True)
+    got = distil(case, softmax_scale=0.5 * 32**-0.5).items()
+    case.inputs["q"] = case.inputs["q"] / 2
+    wanted = distil(case).items()
+    wanted["q"] = wanted["q"] / 2
+    assert_equal(got, wanted)
+
+
+@devices
+def test_strides_do_not_matter(device: str) -> None:
+    """[L, B, ...] memory, slices of fused projections, and an expanded gradient."""
+    case = make_case(33, device=device, batch=2, heads=8, kv_heads=2)
+    gate = case.inputs["output_gate_logits"].unflatten(2, (2, 4))
+    case.grad = case.grad[:1, :1, :1, :1].expand(case.grad.shape)
+    views = dict(case.inputs, output_gate_logits=gate)
+    for name, tensor in views.items():
+        if tensor.ndim > 2:  # every second head, or row of the memory of two
+            inner = torch.stack([tensor, torch.full_like(tensor, 7)], 3 if tensor.ndim > 3 else 2)
+            memory = inner.transpose(0, 1).contiguous().transpose(0, 1)
+            views[name] = memory.select(3 if tensor.ndim > 3 else 2, 0)
+            assert not views[name].is_contiguous()
+    expected = distil(replace(case, grad=case.grad.contiguous())).items()
+    got = distil(replace(case, inputs=views)).items()
+    got["output_gate_logits"] = got["output_gate_logits"].flatten(2, 3)
+    assert_equal(got, expected)
+    # Without the copy engine, which wants keys aligned to 16 bytes.
+    wide = torch.nn.functional.pad(case.inputs["k"], (1, 0))
+    case.inputs["k"] = wide[..., 1:]
+    check(case)
+
+
+@devices
+def test_what_needs_no_gradient_gets_none(device: str) -> None:
+    case = make_case(40, device=device)
+    whole = distil(case).grads
+    for trained in (ATTENDED, INDEXER, ("k_idx",)):
+        leaves = {n: t.detach().clone().requires_grad_(n in trained) for n, t in case.inputs.items()}
+        out, _ = distilling_attention(**leaves, words=case.words, loss_scale=LOSS_SCALE)  # type: ignore[arg-type]
+        out.backward(case.grad)
+        for name, leaf in leaves.items():
+            if name in trained:
+                assert leaf.grad is not None
+                assert torch.equal(leaf.grad, whole[name]), name
+            else:
+                assert leaf.grad is None, name
+
+
+@devices
+def test_a_trace_tells_the_loss_from_attention(device: str) -> None:
+    case = make_case(40, device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
+        distil(case)
+    named = [event for event in traced.events() if event.name in ("kl", "attention")]
+    assert sorted(event.name for event in named) == ["attention", "kl"]
+    target = next(event for event in named if event.name == "attention")
+    around = []
+    while (target := target.cpu_parent) is not None:
+        around.append(target.name)
+    assert "kl" in around
+
+
+@devices
+def test_the_log_sum_spares_a_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the kernels for bf16. A wrong one shows in the gradients: it is read."""
+    case = make_case(70, device=device, heads=8, kv_heads=2, documents=True, query_start=20)
+    scores = indexer_scores(
+        *(case.inputs[name].double() for name in INDEXER[:3]),
+        score_bias=case.inputs["score_bias"].double(),
+        weight_bias=case.inputs["weight_bias"].double(),
+    )
+    scores = scores * case.inputs["inverse_temperature"].double()
+    log_sum = scores.masked_fill(~case.mask, float("-inf")).logsumexp(-1).float()
+    kernels: list[list[str]] = []
+    launches = triton_launch.chunk_launches
+
+    def recorded(*arguments: Any) -> dict[str, Any]:
+        made = launches(*arguments)
+        kernels.append(list(made))
+        return made
+
+    monkeypatch.setattr(triton_launch, "chunk_launches", recorded)
+    got = check(case, log_sum=log_sum)
+    assert kernels == [["gradients", "reduce"]]
+    off = distil(case, log_sum=log_sum + 0.05)
+    assert (off.grads["k_idx"] - got.grads["k_idx"]).norm() > 0.02 * got.grads["k_idx"].norm()
+
+
+@devices
+@pytest.mark.parametrize(("kv_heads", "documents"), [(2, False), (1, True)], ids=["4", "8 documents"])
+def test_parts_of_the_target(
+    device: str, kv_heads: int, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is of its own four heads, and their sum is what the loss is given else. Of ranges of rows: others are not
+    written, nor where no query of a tile sees a key."""
+    case = make_case(
+        130, device=device, heads=8, kv_heads=kv_heads, gated=False, documents=documents, query_start=30
+    )
+    q, k, v = (case.inputs[name] for name in ATTENDED[:3])
+    support: dict[str, Any] = {"document_starts": case.document_starts, "query_start": 30}
+    out, lse = masked_attention(q, k, v, case.words, **support)
+    scale = 32**-0.5
+    _, _, delta, lse2 = backward_rows(case.grad, out, lse, None)
+    grad_q, *_ = attention_backward(
+        case.grad, q, k, v, out, lse, case.words, case.document_starts, None, scale
+    )
+    poison_buffers(monkeypatch, triton_backward_target)
+    for rows in (range(130), range(32, 96), range(96, 130)):
+        own = slice(rows.start, rows.stop)
+        got_q = torch.full_like(q, float("nan"))
+        arguments = (case.grad, q, k, v, delta, lse2, case.words, case.document_starts, scale)
+        target = backward_queries_with_target(*arguments, got_q, rows)
+        assert torch.equal(got_q[:, own], grad_q[:, own])
+        assert got_q[:, : rows.start].isnan().all()
+        assert got_q[:, rows.stop :].isnan().all()
+
+        mask = case.mask[:, own]
+        near = {"rtol": 1.25 * TARGET_EPS, "atol": 2.0**-23}
+        for part, found in enumerate(target.unbind(1)):
+            heads, kv_head = slice(HEADS * part, HEADS * (part + 1)), HEADS * part * kv_heads // 8
+            of_head = (x[:, :, kv_head : kv_head + 1].double() for x in (k, v))
+            exact = sparse_attention(
+                q[:, own, heads].double(), *of_head, mask, return_probs=True
+            ).head_sum_probs
+            assert exact is not None
+            torch.testing.assert_close(found[mask].double(), exact[mask], **near)
+        sums = head_sum_probs_rows(q, k, lse, case.words, RowSample(rows.start, len(rows)), **support)
+        torch.testing.assert_close(target.float().sum(1)[mask], sums[mask], **near)
+
+        positions = 30 + torch.arange(130, device=device)[own]
+        visible = torch.arange(160, device=device) <= positions[:, None]
+        if case.document_starts is not None:
+            visible = visible & (torch.arange(160, device=device) >= case.document_starts[:, own, None])
+        unselected = (visible & ~mask)[:, None].expand_as(target)
+        assert (target[unselected] == 0).all()
+        if documents and rows.start == 96:
+            assert target[..., :64].isnan().all()
+
+
+ROWS_OF_16 = replace(SMALL, rows=16)
+KEYS_OF_128 = replace(SMALL, stats_keys=128, grad_keys=128, segment=128)
+FORMS: dict[str, dict[str, Any]] = {
+    "side by side, bf16": {"dtype": torch.bfloat16, "sparse": True, "batch": 2},
+    "side by side, one head": {"dtype": torch.bfloat16, "heads": 1, "sparse": True},
+    "side by side, fp32": {"blocks": STACKED, "documents": True},
+    "by head, fp16": {"dtype": torch.float16, "sparse": True, "documents": True},
+    "by head, fp32": {"blocks": SMALL, "sparse": True},
+    "by head, 16 rows": {"blocks": ROWS_OF_16, "documents": True},
+    "by head, 128 keys": {"blocks": KEYS_OF_128, "sparse": True},
+}
+
+
+@device_of
+@pytest.mark.parametrize("form", FORMS)
+def test_a_target_in_parts(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is that of its sum. Off the support there is NaN, and room between the rows."""
+    if form == "by head, 128 keys" and device == "cuda":
+        pytest.skip("wider than any GPU's kernels for fp32")
+    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
+    options: dict[str, Any] = {"batch": 1, "heads": 2, **FORMS[form]}
+    chosen: dict[str, Any] = {"blocks": options.pop("blocks", None)}
+    problem = make_problem(70, device=device, **options)
+    scale_target(problem)
+    parts = 2 if "documents" in options else 3
+    rng = torch.Generator().manual_seed(parts)
+    shares = torch.rand(problem.target.shape[0], parts, *problem.target.shape[1:], generator=rng).to(device)
+    shares = problem.target[:, None] * shares / shares.sum(1, keepdim=True)
+    if form != "by head, fp32":
+        shares = shares.half()
+    # As the kernels add: in order, and in the type of the parts.
+    problem.target = reduce(torch.add, shares.unbind(1)).float()
+    shares = shares.masked_fill(~problem.support[:, None], float("nan"))
+    known: dict[str, Any] = {"target_sum": TARGET_SUM}
+    variants: list[dict[str, Any]] = [{}]
+    if "side by side" in form:  # these read the sums
+        variants = [known, {**known, "log_sum": log_sums(problem)}]
+    if form == "side by side, fp32":
+        variants += [{}]
+    elif chosen["blocks"] is SMALL:
+        variants += [{"row_fraction": 0.5, "seed": 3}]
+    for variant in variants:
+        total, rows, grads = compute(problem, **chosen, **variant)
+        for row_chunk_bytes in (1, 2**20):
+            target_rows = partial(rows_of, shares)
+            got = compute(
+                problem, target_rows=target_rows, row_chunk_bytes=row_chunk_bytes, **chosen, **variant
+            )
+            assert_same(got[0], total)
+            assert_same(got[1].nan_to_num(-1.0), rows.nan_to_num(-1.0))  # rows that a sample left out
+            for name, want in grads.items():
+                assert_same(got[2][name], want)
+
+
+def rows_of(target: torch.Tensor, rows: RowSample) -> torch.Tensor:
+    return torch.nn.functional.pad(target[:, :, rows.rows(target.device)], (0, 5))[..., :-5]
+
+
+def test_targets_of_other_shapes_are_refused() -> None:
+    problem = make_problem(10, device="cpu")
+    target = problem.target[:, None].expand(2, 3, 10, 10)
+    for wrong in (
+        target[:, :, 1:],
+        target[..., 1:],
+        target[:, None],
+        target[:1],
+        target.transpose(2, 3),
+        target.double(),
+    ):
+        with pytest.raises(ValueError, match=r"target_rows\(\.\.\.\)"):
+            compute(problem, target_rows=lambda _, wrong=wrong: wrong, blocks=SMALL)
+
+
+@devices
+def test_errors(device: str) -> None:
+    case = make_case(40, device=device, batch=2)
+    good = {
+        **case.inputs,
+        "words": case.words,
+        "loss_scale": 1.0,
+        "document_starts": torch.zeros(2, 40, dtype=torch.int32, device=device),
+    }
+    q, k, v = (case.inputs[name] for name in ATTENDED[:3])
+    ungated: dict[str, Any] = {"output_gate_logits": None}
+    one_sequence = {name: case.inputs[name][:1] for name in INDEXER[:3]}
+    shorter = {name: case.inputs[name][:, 1:] for name in INDEXER[:3]}
+    log_sum = torch.zeros(2, 40, device=device)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"q": q[:, :, :2], **ungated}, "2 heads and k has 1; pass bf16 or fp16, 4 heads"),
+        (
+            {"k": k.expand(-1, -1, 2, -1), "v": v.expand(-1, -1, 2, -1), **ungated},
+            "4 heads and k has 2; pass bf16",
+        ),
+        (
+            {"q": q.float(), "k": k.float(), "v": v.float(), **ungated},
+            "q is torch.float32 .* pass bf16 or fp16",
+        ),
+        ({"k": k.half()}, "k has dtype torch.float16 and q torch.bfloat16"),
+        ({"v": v[:, 1:]}, "v has shape"),
+        ({"query_start": 1}, "k has shape"),
+        ({"words": case.words[..., :1]}, "words has shape"),
+        ({"words": case.words.long()}, "words has dtype torch.int64; pass int32"),
+        ({"document_starts": torch.zeros(2, 40, device=device)}, "document_starts has dtype .* pass int32"),
+        ({"log_sum": log_sum[:, 1:]}, r"log_sum has shape \(2, 39\)"),
+        ({"log_sum": log_sum.double()}, "log_sum has dtype torch.float64; pass float32"),
+        (one_sequence, r"q_idx has shape \(1, 40, 2, 16\) and q \(2, 40, 4, 32\)"),
+        (shorter, r"q_idx has shape \(2, 39, 2, 16\) and q \(2, 40, 4, 32\)"),
+        ({"k_idx": case.inputs["k_idx"][:, 1:]}, "k_idx has shape"),
+        ({"weight_logits": case.inputs["weight_logits"][..., 1:]}, "weight_logits has shape"),
+        ({"activation": "relu"}, "score_bias"),
+        ({"row_chunk_bytes": 0}, "row_chunk_bytes is 0"),
+        ({"words": None}, "words is None"),
+        ({"inverse_temperature": torch.ones(2, device=device)}, r"inverse_temperature has shape \(2,\)"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0"),
+    ]
+    for changed, message in bad:
+        with pytest.raises(ValueError, match=message):
+            distilling_attention(**{**good, **changed})
+
+
+@devices
+def test_what_can_distil(device: str) -> None:
+    def of(heads: int, kv_heads: int, dtype: torch.dtype) -> bool:
+        q, k = (torch.zeros(1, 1, n, 32, dtype=dtype, device=device) for n in (heads, kv_heads))
+        return can_distil(q, k)
+
+    assert [of(heads, 2, BF16) for heads in (2, 4, 8, 12, 16)] == [False, False, True, False, True]
+    assert of(8, 1, FP16)
+    assert not of(8, 1, torch.float32)
