@@ -5,7 +5,7 @@
 GSA: G2, scores, variance, budget and top-k, attention over the selected keys with G1, and the sparse phase's
 indexer loss with its gradients; projections are left out on both sides. Dense: torch SDPA on cuDNN. Medians, in ms.
 
-`kl` is the loss by itself; in `both` it is part of attention's backward pass.
+`kl` is the loss by itself; in `both` it is part of attention's backward pass, where training does the same.
 
 Each row comes twice. `graph`: both sides as CUDA graphs, what the device does. `eager`: with the launches, which
 at batch 1 take longer than the kernels; a model's other work does not wait for them, so they overlap in training.
@@ -22,7 +22,7 @@ from cases import AttentionInputs, IndexerInputs, Shape
 
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.distillation.op import distilling_attention
+from gsa_kernels.distillation.op import can_distil, distilling_attention
 from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.selection.op import Selection, select_keys
@@ -100,14 +100,21 @@ class Operation:
     def forward(self) -> torch.Tensor:
         return self.attend(self.select().words)[0]
 
-    def both(self, with_kl: bool) -> tuple[torch.Tensor, ...]:
-        """Output and gradients of q, k, v and the gates; with the loss also those of the indexer."""
+    def both(self, with_kl: bool, behind: bool | None = None) -> tuple[torch.Tensor, ...]:
+        """Output and gradients of q, k, v and the gates; with the loss also those of the indexer.
+
+        Args:
+            behind: the loss in attention's backward pass, or by itself; as training chooses if None
+        """
         selection = self.select(with_kl)
-        if with_kl:
-            out, leaves = self.distil(selection), (*self.inputs.leaves, *self.indexer.leaves)
-        else:
-            out, leaves = self.attend(selection.words)[0], self.inputs.leaves
-        return out, *torch.autograd.grad(out, leaves, self.inputs.grad)
+        if with_kl and (can_distil(self.inputs.q, self.inputs.k) if behind is None else behind):
+            out = self.distil(selection)
+            return out, *torch.autograd.grad(
+                out, (*self.inputs.leaves, *self.indexer.leaves), self.inputs.grad
+            )
+        out, lse = self.attend(selection.words)
+        indexer_grads = self.kl_backward(selection, lse) if with_kl else ()
+        return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad), *indexer_grads
 
 
 def operation(shape: Shape, batch: int, length: int, k_base: int, k_min: int, k_max: int) -> Operation:
@@ -127,6 +134,15 @@ def check(report: harness.Report, shape: Shape) -> None:
     report.row(check="GSA of all keys = dense", shape=shape.name, length=length, relative_error=worst)
     if not worst < TOLERANCE:
         report.fail(f"GSA of all keys differs from dense attention by {worst:.1e}, {shape.name}")
+    if can_distil(gsa.inputs.q, gsa.inputs.k):
+        gsa = operation(shape, 2, length, length // 2, 1, length)
+        apart = gsa.both(with_kl=True, behind=False)
+        worst = max(map(harness.relative_error, gsa.both(with_kl=True, behind=True), apart))
+        report.row(
+            check="loss behind attention = by itself", shape=shape.name, length=length, relative_error=worst
+        )
+        if not worst < TOLERANCE:
+            report.fail(f"the loss behind attention differs from that by itself by {worst:.1e}, {shape.name}")
 
 
 def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> None:
