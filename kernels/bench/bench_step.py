@@ -261,6 +261,8 @@ def main() -> int:
         else:
             subject.bench.close()
             release_memory(parallel.device)
+    assert reference is not None
+    reference.bench.close()
     add_to(report, rows)
     shutdown_parallel()
     return report.finish()

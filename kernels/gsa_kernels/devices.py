@@ -10,6 +10,11 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether products have the layout of Hopper's, compute capability 9; the interpreter knows no layouts."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
 def launching_on(tensor: torch.Tensor, name: str = "q_idx") -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's.
 

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +214,54 @@ def test_measures() -> None:
 
     peak, result = harness.peak_bytes(lambda: torch.ones(2**20, device="cuda"))
     assert peak == result.nbytes
+
+
+def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models on a CPU, on which nothing is profiled: who takes turns with whom, and which ratios are bars."""
+    import bench_step
+
+    from gsa_train.config import load_config
+    from helpers.single_rank import single_rank
+
+    def load(name: str, sequences: int, overrides: list[str]) -> Any:
+        size = [f"train.global_batch_size={sequences}", "train.micro_batch_size=1", "model.num_layers=1"]
+        own = [*size, "train.seq_len_tokens=64", "data.num_workers=0", *overrides, *name.split(",")[1:]]
+        return load_config(harness.ROOT / "configs" / "demo.yaml", own, world_size=1, need_data=False)
+
+    turns: list[str] = []
+
+    class Subject(bench_step.Subject):
+        def step_seconds(self) -> float:
+            super().step_seconds()
+            turns.append(self.name)
+            return {"standard_x": 2.0, "gsa_x": 3.0}.get(self.name, 5.0)
+
+    names = ["standard_x", "gsa_x", "gsa_x,gsa.indexer_loss_row_fraction=0.25"]
+    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(harness, "require_cuda", lambda: None)
+    monkeypatch.setattr(bench_step, "init_parallel", lambda *_, **__: single_rank())
+    monkeypatch.setattr(bench_step, "shutdown_parallel", lambda: None)  # it serves other tests, too
+    monkeypatch.setattr(bench_step, "load", load)
+    monkeypatch.setattr(bench_step, "Subject", Subject)
+    options = [
+        "--micro-batch",
+        "1",
+        "--sequences",
+        "1",
+        "--steps",
+        "2",
+        "--warm-up-seconds",
+        "0",
+        "--no-profile",
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path), *options, "--configs", *names])
+    assert bench_step.main() == 0
+    standard, gsa, fraction = names
+    assert turns == [standard] * 3 + ([standard, gsa] * 2 + [gsa]) + ([standard, fraction] * 2 + [fraction])
+    report = json.loads((tmp_path / "bench_step.json").read_text())
+    assert [row["ratio"] for row in report["rows"] if "ratio" in row] == [1.0, 1.5, 2.5]
+    assert [bar["value"] for bar in report["bars"]][1:] == [1.5, 2.5]

@@ -195,7 +195,9 @@ def test_context_parallelism_divides_what_grows_with_the_length():
 def test_scratch_is_what_the_kernels_take():
     """The estimate cannot import them: they need Triton, and a dry run does not."""
     pytest.importorskip("triton")
+    from gsa_kernels.attention import triton_backward_target
     from gsa_kernels.attention.gathered import gathered_attention
+    from gsa_kernels.distillation.op import distilling_attention
     from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
     from gsa_kernels.kl.op import indexer_kl_loss
     from gsa_kernels.selection import candidates
@@ -212,5 +214,35 @@ def test_scratch_is_what_the_kernels_take():
     for k_max in (1, 100, 1024, 2048, 4096, 5000, 16384):
         assert candidates.candidate_room(k_max) == memory_selection.candidate_room(k_max)
     assert default(indexer_kl_loss, "row_chunk_bytes") == 4 * memory_selection.KL_CHUNK_PAIRS
+    assert default(distilling_attention, "row_chunk_bytes") == memory_selection.DISTILLING_CHUNK_BYTES
+    assert memory_selection.HEADS_OF_PART == triton_backward_target.HEADS
     assert default(gathered_indexer_kl_loss, "scratch_bytes") == memory_selection.GATHERED_KL_BYTES
     assert default(gathered_attention, "scratch_bytes") == memory_selection.GATHERED_PARTIAL_BYTES
+
+
+def test_the_loss_behind_attention():
+    def behind(*overrides, phase=-1):
+        config = load_config(GSA, overrides, world_size=8, need_data=False)
+        return memory_selection.distils_behind(config, config.phases[phase], sizes_of(config))
+
+    assert behind()
+    assert not behind(phase=0)
+    for override in (
+        "gsa.indexer_loss_row_fraction=0.25",
+        "gsa.attention_kernel=gathered",
+        "parallel.tensor=2",
+        "train.precision=fp32",
+        "model.num_kv_heads=8",
+    ):
+        assert not behind(override), override
+
+    def bytes_of(sequences):
+        config = load_config(GSA, [f"train.micro_batch_size={sequences}"], world_size=8, need_data=False)
+        return memory_selection.distilling_bytes(config, sizes_of(config))
+
+    # Four parts of the target in fp16; gradients of keys of tiles of 32 rows in bf16, of four heads' queries of
+    # segments of 1024 keys in fp32. The chunk of 2^30 bytes has eight sequences.
+    per_pair = 4 * 2 + 2 * 64 / 32 + 4 * 4 * 64 / 1024
+    for sequences, counted in ((4, 4), (8, 8), (16, 8)):
+        keys = 4 * sequences * 4096 * 64
+        assert bytes_of(sequences) == keys + counted * 4096**2 * per_pair

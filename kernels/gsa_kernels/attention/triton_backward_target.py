@@ -27,18 +27,6 @@ TILES = _Tiles(32, 64, 8, 3, registers=232)
 """Queries, of each head. `store_sums` counts on 64 keys. The limit is more than is used: without any, ptxas saves
 registers, and the second product has to wait for the exponentials of the first."""
 
-HOPPER = 9
-"""Major compute capability, whose products have the layout that `store_sums` counts on."""
-
-
-def gives_target(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `backward_queries_with_target` takes q [B, L, H, D] and k [B, Lk, Hkv, D]."""
-    return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] // k.shape[2] % HEADS == 0
-        and (interpreted() or torch.cuda.get_device_capability(q.device)[0] == HOPPER)
-    )
-
 
 def backward_queries_with_target(
     grad: torch.Tensor,
@@ -229,6 +217,34 @@ def _places(target, stride_l, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     return target + (row * stride_l + half * (KEYS // 2) + of_lane)
 
 
+def _assembly() -> str:
+    """Of `store_sums`: $0 and $1 are results that nothing reads, $2 to $9 places, $10 to $17 low, $18 to $25 high."""
+    pairs = range(4)
+    exchanges = [
+        f"""
+        cvt.rn.f16x2.f32 low, ${11 + 2 * pair}, ${10 + 2 * pair};
+        cvt.rn.f16x2.f32 high, ${19 + 2 * pair}, ${18 + 2 * pair};
+        selp.b32 own, high, low, upper;
+        selp.b32 other, low, high, upper;
+        shfl.sync.bfly.b32 other, other, 16, 31, -1;
+        add.rn.f16x2 sum{pair}, own, other;"""
+        for pair in pairs
+    ]
+    stores = [f"\n        st.global.b32 [$2 + {16 * pair}], sum{pair};" for pair in pairs]
+    return f"""{{
+        .reg .pred upper;
+        .reg .b32 lane, low, high, own, other, sum0, sum1, sum2, sum3;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 16;
+        setp.ne.u32 upper, lane, 0;{"".join(exchanges)}{"".join(stores)}
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        }}"""
+
+
+_STORE_SUMS = tl.constexpr(_assembly())
+
+
 @triton.jit
 def store_sums(places, low, high):
     """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys.
@@ -241,43 +257,7 @@ def store_sums(places, low, high):
         low, high: fp32 [QUERIES / 4, 2, 4, KEYS / 2], the halves of the keys
     """
     tl.inline_asm_elementwise(
-        """{
-        .reg .pred upper;
-        .reg .b32 lane, low, high, own, other, sum0, sum1, sum2, sum3;
-        mov.u32 lane, %laneid;
-        and.b32 lane, lane, 16;
-        setp.ne.u32 upper, lane, 0;
-        cvt.rn.f16x2.f32 low, $11, $10;
-        cvt.rn.f16x2.f32 high, $19, $18;
-        selp.b32 own, high, low, upper;
-        selp.b32 other, low, high, upper;
-        shfl.sync.bfly.b32 other, other, 16, 31, -1;
-        add.rn.f16x2 sum0, own, other;
-        cvt.rn.f16x2.f32 low, $13, $12;
-        cvt.rn.f16x2.f32 high, $21, $20;
-        selp.b32 own, high, low, upper;
-        selp.b32 other, low, high, upper;
-        shfl.sync.bfly.b32 other, other, 16, 31, -1;
-        add.rn.f16x2 sum1, own, other;
-        cvt.rn.f16x2.f32 low, $15, $14;
-        cvt.rn.f16x2.f32 high, $23, $22;
-        selp.b32 own, high, low, upper;
-        selp.b32 other, low, high, upper;
-        shfl.sync.bfly.b32 other, other, 16, 31, -1;
-        add.rn.f16x2 sum2, own, other;
-        cvt.rn.f16x2.f32 low, $17, $16;
-        cvt.rn.f16x2.f32 high, $25, $24;
-        selp.b32 own, high, low, upper;
-        selp.b32 other, low, high, upper;
-        shfl.sync.bfly.b32 other, other, 16, 31, -1;
-        add.rn.f16x2 sum3, own, other;
-        st.global.b32 [$2], sum0;
-        st.global.b32 [$2 + 16], sum1;
-        st.global.b32 [$2 + 32], sum2;
-        st.global.b32 [$2 + 48], sum3;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        }""",
+        _STORE_SUMS,
         "=r,=r,l,l,l,l,l,l,l,l,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
         [places.to(tl.int64), low, high],
         dtype=tl.int8,

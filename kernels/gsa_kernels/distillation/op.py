@@ -14,9 +14,10 @@ from torch.autograd import profiler
 from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_backward_keys import backward_keys, key_tiles
-from gsa_kernels.attention.triton_backward_target import HEADS, backward_queries_with_target, gives_target
+from gsa_kernels.attention.triton_backward_target import HEADS, backward_queries_with_target
 from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import beta_tensor, check_at_least
+from gsa_kernels.devices import on_hopper
 from gsa_kernels.gates.rows import grouped
 from gsa_kernels.kl.autograd import scale_gradients
 from gsa_kernels.kl.op import check_inputs, check_support, value_and_gradients
@@ -37,7 +38,11 @@ class Settings(NamedTuple):
 def can_distil(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `distilling_attention` takes q [B, L, H, D] and k [B, Lk, Hkv, D]: bf16 or fp16, a multiple of four heads
     for each of k's, on Hopper or in the interpreter."""
-    return gives_target(q, k)
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] // k.shape[2] % HEADS == 0
+        and on_hopper(q.device)
+    )
 
 
 def distilling_attention(

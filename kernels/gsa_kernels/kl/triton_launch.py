@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels import sampling
+from gsa_kernels.devices import on_hopper
 from gsa_kernels.kl import triton_scores as kinds
 from gsa_kernels.kl.triton_grad import grad_kernel
 from gsa_kernels.kl.triton_reduce import reduce_kernel
@@ -87,18 +88,15 @@ BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
 """For halves, head by head."""
 
 
-HOPPER = 9
-"""Major compute capability. On others a product's layout has heads side by side in several warps: slower, and on
-Blackwell Triton 3.7 sums four of them wrongly (gsa_kernels/wrong_sums.py)."""
-
-
 def choose_blocks(inputs: Inputs) -> Blocks:
-    """Block shapes that fit registers and shared memory, fastest of those measured where it matters."""
+    """Block shapes that fit registers and shared memory, fastest of those measured where it matters.
+
+    Off Hopper a product's layout has heads side by side in several warps: slower, and on Blackwell Triton 3.7 sums four
+    of them wrongly (gsa_kernels/wrong_sums.py).
+    """
     heads, dim = inputs.q_idx.shape[2:]
     width = heads * max(16, triton.next_power_of_2(dim))
-    device = inputs.q_idx.device
-    on_hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
-    if inputs.q_idx.dtype == torch.bfloat16 and width <= 256 and on_hopper:
+    if inputs.q_idx.dtype == torch.bfloat16 and width <= 256 and on_hopper(inputs.q_idx.device):
         # The matrix units take 64 rows at a time.
         return STACKED if heads > 1 else replace(STACKED, rows=64)
     if inputs.q_idx.dtype == torch.float32:
