@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from gsa_train.run.stop_signals import StopRequest
+
+HEAD_START_SECONDS = 10.0
+"""Of rank 0 in a start that is refused on every rank."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Arguments:
     """Where the checkpoint is of other text, start that of the config instead of refusing it."""
     dry_run: bool
     world_size: int
-    """Ranks: what `--world-size` plans for in a dry run, else what torchrun or Slurm announced, else 1."""
+    """Ranks: what `--world-size` plans for in a dry run, else what torchrun announced, else 1."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -67,14 +75,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         parser.error(f"--resume-from {arguments.resume_from}: no such folder; give a checkpoint folder")
     world_size = arguments.world_size
     if world_size is None:
-        announced = os.environ.get("WORLD_SIZE", "1")
-        if not announced.isdecimal():
-            parser.error(f"WORLD_SIZE={announced} in the environment: not an integer; start with torchrun")
-        world_size = int(announced)
-        if world_size > 1 and not arguments.dry_run and "RANK" not in os.environ:
-            parser.error(
-                f"WORLD_SIZE={world_size} in the environment, but no RANK: start with torchrun, or unset it"
-            )
+        try:
+            world_size = announced_world_size(needs_rank=not arguments.dry_run)
+        except ValueError as error:
+            parser.error(str(error))
     if world_size < 1:
         parser.error(f"world size {world_size}: below 1; give 1 or more")
     return Arguments(
@@ -87,3 +91,38 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         dry_run=arguments.dry_run,
         world_size=world_size,
     )
+
+
+def announced_world_size(needs_rank: bool = True) -> int:
+    """Ranks of this job by torchrun's environment; 1 for a plain `python` start.
+
+    Raises:
+        ValueError: not a number, or no rank beside several.
+    """
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if not announced.isdecimal():
+        raise ValueError(f"WORLD_SIZE={announced} in the environment: not an integer; start with torchrun")
+    if int(announced) > 1 and needs_rank and "RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE={announced} in the environment, but no RANK: start with torchrun, or unset it"
+        )
+    return int(announced)
+
+
+def refuse(error: object, code: int = 2, request: StopRequest | None = None) -> int:
+    """Print why this start is refused, and return its exit code.
+
+    Mostly all ranks find the same, and torchrun ends the others when the first one ends: that is rank 0, which speaks
+    for them. A rank that is let live for longer has found what rank 0 did not, such as its node's missing tokenizer.
+
+    Args:
+        request: what takes note of a signal to end, if something does; else the signal ends this process.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(error, file=sys.stderr)
+        return code
+    time.sleep(HEAD_START_SECONDS)
+    if request is None or not request.reason:
+        print(f"rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr)
+    return code

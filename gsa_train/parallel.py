@@ -65,11 +65,6 @@ class Parallel:
         )
 
 
-def world_size_from_environment() -> int:
-    """Number of ranks that torchrun or Slurm announced; 1 for a plain `python` start."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     """Join the process group of this job, unless this process is in it, and cut it into megatron-core's groups.
 

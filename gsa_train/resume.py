@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from gsa_train.monitor.monitor import MonitorState, state_of
 from gsa_train.monitor.stop import refuse_same_spike
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseSpan
+from gsa_train.run.launch import is_restart
 
 logger = logging.getLogger(__name__)
 
@@ -79,34 +79,6 @@ def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-LAUNCH = "launch.txt"
-"""In the run folder: which launch opened it last."""
-
-
-SUBMISSION = "GSA_SUBMISSION"
-"""Environment variable of launch/slurm/job.sh: what submit.py submitted. All jobs of a chain are one launch."""
-
-
-def launch_id() -> str:
-    """The same for every start by one submission, one Slurm job or one torchrun."""
-    names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
-
-
-def _is_restart(own: Path, parallel: Parallel) -> bool:
-    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective.
-
-    Of a submission every start but the first is one; others count theirs, as a user may start two runs in one job.
-    """
-    counts = [int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM")]
-    marker = own / LAUNCH
-    same = marker.is_file() and marker.read_text().strip() == launch_id()
-    found: list[Any] = [None] * parallel.world_size
-    again = SUBMISSION in os.environ or max(counts) > 0
-    dist.all_gather_object(found, (same, again))  # a node that has just joined counts from 0
-    return bool(found[0][0]) and any(again for _, again in found)
-
-
 def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
@@ -122,7 +94,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         put_back(own / "checkpoints")
     dist.barrier()
     resume_from = arguments.resume_from
-    if _is_restart(own, parallel):
+    if is_restart(own, parallel):
         arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False, resume_after_stop=False)
         has_own: list[Any] = [bool(resume_candidates(own / "checkpoints")) if parallel.is_main else None]
         dist.broadcast_object_list(has_own, src=0)

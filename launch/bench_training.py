@@ -62,9 +62,10 @@ from gsa_train.bench.training import (  # noqa: E402
     scaling,
     variants,
 )
+from gsa_train.cli import announced_world_size, refuse  # noqa: E402
 from gsa_train.config import ConfigError  # noqa: E402
 from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections  # noqa: E402
-from gsa_train.parallel import shutdown_parallel, world_size_from_environment  # noqa: E402
+from gsa_train.parallel import shutdown_parallel  # noqa: E402
 
 TRACED_STEPS = 2
 LAST_WORDS_SECONDS = 5
@@ -141,7 +142,7 @@ def cells_of(result: Result) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    world_size, is_main = world_size_from_environment(), os.environ.get("RANK", "0") == "0"
+    is_main = os.environ.get("RANK", "0") == "0"
     sizes = Sizes(
         arguments.sequences_per_device,
         arguments.seq_len,
@@ -154,15 +155,12 @@ def measure(arguments: argparse.Namespace) -> int:
     }
     layouts = layout_list(arguments.layouts)
     try:
+        world_size = announced_world_size()
         plan = variants(
             arguments.config, arguments.megatron, arguments.attention, layouts, sizes, world_size, checkpoints
         )
     except (ConfigError, ValueError) as error:
-        if is_main:
-            print(error, file=sys.stderr)
-        else:
-            time.sleep(5)  # torchrun ends all ranks with the first: let that be the one that speaks
-        return 2
+        return refuse(error)
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
     if is_main and not chosen and VARIABLE in os.environ and any(v.config.parallel.tensor == 1 for v in plan):

@@ -14,17 +14,14 @@ import io
 import logging
 import os
 import sys
-import time
 import warnings
 
-from gsa_train.cli import parse_arguments
+from gsa_train.cli import parse_arguments, refuse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.run.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
 
-HEAD_START_SECONDS = 5
-"""Of rank 0 in a start that fails on every rank."""
 LIBRARIES_WARNINGS = (
     r"(Transformer Engine and )?Apex (are|is) not installed",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
@@ -42,14 +39,20 @@ def main() -> int:
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
     for message in LIBRARIES_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
-        arguments = parse_arguments()
+    said = io.StringIO()
+    try:
+        with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(said):
+            arguments = parse_arguments()
+    except SystemExit as end:
+        if is_main or not end.code:
+            raise
+        return refuse(said.getvalue().rstrip())
     try:
         config = load_config(
             arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
         )
     except ConfigError as error:
-        return refuse(error, is_main)
+        return refuse(error)
     if arguments.dry_run:
         if is_main:
             print(describe(config, arguments.world_size))
@@ -90,9 +93,9 @@ def main() -> int:
         WandbRefused,
         DeviceError,
     ) as error:
-        return refuse(error, is_main)
+        return refuse(error, request=request)
     except SpikeAhead as error:
-        return refuse(error, is_main, EXIT_CODE)
+        return refuse(error, EXIT_CODE, request)
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same
             print(stop, file=sys.stderr)
@@ -112,15 +115,6 @@ def main() -> int:
         print(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def refuse(error: Exception, is_main: bool, code: int = 2) -> int:
-    """All ranks find the same, and torchrun ends them when the first one ends: that is to be the one that speaks."""
-    if is_main:
-        print(error, file=sys.stderr)
-    else:
-        time.sleep(HEAD_START_SECONDS)
-    return code
 
 
 # The guard is needed: readers of text may be started as processes that import this file again.

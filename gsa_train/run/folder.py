@@ -19,7 +19,8 @@ from gsa_train.metrics.sinks import Sinks, open_sinks, write_atomically
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
-from gsa_train.resume import LAUNCH, Start, launch_id, run_dir, set_damaged_aside
+from gsa_train.resume import Start, run_dir, set_damaged_aside
+from gsa_train.run.launch import note_launch
 from gsa_train.run.starts import note_start, read_starts
 from gsa_train.run.stop_signals import children_keep_running
 from gsa_train.run.watch import newest_hang
@@ -102,7 +103,7 @@ def _open_files(
     device = torch.cuda.get_device_name() if on_gpu else platform.machine()
     note_start(folder, start.step, parallel.describe(), device)
     (folder / "checkpoints").mkdir(exist_ok=True)
-    write_atomically(folder / LAUNCH, launch_id() + "\n")
+    note_launch(folder)
     (folder / STOPPED).unlink(missing_ok=True)
     (folder / MONITOR_STOP).unlink(missing_ok=True)
     progress = Progress(total_steps, start.step)

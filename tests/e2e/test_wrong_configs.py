@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -21,10 +22,12 @@ finally:
 """
 
 
-def launch(*arguments: str, ranks: int = 1, config: str = CONFIG) -> subprocess.CompletedProcess[str]:
+def launch(
+    *arguments: str, ranks: int = 1, config: str = CONFIG, rank: int = 0
+) -> subprocess.CompletedProcess[str]:
     """One rank of a job that announces `ranks`."""
     command = [sys.executable, "-c", REPORT, "launch/pretrain.py", "--config", config, *arguments]
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "RANK": "0"}
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "RANK": str(rank)}
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -126,6 +129,18 @@ def test_a_missing_config_file_is_named():
 
 def test_wrong_use_shows_the_usage():
     assert "not allowed with argument" in message_of(launch("--no-resume", "--resume-from", "."))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [(["data.tokenizer=/none.model"], "data.tokenizer = /none.model: "), (["--no-resum"], "--no-resum")],
+    ids=["wrong config", "wrong use"],
+)
+def test_what_another_rank_alone_finds_is_not_lost(arguments, line):
+    """A file that its node lacks: rank 0 goes on, and nobody ends this one."""
+    message = message_of(launch(*arguments, ranks=2, rank=1))
+    assert f"rank 1 on {socket.gethostname()}: " in message
+    assert line in message
 
 
 def test_a_dry_run_prints_what_the_run_would_be():

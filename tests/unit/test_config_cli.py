@@ -1,8 +1,13 @@
 """The command line of pretrain.py."""
 
+import signal
+import socket
+
 import pytest
 
-from gsa_train.cli import parse_arguments
+from gsa_train import cli
+from gsa_train.cli import parse_arguments, refuse
+from gsa_train.run.stop_signals import StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +72,21 @@ def test_a_broken_environment_exits_with_2(monkeypatch, capsys, world_size, frag
         parse_arguments(["--config", "c"])
     assert caught.value.code == 2
     assert fragment in capsys.readouterr().err
+
+
+def test_a_refusal_is_said_by_rank_0_else_by_who_is_let_live(monkeypatch, capsys):
+    """Or not at all, where the signal came by which torchrun ends the others: rank 0 has spoken."""
+    slept = []
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    assert refuse("no tokenizer") == 2
+    assert capsys.readouterr().err == "no tokenizer\n"
+    assert slept == []
+
+    request = StopRequest()
+    monkeypatch.setenv("RANK", "3")
+    assert refuse("no tokenizer", 13, request) == 13
+    assert capsys.readouterr().err == f"rank 3 on {socket.gethostname()}: no tokenizer\n"
+    assert slept == [cli.HEAD_START_SECONDS]
+    request._note(signal.SIGTERM, None)
+    assert refuse("no tokenizer", request=request) == 2
+    assert capsys.readouterr().err == ""

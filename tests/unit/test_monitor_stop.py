@@ -13,8 +13,9 @@ from gsa_train.config import Config
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.monitor.stop import FILE, SpikeAhead, note_stop
 from gsa_train.phases import phase_spans
-from gsa_train.resume import LAUNCH, choose_start
+from gsa_train.resume import choose_start
 from gsa_train.run.folder import open_run_folder
+from gsa_train.run.launch import note_launch
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 NEW = Arguments("", (), None, False, False, False, False, 1)
@@ -71,8 +72,8 @@ def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_p
 def test_a_restart_by_torchrun_has_no_options(
     stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "run" / LAUNCH).write_text("ab\n")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ab")
+    note_launch(tmp_path / "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for option in ("resume_after_stop", "no_resume"):
         with pytest.raises(SpikeAhead):

@@ -5,38 +5,76 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from gsa_train.resume import LAUNCH, _is_restart, launch_id
+from gsa_train.run import launch
+from gsa_train.run.launch import LAUNCH, SUBMISSION, is_restart, launch_id, note_launch
 from helpers.single_rank import single_rank
+
+SECOND_BY_SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+NAMED = {"TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "2"}
+NAMELESS = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (SUBMISSION, *SECOND_BY_SLURM, *NAMED):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("opened_by", "environment", "expected"),
+    ("opened_by", "variables", "expected"),
     [
-        ("7", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+        ("7", SECOND_BY_SLURM, True),
         ("7", {"SLURM_JOB_ID": "7"}, False),  # the first start, or another step of the job
-        (
-            "6",
-            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
-            False,
-        ),  # requeued before it opened the folder
-        (None, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, False),
-        ("ab", {"TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "2"}, True),
-        ("ab", {"TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ("6", SECOND_BY_SLURM, False),  # requeued before it opened the folder
+        (None, SECOND_BY_SLURM, False),
+        ("ab", NAMED, True),
+        ("ab", NAMED | {"TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ("8", {SUBMISSION: "8", "SLURM_JOB_ID": "7"}, True),  # the next job of a chain
         ("", {}, False),
     ],
 )
 def test_only_what_the_same_launch_began_is_restarted(
     opened_by: str | None,
-    environment: dict[str, str],
+    variables: dict[str, str],
     expected: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    environment: pytest.MonkeyPatch,
 ) -> None:
     parallel = single_rank()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     if opened_by is not None:
-        (tmp_path / LAUNCH).write_text(f"{opened_by}\n")
-    assert _is_restart(tmp_path, parallel) is expected
-    assert launch_id() == environment.get("SLURM_JOB_ID", environment.get("TORCHELASTIC_RUN_ID", ""))
+        environment.setenv("TORCHELASTIC_RUN_ID", opened_by)
+        note_launch(tmp_path)
+        environment.delenv("TORCHELASTIC_RUN_ID")
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert is_restart(tmp_path, parallel) is expected
+    names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+    assert launch_id() == next((variables[name] for name in names if name in variables), "")
+
+
+@pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
+def test_launches_of_one_name_are_told_by_their_launchers(
+    started: tuple[float, float], tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    """torchrun over several nodes without --rdzv-id. The folder was opened at 100: a launcher of then goes on, on
+    whichever node; where none is left, a new launch lost its first start before it opened the folder."""
+    for name, value in NAMELESS.items():
+        environment.setenv(name, value)
+    (tmp_path / LAUNCH).write_text("none\n100.0\n")
+    environment.setattr(launch, "launch_time", lambda: started[0])
+
+    def gather(found: list, own: tuple) -> None:
+        found[:] = [own, (*own[:4], started[1])]
+
+    environment.setattr(dist, "all_gather_object", gather)
+    assert is_restart(tmp_path, single_rank()) is (min(started) < 100)
+
+
+def test_a_folder_without_the_time_is_anothers(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    (tmp_path / LAUNCH).write_text("ab\n")
+    for name, value in NAMED.items():
+        environment.setenv(name, value)
+    assert not is_restart(tmp_path, single_rank())

@@ -15,8 +15,9 @@ from gsa_train.config import Config
 from gsa_train.metrics.sinks import read_records
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_spans
-from gsa_train.resume import LAUNCH, SUBMISSION, ResumeError, Start, choose_start
+from gsa_train.resume import ResumeError, Start, choose_start
 from gsa_train.run.folder import open_run_folder
+from gsa_train.run.launch import SUBMISSION, note_launch
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
@@ -176,7 +177,7 @@ def test_a_restart_before_the_first_save_starts_where_the_launch_did(
         monkeypatch.setenv("SLURM_JOB_ID", "8")
     other = str(written / "step_00000002")
     own = checkpoints_of(config)
-    (own.parent / LAUNCH).write_text("ab\n")
+    note_launch(own.parent)
     assert start_of(config, resume_from=other).step == 6  # its own
     shutil.rmtree(own)
     assert start_of(config, resume_from=other).step == 2
