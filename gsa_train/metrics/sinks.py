@@ -271,7 +271,7 @@ FILES = (
     "starts.jsonl",
     "report.html",
 )
-OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints")
+OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints", "faults")
 
 
 def _move_aside(run_dir: Path) -> None:

@@ -58,11 +58,15 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
         found.append(Event(start["step"], _phase_at(start["step"], phases), "restart", text))
     for report in sorted((folder / "faults").glob("*/report.txt")):
         words = report.read_text(encoding="utf-8", errors="replace")
+        if not words.strip():  # a full disk left nothing but the name
+            continue
         # The line of a rank that holds up the others ends in an arrow (gsa_train.run.watch).
         named = re.search(r"after step (\d+).*<--", words)
         step = int(named[1]) if named else None
         phase = "" if step is None else _phase_at(step, phases)
-        found.append(Event(step, phase, "fault", f"{report.parent.name}: {words.splitlines()[0]} ({report})"))
+        found.append(
+            Event(step, phase, "fault", f"{report.parent.name}: {words.strip().splitlines()[0]} ({report})")
+        )
     return sorted(found, key=lambda event: -1 if event.step is None else event.step)
 
 

@@ -49,10 +49,15 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     counters = text["counters"]
     if run.sinks is not None and run.progress is not None:
         baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
-        if config.evaluate.ngram_baselines:
-            samples = run.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
+        samples = run.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
+        if config.evaluate.ngram_baselines and samples == text["consumed_samples"]:
             blocks = run.validation_sets[0].text.blocks
             baselines = ngram_perplexities(blocks, run.tokenizer, samples, config)
+        elif config.evaluate.ngram_baselines:
+            run.message(
+                f"no n-gram baselines: the run trained on {samples} sequences, and its text is at number "
+                f"{text['consumed_samples']}: batches were left out, or the text is another than at the start"
+            )
         summary = {
             "steps": run.step,
             "tokens": run.tokens,
@@ -83,8 +88,9 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             from gsa_train.report.plots import write_plots
 
             folder = run_dir(config)
-            for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
-                run.progress.message(f"wrote {path}")
+            with _goes_on_without(run, "plots and report"):
+                for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
+                    run.progress.message(f"wrote {path}")
     dist.barrier()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gsa_train.run.starts import read_starts
-from helpers.runs import SMALL, Run, kill, start
+from helpers.runs import QUICK, SMALL, Run, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = "logging.wandb=offline logging.wandb_project=no/such:project"
@@ -48,6 +49,26 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
     assert again.steps() == records
     assert (again.folder / "summary.json").read_text() == summary
     assert {path: path.stat().st_mtime_ns for path in again.checkpoints.rglob("*")} == before
+
+
+def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
+    """The n-gram baselines would be of other text than the run's."""
+    options = (
+        *SMALL,
+        *QUICK,
+        "train.iterations_to_skip=[2]",
+        "evaluate.ngram_baselines=true",
+        "logging.plots=true",
+    )
+    first = train(tmp_path, *options, "logging.plots=false", launcher="python")
+    summary = json.loads((first.folder / "summary.json").read_text())
+    assert summary["unigram_perplexity"] is summary["bigram_perplexity"] is None
+    assert (
+        "no n-gram baselines: the run trained on 36 sequences, and its text is at number 40" in first.output
+    )
+    (first.folder / "plots").touch()
+    again = train(tmp_path, *options, launcher="python")
+    assert "plots and report cannot be written: " in again.output
 
 
 def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):

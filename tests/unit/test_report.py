@@ -66,6 +66,10 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
         "rank 0: no progress\n  rank 0: x\n  rank 1: after step 44, for 60 s <--\n"
     )
 
+    empty = run / "faults" / "20260102-000000"  # as a full disk leaves it
+    empty.mkdir()
+    (empty / "report.txt").touch()
+
     path = write_report([run], run / "report.html")
     page = path.read_text()
     # Nothing is fetched: the only address is the name of SVG.

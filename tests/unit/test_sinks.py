@@ -228,11 +228,18 @@ def test_fresh_start_keeps_the_earlier_files_apart(tmp_path):
         with open_run(tmp_path, logging=logging) as sinks:
             sinks.log(step_record(1, loss=loss))
             sinks.finish({"loss": loss})
+        fault = tmp_path / "faults" / "20260101-000000" / "report.txt"
+        fault.parent.mkdir(parents=True)
+        fault.write_text(f"hang of {loss}")
     assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [3.0]
     previous = sorted((tmp_path / "previous").iterdir())
     assert [read_records(path / "metrics.jsonl")[0]["loss"] for path in previous] == [1.0, 2.0]
     assert [json.loads((path / "summary.json").read_text())["loss"] for path in previous] == [1.0, 2.0]
     assert all((path / "tensorboard").is_dir() for path in previous)
+    assert [next(path.glob("faults/*/report.txt")).read_text() for path in previous] == [
+        "hang of 1.0",
+        "hang of 2.0",
+    ]
 
 
 def test_summary(tmp_path):
