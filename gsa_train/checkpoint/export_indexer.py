@@ -15,7 +15,7 @@ from gsa_data.validation import validation_blocks
 from gsa_train.batches import load_tokenizer, open_validation_corpus, reading_of, to_micro_batch
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_weights
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.model.build import Model, build_model
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
@@ -32,7 +32,7 @@ def export_indexer(
     the selection at a length that few documents have.
 
     Args:
-        config: the run's, as its folder has it; on one rank.
+        config: the run's, as its folder has it; whatever its layout, this is on one rank.
         checkpoint_folder: a step_* folder, or the run folder.
         seq_len_tokens: L, which need not be the length the model was trained at.
         layers: from 0; each must have an indexer.
@@ -49,7 +49,9 @@ def export_indexer(
             f"{checkpoint_folder}: no complete checkpoint there; give a step_* folder or a run folder"
         )
     config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, seq_len_tokens=seq_len_tokens, micro_batch_size=1)
+        config,
+        train=dataclasses.replace(config.train, seq_len_tokens=seq_len_tokens, micro_batch_size=1),
+        parallel=ParallelConfig(timeout_minutes=config.parallel.timeout_minutes),
     )
     parallel = init_parallel(config.parallel, config.run.seed)
     tokenizer = load_tokenizer(config)

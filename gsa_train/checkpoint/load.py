@@ -1,7 +1,7 @@
 """What is in a checkpoint, and loading it: megatron-core's sharded format.
 
 A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else a run needs to go on as if it
-had never stopped. It loads into any layout. Its files: `checkpoint_files.py`; writing them: `checkpoint_save.py`.
+had never stopped. It loads into any layout. Its files: `files.py`; writing them: `save.py`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def read_run_state(checkpoint: Path) -> RunState:
     if content["format_version"] not in READABLE_VERSIONS:
         raise ValueError(
             f"{checkpoint} has format version {content['format_version']}, this code reads "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
+            f"{', '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
         )
     # Checkpoints from before context parallelism have three sizes.
     return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from wandb import Artifact, Run
 
 logger = logging.getLogger(__name__)
+
+WandbMode = Literal["online", "offline", "shared", "disabled"]
 
 
 class WandbRefused(RuntimeError):
@@ -139,7 +141,7 @@ def open_wandb(
             resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
             dir=str(run_dir),
             config=shown_config,
-            mode="online" if mode == "online" else "offline",
+            mode=mode,
             settings=wandb.Settings(
                 silent=mode == "offline",
                 console="off",  # the job's own log has the console output
@@ -167,11 +169,22 @@ def define_metrics(run: Run) -> None:
         run.define_metric(tag_of(key), step_metric="tokens", summary=f"{best},last")
 
 
-def wandb_mode(choice: str, environ: Mapping[str, str]) -> str:
-    """`auto` is what W&B's own variable WANDB_MODE says, else online when an API key is configured."""
-    if choice != "auto":
-        return choice
-    return environ.get("WANDB_MODE") or ("online" if has_wandb_key(environ) else "offline")
+def wandb_mode(choice: str, environ: Mapping[str, str]) -> WandbMode:
+    """`auto` is what W&B's own variable WANDB_MODE says, else online when an API key is configured.
+
+    Raises:
+        WandbRefused: the variable names no mode of W&B.
+    """
+    asked = environ.get("WANDB_MODE") if choice == "auto" else choice
+    if not asked:
+        return "online" if has_wandb_key(environ) else "offline"
+    for mode in get_args(WandbMode):
+        if asked == mode:
+            return mode
+    raise WandbRefused(
+        f"WANDB_MODE = {asked} in the environment: not one of {', '.join(get_args(WandbMode))}; correct or unset it, "
+        "or set logging.wandb"
+    )
 
 
 def has_wandb_key(environ: Mapping[str, str]) -> bool:

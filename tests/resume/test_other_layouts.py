@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.runs import SMALL, Run, finished, kill, run_script, start
 
@@ -53,6 +54,15 @@ def test_context_parallel_ranks_go_on_on_one_rank(tmp_path):
     split = finished(*CONTEXT, ranks=2)
     record = first_step_after(split.checkpoints / "step_00000015", tmp_path, ranks=1)
     assert_next_step_is_that_of(split, 15, record)
+
+
+def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):
+    split, out = finished(*SPLIT, ranks=4), tmp_path / "indexer.pt"
+    options = ["--seq-len-tokens", "256", "--layers", "0", "1", "--out", str(out)]
+    command = ["launch/export_indexer.py", str(split.folder), *options]
+    run_script(command, tmp_path / "export.log", 1, launcher="python")
+    layers = torch.load(out)["layers"]
+    assert [layers[layer]["keys"].shape[:2] for layer in (0, 1)] == [(1, 256), (1, 256)]
 
 
 def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):

@@ -146,6 +146,13 @@ def test_auto_is_online_only_with_a_key(tmp_path):
     assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x"}) == "online"
     assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}) == "offline"
     assert wandb_mode("disabled", environ | {"WANDB_API_KEY": "x"}) == "disabled"
+    for mode in ("online", "shared", "disabled"):
+        assert wandb_mode("auto", environ | {"WANDB_MODE": mode}) == mode
+    assert wandb_mode("offline", environ | {"WANDB_MODE": "onlin"}) == "offline"
+    with pytest.raises(
+        WandbRefused, match="WANDB_MODE = onlin in the environment: not one of online, offline, "
+    ):
+        wandb_mode("auto", environ | {"WANDB_MODE": "onlin"})
 
     netrc.write_text(
         "machine api.wandb.ai login user password x\nmachine localhost:8080 login user password x"
