@@ -47,4 +47,4 @@ class ParallelConfig:
     """Gather updated parameters during the forward pass; needs distributed_optimizer and overlap_grad_reduce."""
     timeout_minutes: float = 10.0
     """A collective that takes longer has failed, and so has a rank that shows no progress for so long: the run ends
-    with an error and names it. Above the longest compilation, validation of one source, or save."""
+    with an error and names it. Above the longest compilation, save, or 32 micro-batches of a validation."""

@@ -111,11 +111,9 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         if gsa.selection_block > 1:
             entries = sizes.tokens / sizes.runs * _block_entries(config)[0]
         return max(gathering, heads + min(entries * per_entry * share, GATHERED_KL_BYTES))
-    # Per pair: the target (fp16 in bf16 runs), keys' gradients of tiles of rows and queries' gradients of segments of
-    # keys, fp32.
-    rows, segment, key_value = _loss_tiles(config, sizes)
+    # Per pair: the target, fp16 in bf16 runs, and partial gradients.
     target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
-    gradients = key_value * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
+    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(KL_CHUNK_PAIRS, sizes.pairs_of_run / gsa.selection_block * share)
     return max(gathering, heads + pairs * (target + gradients))
 
@@ -138,22 +136,26 @@ def distilling_bytes(config: Config, sizes: Sizes) -> float:
     """The loss of one run of queries behind attention: the target of a chunk of rows in parts, fp16, and the partial
     gradients of `learning_bytes`."""
     gsa = config.gsa
-    rows, segment, key_value = _loss_tiles(config, sizes)
     target = 2 * config.model.num_heads / HEADS_OF_PART
-    gradients = key_value * gsa.indexer_dim / rows + 4 * gsa.indexer_heads * gsa.indexer_dim / segment
+    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(DISTILLING_CHUNK_BYTES / target, sizes.pairs_of_run)
     return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + gradients)
 
 
-def _loss_tiles(config: Config, sizes: Sizes) -> tuple[int, int, int]:
-    """Rows of a tile, keys of a segment, bytes of a number of a tile's gradients of keys
-    (gsa_kernels/kl/triton_launch.py: choose_blocks)."""
-    fits = config.gsa.indexer_heads * config.gsa.indexer_dim <= 256
-    if sizes.value == 4:
-        return 32 if fits else 16, 256, 4
-    if not fits:
-        return 32, 256, 4
-    return 32 if config.gsa.indexer_heads > 1 else 64, 1024, 2
+def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
+    """Per query and key: partial gradients of the keys, one for a tile of rows, and of the queries, one for a segment
+    of keys; sizes padded to powers of two (gsa_kernels/kl/triton_launch.py: choose_blocks, chunk_launches)."""
+    dim = max(16, _next_power_of_2(dim))
+    if value_bytes == 2 and heads * dim <= 256:
+        rows, segment, key_bytes = 32 if heads > 1 else 64, 1024, 2
+        heads = _next_power_of_2(heads)
+    else:
+        rows, segment, key_bytes = 32 if value_bytes == 2 or heads * dim <= 256 else 16, 256, 4
+    return key_bytes * dim / rows + 4 * heads * dim / segment
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def gathered_heads(sizes: Sizes) -> float:

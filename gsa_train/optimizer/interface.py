@@ -62,8 +62,7 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
-        """Give each group its learning rate and weight decay for the next step; both follow from the config, so
-        nothing that a checkpoint brought along can change them."""
+        """Give each group its learning rate and weight decay for the next step; both follow from the config."""
 
     @abstractmethod
     def reduce_grad_norm(

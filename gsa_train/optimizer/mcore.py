@@ -210,11 +210,7 @@ def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
 
 
 def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Parameter groups of megatron-core: no weight decay on vectors, multiplied learning rates.
-
-    `lr_mult` is also by what megatron-core tells groups apart in a checkpoint: without it, a resumed run
-    trained the base at the indexer's learning rate.
-    """
+    """Parameter groups of megatron-core: no weight decay on vectors, multiplied learning rates."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):
@@ -224,8 +220,7 @@ def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Give each group its learning rate and weight decay for the next step; both follow from the config, so
-    nothing that a checkpoint brought along can change them."""
+    """Give each group its learning rate and weight decay for the next step; both follow from the config."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]

@@ -11,6 +11,7 @@ from gsa_train.memory import selection as memory_selection
 from gsa_train.memory.estimate import estimate_memory
 from gsa_train.memory.selection import gathered_heads
 from gsa_train.memory.sizes import sizes_of
+from gsa_train.model import flops
 from gsa_train.model.flops import count_parameters
 
 GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"
@@ -195,6 +196,7 @@ def test_context_parallelism_divides_what_grows_with_the_length():
 def test_scratch_is_what_the_kernels_take():
     """The estimate cannot import them: they need Triton, and a dry run does not."""
     pytest.importorskip("triton")
+    from gsa_kernels import sampling
     from gsa_kernels.attention import triton_backward_target
     from gsa_kernels.attention.gathered import gathered_attention
     from gsa_kernels.distillation.op import distilling_attention
@@ -216,8 +218,42 @@ def test_scratch_is_what_the_kernels_take():
     assert default(indexer_kl_loss, "row_chunk_bytes") == 4 * memory_selection.KL_CHUNK_PAIRS
     assert default(distilling_attention, "row_chunk_bytes") == memory_selection.DISTILLING_CHUNK_BYTES
     assert memory_selection.HEADS_OF_PART == triton_backward_target.HEADS
+    assert flops.LOSS_RUN_ROWS == sampling.SAMPLED_ROWS
     assert default(gathered_indexer_kl_loss, "scratch_bytes") == memory_selection.GATHERED_KL_BYTES
     assert default(gathered_attention, "scratch_bytes") == memory_selection.GATHERED_PARTIAL_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80), (4, 64), (6, 40), (7, 36), (2, 8)])
+def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype):
+    pytest.importorskip("triton")
+    from gsa_kernels.kl import triton_launch
+    from gsa_kernels.sampling import RowSample
+
+    taken = []
+
+    def scratch(*shape, dtype, device):
+        taken.append(torch.empty(shape, dtype=dtype, device=device))
+        return taken[-1]
+
+    def tensor(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    monkeypatch.setattr(triton_launch, "scratch", scratch)
+    length = 2048
+    q_idx, k_idx, weights = (
+        tensor(1, length, heads, dim),
+        tensor(1, length, dim),
+        tensor(1, length, heads),
+    )
+    nothing = (None, None)
+    inputs = triton_launch.Inputs(q_idx, k_idx, weights, *nothing, tensor(1), *nothing, kind=0)
+    outputs = triton_launch.Outputs(tensor(1, length, 1 + 3 * heads), q_idx, k_idx, weights)
+    blocks = triton_launch.choose_blocks(inputs)
+    triton_launch.chunk_launches(inputs, outputs, tensor(1, 1, length, length), RowSample(0, length), blocks)
+    partial = sum(each.nbytes for each in taken if each.ndim == 5)
+    expected = memory_selection.loss_gradient_bytes(heads, dim, dtype.itemsize)
+    assert partial == pytest.approx(expected * length**2)
 
 
 def test_the_loss_behind_attention():
