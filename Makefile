@@ -11,6 +11,9 @@ CORES ?= $(shell nproc)
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
+# The packages by name, as pyproject.toml has them; then what users start.
+TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py
+
 .PHONY: setup pretrain check test test-slurm test-gpu chaos bench bench-node layouts-gpu clean
 
 setup: .venv/.ready
@@ -28,13 +31,13 @@ pretrain: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(TYPES)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
 
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; \
+	{ $(TYPES); } & types=$$!; \
 		OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels; \
 		tests=$$?; wait $$types && exit $$tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu' --durations=15 \

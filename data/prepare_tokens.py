@@ -98,7 +98,8 @@ def prepare_tokens(
         folder = TokenFolder.open(str(out))
         if folder.manifest.duplicates == manifest.duplicates:  # else only tokens.json is written again
             return folder
-    journal = [orjson.dumps(dataclasses.asdict(part)) + b"\n" for part in (identity, *records.values())]
+    parts: list[Identity | ShardRecord] = [identity, *records.values()]
+    journal = [orjson.dumps(dataclasses.asdict(part)) + b"\n" for part in parts]
     write_whole(out / JOURNAL_NAME, journal)
     (out / MANIFEST_NAME).unlink(missing_ok=True)  # while shards are redone the folder is unfinished
 

@@ -105,13 +105,16 @@ def command_of(arguments: argparse.Namespace, config: Config, folder: Path) -> l
     ]
 
 
-def watch(launcher: psutil.Popen, metrics: Path, steps: int, world_size: int) -> tuple[Any, ...]:
-    """Records and CPU times of `steps` steps behind the first SETTLE_STEPS.
+def watch(
+    launcher: psutil.Popen, metrics: Path, steps: int, world_size: int
+) -> tuple[list[dict[str, Any]], CpuTimes, CpuTimes]:
+    """Records of `steps` steps behind the first SETTLE_STEPS, and CPU times before and after them.
 
     Raises:
         RuntimeError: the run ended before.
     """
-    before = first = None
+    before: CpuTimes | None = None
+    first = 0
     while launcher.poll() is None:
         time.sleep(0.2)
         records = [each for each in read_records(metrics) if "event" not in each] if metrics.exists() else []

@@ -73,7 +73,7 @@ def build_workspace(entity: str, project: str, name: str) -> ws.Workspace:
         wr.LinePlot(title=label, x=AXIS, metric_regex=f"^{tag_of(key)}/layer_.+$")
         for key, label in LAYERS.items()
     ]
-    sections.append(ws.Section(name="Layers", panels=layers))
+    sections.append(ws.Section(name="Layers", panels=[*layers]))
     settings = ws.WorkspaceSettings(x_axis=AXIS, point_visualization_method="bucketing")
     return ws.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
 
