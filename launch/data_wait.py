@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend(str(ROOT / folder) for folder in (".", "kernels", "data"))
 
 from gsa_train.config import Config, ConfigError, load_config  # noqa: E402
-from gsa_train.metrics.sinks import read_records  # noqa: E402
+from gsa_train.metrics.record_format import read_records  # noqa: E402
 
 SAMPLE = ("train_dir=train", "validation_dir=validation", "tokenizer=tokenizer.model")
 SETTLE_STEPS = 8

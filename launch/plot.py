@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from gsa_train.report.page import write_report
 from gsa_train.report.plots import write_comparison, write_plots
 

@@ -19,7 +19,7 @@ import torch
 
 from gsa_train.config import Config, MonitorConfig, load_config
 from gsa_train.config.checks import check_config
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from gsa_train.monitor.spike_trials import FAULTS, OLMO, table, try_rule
 
 RULE_FIELDS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gsa_train.metrics.sinks import tells_by_its_event, validation_prefixes
+from gsa_train.metrics.record_format import tells_by_its_event, validation_prefixes
 
 SMOOTHING = 0.3
 """Weight of the latest interval in the moving average of seconds per step (tqdm's default)."""

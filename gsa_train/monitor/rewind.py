@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gsa_train.checkpoint.files import go_back_to, resume_candidates, step_of
 from gsa_train.config import Config
-from gsa_train.metrics.sinks import write_atomically
+from gsa_train.files import write_atomically
 from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound
 from gsa_train.parallel import Parallel
 from gsa_train.resume import Start, first_intact, set_damaged_aside

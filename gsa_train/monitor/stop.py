@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.metrics.sinks import write_atomically
+from gsa_train.files import write_atomically
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.parallel import Parallel
 

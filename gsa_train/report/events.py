@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gsa_train.metrics.sinks import Record, read_records
+from gsa_train.metrics.record_format import Record, read_records
 from gsa_train.report.run_series import phase_starts
 
 KINDS = {

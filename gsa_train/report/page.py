@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.metrics.progress import compact
-from gsa_train.metrics.sinks import Record
+from gsa_train.metrics.record_format import Record
 from gsa_train.report.events import KINDS, Event, events_of
 from gsa_train.report.panels import LAYERS, PANELS, SECTIONS, Panel
 from gsa_train.report.run_series import (

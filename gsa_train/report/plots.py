@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from gsa_train.metrics.progress import compact
-from gsa_train.metrics.sinks import Record
+from gsa_train.metrics.record_format import Record
 from gsa_train.report.panels import LAYERS, PANELS, TITLES, Panel
 from gsa_train.report.run_series import (
     first_step,

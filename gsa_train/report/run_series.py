@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gsa_train.metrics.sinks import Record, read_records, validation_prefixes
+from gsa_train.metrics.record_format import Record, read_records, validation_prefixes
 from gsa_train.report.panels import Panel
 
 

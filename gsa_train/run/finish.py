@@ -15,7 +15,7 @@ from gsa_data.source_weights import tokens_by_source
 from gsa_data.stream import whole_epochs
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
-from gsa_train.metrics.sinks import write_atomically
+from gsa_train.files import write_atomically
 from gsa_train.monitor.corruption import EXIT_CODE as EXIT_CORRUPTED
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import EXIT_CODE, MonitorStop

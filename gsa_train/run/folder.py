@@ -14,8 +14,9 @@ import yaml
 
 from gsa_train.checkpoint.files import go_back_to, read_latest, recover_folder
 from gsa_train.config import Config, config_to_yaml
+from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import Progress
-from gsa_train.metrics.sinks import Sinks, open_sinks, write_atomically
+from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gsa_train.metrics.sinks import write_atomically
+from gsa_train.files import write_atomically
 from gsa_train.parallel import Parallel
 from gsa_train.run.stop_signals import launch_time
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from helpers.runs import SMALL, Run, numbers_of, start
 
 pytestmark = [

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import psutil
 
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from helpers.forked import ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]

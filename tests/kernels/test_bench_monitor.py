@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels" / "bench"))
 
 import bench_monitor
 
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from helpers.single_rank import single_rank, tiny_config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from gsa_train.monitor.monitor import EXIT_CODE
 from helpers.fault_plans import FaultPlan
 from helpers.runs import numbers_of

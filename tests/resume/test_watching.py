@@ -14,7 +14,7 @@ import torch
 from gsa_data.best_fit import COUNTERS
 from gsa_train.config import DataConfig, ProfileConfig
 from gsa_train.metrics.record import data_metrics, data_totals
-from gsa_train.metrics.sinks import to_scalars
+from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.stats import MEANS
 from gsa_train.profiling.profiler import ProfileError, StepProfiler
 from gsa_train.report.panels import BEST, LAYERS, PANELS, tag_of

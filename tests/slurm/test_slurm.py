@@ -16,7 +16,7 @@ import psutil
 import pytest
 from cluster import Cluster, wait_for
 
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, finished, numbers_of
 
 SLOW_SECONDS = 600

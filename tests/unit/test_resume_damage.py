@@ -12,7 +12,7 @@ import pytest
 
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_spans
 from gsa_train.resume import ResumeError, Start, choose_start

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
-from gsa_train.metrics.sinks import read_records
+from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.resume import Start
 from gsa_train.run import lock as run_lock

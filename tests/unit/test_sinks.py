@@ -15,13 +15,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.alerts import Alerts
-from gsa_train.metrics.sinks import (
-    Sinks,
-    open_sinks,
-    read_records,
-    to_scalars,
-    validation_prefixes,
-)
+from gsa_train.metrics.record_format import read_records, to_scalars, validation_prefixes
+from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.tensorboard_sink import TensorBoardSink
 from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import SECTIONS

@@ -18,7 +18,8 @@ from gsa_train import train, trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
-from gsa_train.metrics.sinks import Sinks, read_records
+from gsa_train.metrics.record_format import read_records
+from gsa_train.metrics.sinks import Sinks
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.monitor.rewind import Rewind

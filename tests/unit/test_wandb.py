@@ -14,7 +14,8 @@ import wandb
 
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
-from gsa_train.metrics.sinks import Sinks, open_sinks, read_records
+from gsa_train.metrics.record_format import read_records
+from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import (
     WandbRefused,
     WandbSink,
