@@ -6,7 +6,6 @@ Lists are made up: k = 2048 keys per query, and together r * 2048 per tile of 32
 32 queries and a window of 64 keys, almost all of it without words. TFLOP/s count what is executed: every query of
 a tile times every key in its list, 2 products forward and 5 backward. walk_ms, add_ms and turn_ms are the parts of
 the backward pass: the walk over the lists, the sums per key of what it leaves, and the lists turned round for them.
-atomic_ms is the backward pass with deterministic=False.
 
 At CHECKED_LENGTH output and gradients are compared with torch in fp64 first.
 """
@@ -46,11 +45,8 @@ def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE)
     return random_lists(1, length, k, ratio, "cuda", 0)
 
 
-def attend(x: AttentionInputs, lists: KeyLists, deterministic: bool = True) -> torch.Tensor:
-    out, _ = gathered_attention(
-        x.q, x.k, x.v, lists, output_gate_logits=x.output_gate, deterministic=deterministic
-    )
-    return out
+def attend(x: AttentionInputs, lists: KeyLists) -> torch.Tensor:
+    return gathered_attention(x.q, x.k, x.v, lists, output_gate_logits=x.output_gate)[0]
 
 
 def check(report: harness.Report, shape: Shape, selection: str) -> None:
@@ -61,15 +57,14 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
     q, k, v, gate = exact
     wanted = sparse_attention(q, k, v, mask_from_key_lists(lists)).out * gate.sigmoid()
     wanted_grads = torch.autograd.grad(wanted, exact, x.grad.double())
-    for deterministic in (True, False):
-        out = attend(x, lists, deterministic)
-        grads = torch.autograd.grad(out, leaves, x.grad)
-        for name, value, want in zip(
-            ("out", "q", "k", "v", "gate"), (out, *grads), (wanted, *wanted_grads), strict=True
-        ):
-            error = harness.relative_error(value, want)
-            if not error < TOLERANCE:
-                report.fail(f"{shape.name} {selection}, {name}, {deterministic=}: relative error {error:.1e}")
+    out = attend(x, lists)
+    grads = torch.autograd.grad(out, leaves, x.grad)
+    for name, value, want in zip(
+        ("out", "q", "k", "v", "gate"), (out, *grads), (wanted, *wanted_grads), strict=True
+    ):
+        error = harness.relative_error(value, want)
+        if not error < TOLERANCE:
+            report.fail(f"{shape.name} {selection}, {name}: relative error {error:.1e}")
 
 
 def time_parts(run: harness.Run) -> dict[str, float]:
@@ -85,16 +80,16 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
     lists = make_lists(selection, length, ratio)
     x = cases.attention_inputs(shape, 1, length)
     leaves = [x.q, x.k, x.v, x.output_gate]
-    kept = {deterministic: attend(x, lists, deterministic) for deterministic in (True, False)}
+    kept = attend(x, lists)
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
             return attend(x, lists)
 
-    def backward(deterministic: bool = True) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(kept[deterministic], leaves, x.grad, retain_graph=True)
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(kept, leaves, x.grad, retain_graph=True)
 
-    times = harness.measure({"forward": forward, "backward": backward, "atomic": lambda: backward(False)})
+    times = harness.measure({"forward": forward, "backward": backward})
     peak, _ = harness.peak_bytes(backward)
     entries = int(lists.counts.sum())
     product = 2 * entries * lists.queries * shape.heads * cases.HEAD_SIZE
@@ -109,7 +104,6 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
         backward_ms=times["backward"].ms,
         backward_tflops=5 * product / times["backward"].ms / 1e9,
         **time_parts(backward),
-        atomic_ms=times["atomic"].ms,
         backward_peak_gib=peak / 2**30,
     )
     case = (selection, ratio, length)

@@ -118,13 +118,13 @@ def test_over_lists(device, block):
     k, v = (draw(device, 2, LENGTH, 1, 32) for _ in range(2))
     inputs, others = kl_inputs(device, block)
 
-    def run(first: int, last: int, deterministic: bool) -> Any:
+    def run(first: int, last: int) -> Any:
         lists = key_lists_from_mask(mask[:, first:last, :last], 16)
         assert lists.query_start == first
         parts = (
             x[:, a:last] for x, a in zip((q, k, v, gate, grad), (first, 0, 0, first, first), strict=True)
         )
-        rows, keys = attend(*parts, lists=lists, deterministic=deterministic, scratch_bytes=2**15)
+        rows, keys = attend(*parts, lists=lists, scratch_bytes=2**15)
 
         def target(tiles: torch.Tensor) -> torch.Tensor:
             lse = rows[1].transpose(1, 2)
@@ -144,8 +144,8 @@ def test_over_lists(device, block):
         return rows, keys, loss
 
     runs = RUNS if block == 1 else BLOCK_RUNS
-    rows, keys, loss = run(0, LENGTH, True)
-    results = [run(*ends, index > 0) for index, ends in enumerate(runs)]
+    rows, keys, loss = run(0, LENGTH)
+    results = [run(*ends) for ends in runs]
     sums = [torch.zeros_like(x) for x in keys]
     for (first, last), (own, seen, _) in zip(runs, results, strict=True):
         for got, want in zip(own, rows, strict=True):

@@ -24,15 +24,14 @@ def gathered_attention(
     *,
     softmax_scale: float | None = None,
     output_gate_logits: torch.Tensor | None = None,
-    deterministic: bool = True,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], times sigmoid(gate), per head.
 
     The work is that of the lists: each tile of queries gathers every key that it names once. S_t must not be
     empty, and what it may see (causality, documents) is up to the lists. Query head h reads key-value head
-    h // (H / Hkv). Differentiable in q, k, v and output_gate_logits. Any strides, the last dimension
-    contiguous.
+    h // (H / Hkv). Differentiable in q, k, v and output_gate_logits; the backward pass is deterministic. Any
+    strides, the last dimension contiguous.
 
     Args:
         q: [B, L, H, D], D 32, 64 or 128; bf16, fp16 or fp32
@@ -41,10 +40,8 @@ def gathered_attention(
         lists: S_t of q's queries, which stand from lists.query_start on
         softmax_scale: positive; 1 / sqrt(D) if None
         output_gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
-        deterministic: the backward pass repeats bit for bit. False adds with atomics: it needs no scratch, and
-            at 128K on an H200 it is no faster.
-        scratch_bytes: what the deterministic backward pass may take for partial sums, beside fp32 sums of the
-            gradients of k and v. Less memory costs time.
+        scratch_bytes: what the backward pass may take for partial sums, beside fp32 sums of the gradients of k and
+            v. Less memory costs time.
 
     Returns:
         out: [B, L, H, D], in the dtype and the memory order of q
@@ -54,7 +51,7 @@ def gathered_attention(
     check_lists(lists, q)
     check_at_least("scratch_bytes", scratch_bytes, 1)
     gate_logits = grouped(output_gate_logits, k.shape[2])
-    return _GatheredAttention.apply(q, k, v, gate_logits, lists, scale, deterministic, scratch_bytes)
+    return _GatheredAttention.apply(q, k, v, gate_logits, lists, scale, scratch_bytes)
 
 
 _LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")
@@ -63,14 +60,14 @@ _LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, gate_logits, lists, scale, deterministic, scratch_bytes):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, gate_logits, lists, scale, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(q, k, v, lists, gate_logits, scale)
         # Not on ctx: a loss that somebody holds keeps its nodes, but what they save goes with the backward pass.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )
-        ctx.lists, ctx.scale = replace(lists, **dict.fromkeys(_LIST_TENSORS)), scale
-        ctx.deterministic, ctx.scratch_bytes = deterministic, scratch_bytes
+        ctx.lists = replace(lists, **dict.fromkeys(_LIST_TENSORS))
+        ctx.scale, ctx.scratch_bytes = scale, scratch_bytes
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -78,10 +75,8 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
         q, k, v, gate_logits, out, lse, *saved = ctx.saved_tensors
         lists = replace(ctx.lists, **dict(zip(_LIST_TENSORS, saved, strict=True)))
-        grads = gathered_backward(
-            grad, q, k, v, out, lse, lists, gate_logits, ctx.scale, ctx.deterministic, ctx.scratch_bytes
-        )
-        return *grads, None, None, None, None
+        grads = gathered_backward(grad, q, k, v, out, lse, lists, gate_logits, ctx.scale, ctx.scratch_bytes)
+        return *grads, None, None, None
 
 
 def check_lists(lists: KeyLists, q: torch.Tensor) -> None:

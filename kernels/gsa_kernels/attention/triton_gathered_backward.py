@@ -2,7 +2,7 @@
 
 A program owns a tile of queries, so the gradient of q is its own. What it adds to the gradients of each key it
 names it stores as a partial row, dV then dK; a range of tiles at a time, `add_partials_by_key` sums the rows
-of every key in the order of the tiles. Without `deterministic` they are added with atomics instead.
+of every key in the order of the tiles. So results repeat bit for bit.
 """
 
 import torch
@@ -33,14 +33,13 @@ def gathered_backward(
     lists: KeyLists,
     gate_logits: torch.Tensor | None,
     scale: float,
-    deterministic: bool,
     scratch_bytes: int,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and gate_logits from that of `out`.
 
-    Memory beyond the results: the gradients of k and v in fp32, and with `deterministic` up to `scratch_bytes`
-    of partial rows (at least one tile's).
+    Memory beyond the results: the gradients of k and v in fp32, and up to `scratch_bytes` of partial rows (at least
+    one tile's).
     """
     batch, num_keys, kv_heads, head_size = k.shape
     group = q.shape[2] // kv_heads
@@ -53,21 +52,17 @@ def gathered_backward(
     tensors = (q, k, v, grad_attended, delta, lse2, grad_q)
     members = heads_per_program(group, lists.queries, tiles.queries)
     parts = kv_heads * triton.cdiv(group, members)
-    if deterministic:
-        rows = scratch_bytes // (2 * head_size * q.element_size())
-        # One program has room on a multiprocessor: whole waves of them.
-        ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
-        scratch_rows = max(each.num_rows for each in ranges)
-        scratch = torch.empty(scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
-        for each in ranges:
-            hits = find_key_hits(lists, each)
-            partials = scratch[: each.num_rows]
-            for part in range(parts):
-                _launch(tensors, lists, scale, tiles, members, each, part, part + 1, partials=partials)
-                add_partials_by_key(partials, hits, sums[:, :, part * kv_heads // parts])
-    else:
-        (everything,) = split_tiles(lists, lists.counts.numel() * max(lists.max_count, 1))
-        _launch(tensors, lists, scale, tiles, members, everything, 0, parts, sums=sums)
+    rows = scratch_bytes // (2 * head_size * q.element_size())
+    # One program has room on a multiprocessor: whole waves of them.
+    ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
+    scratch_rows = max(each.num_rows for each in ranges)
+    scratch = torch.empty(scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
+    for each in ranges:
+        hits = find_key_hits(lists, each)
+        partials = scratch[: each.num_rows]
+        for part in range(parts):
+            _launch(tensors, lists, scale, tiles, members, each, part, partials)
+            add_partials_by_key(partials, hits, sums[:, :, part * kv_heads // parts])
     grad_v = torch.empty_like(v).copy_(sums[..., :head_size])
     grad_k = torch.empty_like(k).copy_(sums[..., head_size:])
     return grad_q, grad_k, grad_v, grad_gate
@@ -80,24 +75,19 @@ def _launch(
     tiles: Tiles,
     members: int,
     tile_rows: TileRows,
-    first_part: int,
-    last_part: int,
-    *,
-    partials: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
+    part: int,
+    partials: torch.Tensor,
 ) -> None:
-    """A range of tiles of a range of parts, which are the pieces of `members` query heads of each kv head.
+    """A range of tiles of one part: the parts are the pieces of `members` query heads of each kv head.
 
     Args:
-        partials: [tile_rows.num_rows, 2 * D], for one part; or
-        sums: fp32 [B, Lk, Hkv, 2 * D], added to with atomics
+        partials: out: [tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, delta, lse2, grad_q = tensors
     length, heads, head_size = q.shape[1:]
-    num_keys, kv_heads = k.shape[1:3]
-    group = heads // kv_heads
+    group = heads // k.shape[2]
     num_tiles = tile_rows.last - tile_rows.first
-    _backward_kernel[(num_tiles * (last_part - first_part),)](
+    _backward_kernel[(num_tiles,)](
         q,
         k,
         v,
@@ -112,20 +102,17 @@ def _launch(
         lists.counts,
         grad_q,
         partials,
-        sums,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *grad.stride()[:3],
         *grad_q.stride()[:3],
         length,
-        num_keys,
         heads,
-        kv_heads,
         lists.counts.shape[1],
         tile_rows.first,
         num_tiles,
-        first_part,
+        part,
         tile_rows.starts,
         tile_rows.order,
         scale,
@@ -136,7 +123,6 @@ def _launch(
         D=head_size,
         QUERIES=lists.queries,
         KEYS=tiles.keys,
-        ATOMIC=sums is not None,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -147,16 +133,16 @@ def _launch(
 # What is in the data must not be compiled in: training would stop for seconds where a list's length is new.
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "first_part", "row_starts", "order"])
 def _backward_kernel(
-    q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials, sums,
+    q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
     stride_ub, stride_ul, stride_uh,
     stride_db, stride_dl, stride_dh,
-    length, num_keys, heads, kv_heads, tiles_per_sequence, first_tile, num_tiles, first_part, row_starts, order,
+    length, heads, tiles_per_sequence, first_tile, num_tiles, first_part, row_starts, order,
     scale, scale_log2,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES."""
     slot = tl.load(order + tl.program_id(0) % num_tiles)
@@ -192,10 +178,7 @@ def _backward_kernel(
     words += tl.load(word_starts + number)
     full_count = tl.load(full + number)
     count = tl.load(counts + number)
-    if ATOMIC:
-        target = sums + (batch64 * num_keys * kv_heads + kv_head) * (2 * D)
-    else:
-        target = partials + tl.load(row_starts + slot) * (2 * D)
+    target = partials + tl.load(row_starts + slot) * (2 * D)
 
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
     step = tl.arange(0, KEYS)
@@ -223,14 +206,9 @@ def _backward_kernel(
         # and the compiler then waits for each matrix instruction by itself.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         exists = (entries < count)[:, None]
-        if ATOMIC:
-            pushed = target + (key64 * (kv_heads * 2 * D) + dims)
-            tl.atomic_add(pushed, by_v, mask=exists, sem="relaxed")
-            tl.atomic_add(pushed + D, by_k, mask=exists, sem="relaxed")
-        else:
-            pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
-            tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
-            tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
+        pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
+        tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
+        tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
         key = next_key
     pointers = grad_q + batch64 * stride_db + (token64 * stride_dl + head64 * stride_dh + dims)
     tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=valid[:, None])
