@@ -238,7 +238,7 @@ def _loss_by_rows(
                 dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
                 fill=False,
             )
-        return block_sum_probs_rows(q, k, inputs.lse, words, rows, selection_block=block, **where)
+        return block_sum_probs_rows(q, k, inputs.lse, rows, selection_block=block, **where)
 
     result = indexer_kl_loss(
         *inputs.projections,

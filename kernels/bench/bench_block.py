@@ -20,7 +20,7 @@ from gsa_kernels.indexer.triton_scores import score_inputs, score_tiles, write_s
 from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.lists.triton_block_lists import block_key_lists
 from gsa_kernels.sampling import RowSample
-from gsa_kernels.selection.block_op import BlockSelection, expand_block_words, select_block_lists
+from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
 from gsa_kernels.selection.op import (
     mask_from_words,
     new_outputs,
@@ -101,14 +101,12 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
         "all": lambda: select(ema),
         "graph": harness.capture(lambda: select(ema)),
     }
-    if length <= 8192:
-        candidates["words"] = lambda: expand_block_words(selection.words, **options)
     times = harness.measure(candidates)
     report.row(
         length=length,
         block=block,
         chunk_mib=chunk_bytes // 2**20,
-        **{f"{name}_ms": times[name].ms if name in times else None for name in [*candidates, "words"]},
+        **{f"{name}_ms": timed.ms for name, timed in times.items()},
         k_max=k_max,
         mean_k=selection.budget.float().mean().item(),
     )
@@ -130,7 +128,7 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
     leaves = [draw(1, blocks, HEADS, DIM), draw(1, length, DIM), draw(1, blocks, HEADS)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     rows = RowSample(0, blocks)
-    target = block_sum_probs_rows(q, k, lse, None, rows, selection_block=block)
+    target = block_sum_probs_rows(q, k, lse, rows, selection_block=block)
 
     def loss() -> None:
         def target_rows(chunk: RowSample) -> torch.Tensor:
@@ -141,7 +139,7 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
 
     times = harness.measure(
         {
-            "target": lambda: block_sum_probs_rows(q, k, lse, None, rows, selection_block=block),
+            "target": lambda: block_sum_probs_rows(q, k, lse, rows, selection_block=block),
             "loss": loss,
         }
     )

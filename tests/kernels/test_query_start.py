@@ -42,7 +42,7 @@ from gsa_kernels.lists.triton_rows import words_of_rows
 from gsa_kernels.prologue.op import fused_split_rotate_gate
 from gsa_kernels.sampling import RowSample
 from gsa_kernels.selection import op, score_chunks, triton_select_long
-from gsa_kernels.selection.block_op import expand_block_words, select_block_lists
+from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
 from gsa_kernels.selection.op import mask_from_words, select_keys, words_from_mask
 
@@ -107,24 +107,18 @@ def test_masked_attention(device, kind, documents, dtype, heads):
 
 
 @devices
-@pytest.mark.parametrize("kind", ["words", "dense"])
-def test_block_sum_probs(device, kind):
+def test_block_sum_probs(device):
     torch.manual_seed(1)
     starts = document_starts(device)
     q, k = draw(device, 2, LENGTH, 2, 32), draw(device, 2, LENGTH, 1, 32)
-    mask = random_mask(starts, device)
-    words = words_from_mask(mask) if kind == "words" else None
     lse = draw(device, 2, 2, LENGTH)
     blocks = -(-LENGTH // 16)
-    whole = block_sum_probs_rows(
-        q, k, lse, words, RowSample(0, blocks), selection_block=16, document_starts=starts
-    )
+    whole = block_sum_probs_rows(q, k, lse, RowSample(0, blocks), selection_block=16, document_starts=starts)
     for first, last in BLOCK_RUNS:
         got = block_sum_probs_rows(
             q[:, first:last],
             k[:, :last],
             lse[..., first:last],
-            None if words is None else words_from_mask(mask[:, first:last, :last]),
             RowSample(0, -(-(last - first) // 16)),
             selection_block=16,
             document_starts=rows_of(starts, first, last),
@@ -199,8 +193,6 @@ def test_block_selection(device, documents):
             shared.words, words_from_mask(mask_from_words(whole.words, LENGTH)[:, rows, :last])
         )
         assert torch.equal(mask_from_key_lists(shared.lists), mask[:, first:last, :last])
-        words = expand_block_words(shared.words, length=last - first, **part)
-        assert torch.equal(words, words_from_mask(mask[:, first:last, :last]))
 
 
 @devices
@@ -249,7 +241,7 @@ def test_errors(device):
         ),
         (
             lambda: block_sum_probs_rows(
-                q, k, draw(device, 1, 2, 8), None, RowSample(0, 1), selection_block=64, query_start=32
+                q, k, draw(device, 1, 2, 8), RowSample(0, 1), selection_block=64, query_start=32
             ),
             "query_start is 32 with selection_block 64",
         ),

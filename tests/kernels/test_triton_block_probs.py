@@ -12,10 +12,8 @@ if not CUDA:
 pytest.importorskip("triton")
 
 from gsa_kernels import (  # noqa: E402
-    expand_block_selection,
     indexer_kl,
     indexer_scores,
-    local_window_mask,
     renormalise_target,
     sampling,
     sum_over_blocks,
@@ -24,8 +22,6 @@ from gsa_kernels import (  # noqa: E402
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows  # noqa: E402
 from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
 from gsa_kernels.sampling import RowSample  # noqa: E402
-from gsa_kernels.selection.block_op import expand_block_words  # noqa: E402
-from gsa_kernels.selection.op import words_from_mask  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -62,46 +58,31 @@ def probabilities(q, k, mask):
     return logits.logsumexp(-1).float(), logits.softmax(-1).sum(1)
 
 
-def make_selection(length, block, window, starts, batch, device):
-    """Top-k of the blocks [B, R, L], and S_t [B, L, L]."""
-    positions = torch.arange(0, length, block, device=device)
-    generator = torch.Generator().manual_seed(block)
-    top = torch.rand(batch, len(positions), length, generator=generator).to(device) < 0.3
-    top &= visible_mask(length, query_positions=positions, document_ids=starts, device=device)
-    chosen = expand_block_selection(top, block, length) | local_window_mask(length, window, device=device)
-    return top, chosen & visible_mask(length, document_ids=starts, device=device)
-
-
-def check_probs(length, block, *, device, dtype=torch.float32, documents=False, sparse=False, ranges=None):
+def check_probs(length, block, *, device, dtype=torch.float32, documents=False, ranges=None):
     batch = 2 if documents else 1
     q, k, starts = make_attention(length, device=device, dtype=dtype, batch=batch, documents=documents)
     visible = visible_mask(length, document_ids=starts, device=device).expand(batch, length, length)
-    mask, words = visible, None
-    if sparse:
-        _, mask = make_selection(length, block, block, starts, batch, device)
-        words = words_from_mask(mask)
-    lse, probs = probabilities(q, k, mask)
+    lse, probs = probabilities(q, k, visible)
     blocks = -(-length // block)
     keys = torch.arange(length, device=device)
     wanted = sum_over_blocks(probs, block)
     wanted = torch.where(keys <= torch.arange(blocks, device=device)[:, None] * block, wanted, 0)
     for chunk in ranges or [(0, blocks)]:
         rows = RowSample(*chunk)
-        got = block_sum_probs_rows(q, k, lse, words, rows, selection_block=block, document_starts=starts)
+        got = block_sum_probs_rows(q, k, lse, rows, selection_block=block, document_starts=starts)
         want = wanted[:, rows.rows()]
         torch.testing.assert_close(
             got.double(), want, atol=1e-5 if q.dtype == torch.float32 else 1e-3, rtol=1e-4
         )
         assert (got[want == 0] == 0).all()
-        again = block_sum_probs_rows(q, k, lse, words, rows, selection_block=block, document_starts=starts)
+        again = block_sum_probs_rows(q, k, lse, rows, selection_block=block, document_starts=starts)
         assert torch.equal(got, again)
 
 
 @devices
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize(("block", "length"), [(16, 75), (64, 130), (128, 140)])
-def test_probs_are_the_sums_of_the_reference(device, block, length, sparse):
-    check_probs(length, block, device=device, sparse=sparse, documents=length == 75)
+def test_probs_are_the_sums_of_the_reference(device, block, length):
+    check_probs(length, block, device=device, documents=length == 75)
 
 
 @devices
@@ -112,36 +93,22 @@ def test_ranges_of_rows(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [GPU])
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
-def test_probs_of_many_shapes(device, block, documents, sparse):
+def test_probs_of_many_shapes(device, block, documents):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for length in (1, 128, 1000, 1536):
-            check_probs(length, block, device=device, dtype=dtype, documents=documents, sparse=sparse)
+            check_probs(length, block, device=device, dtype=dtype, documents=documents)
 
 
 @devices
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
-def test_loss_of_blocks(device, sparse, documents):
-    """As a layer does it: target from the attention, support from the words, gradients to the block firsts."""
-    length, block, window, batch = 75, 16, 20, 1
+def test_loss_of_blocks(device, documents):
+    """As a layer of the warm-up does it: target from the attention, gradients to the block firsts."""
+    length, block, batch = 75, 16, 1
     q, k, starts = make_attention(length, device=device, documents=documents)
     visible = visible_mask(length, document_ids=starts, device=device).expand(batch, length, length)
-    mask, words, support_words = visible, None, None
-    if sparse:
-        top, mask = make_selection(length, block, window, starts, batch, device)
-        words = expand_block_words(
-            words_from_mask(top),
-            selection_block=block,
-            local_window=window,
-            length=length,
-            document_starts=starts,
-        )
-        assert torch.equal(words, words_from_mask(mask))
-        support_words = words[:, ::block]
-    lse, probs = probabilities(q, k, mask)
+    lse, probs = probabilities(q, k, visible)
     generator = torch.Generator().manual_seed(7)
     leaves = [
         torch.randn(shape, generator=generator).to(device).requires_grad_()
@@ -149,15 +116,13 @@ def test_loss_of_blocks(device, sparse, documents):
     ]
 
     def target_rows(rows):
-        return block_sum_probs_rows(q, k, lse, words, rows, selection_block=block, document_starts=starts)
+        return block_sum_probs_rows(q, k, lse, rows, selection_block=block, document_starts=starts)
 
-    loss = indexer_kl_loss(
-        *leaves, target_rows, words=support_words, document_starts=starts, selection_block=block
-    )
+    loss = indexer_kl_loss(*leaves, target_rows, document_starts=starts, selection_block=block)
     loss.backward()
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    support = mask[:, ::block]
+    support = visible[:, ::block]
     target = renormalise_target(sum_over_blocks(probs, block), support)
     wanted = indexer_kl(indexer_scores(*exact), target, support).sum()
     wanted.backward()
@@ -179,4 +144,4 @@ def test_errors(device):
         ({"selection_block": 16, "rows": RowSample(0, 0)}, "rows.count is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            block_sum_probs_rows(q, k, lse, None, **{"rows": RowSample(0, 1), **options})
+            block_sum_probs_rows(q, k, lse, **{"rows": RowSample(0, 1), **options})

@@ -1,4 +1,4 @@
-"""Selections that blocks of queries share: lists, words, the KL and its target, against the torch references.
+"""Selections that blocks of queries share, as lists, against the torch references.
 
 In the interpreter (CPU) and, marked gpu, on a CUDA device. The selection is compared with a stable sort of the
 scores the kernels calculate themselves.
@@ -81,15 +81,6 @@ class Case:
         ema = torch.tensor(EMA, device=self.q.device)
         return block_op.select_block_lists(*self.indexer(), ema, **{**options, **RULE, **changes})
 
-    def expand(self, selection: block_op.BlockSelection) -> torch.Tensor:
-        return block_op.expand_block_words(
-            selection.words,
-            selection_block=self.block,
-            local_window=self.window,
-            length=self.k.shape[1],
-            document_starts=self.starts,
-        )
-
 
 def make_case(
     device: str,
@@ -147,9 +138,23 @@ def check(case: Case, **changes: Any) -> block_op.BlockSelection:
     chosen = chosen | ops.local_window_mask(length, case.window, device=device)
     chosen &= ops.visible_mask(length, document_ids=case.starts, device=device)
     assert torch.equal(mask_from_key_lists(on_cpu(selection.lists)), chosen.cpu())
-    assert torch.equal(case.expand(selection), op.words_from_mask(chosen))
     check_format(case, selection)
     return selection
+
+
+def selected_by(case: Case, words: torch.Tensor, queries: range) -> torch.Tensor:
+    """S_t of these queries of the first sequence, bool [queries, L]: their block's top-k and their windows, as visible.
+
+    Args:
+        words: int32 [B, R, W], the top-k of the blocks
+    """
+    length, device = case.k.shape[1], case.k.device
+    positions = torch.tensor(queries, device=device)
+    starts = None if case.starts is None else case.starts[:1]
+    top = op.mask_from_words(words[0, positions // case.block], length)
+    window = ops.local_window_mask(length, case.window, query_positions=positions)
+    visible = ops.visible_mask(length, query_positions=positions, document_ids=starts, device=device)
+    return (top | window) & visible[0]
 
 
 def on_cpu(lists: KeyLists) -> KeyLists:
@@ -263,7 +268,6 @@ def test_long_sequences(device: str, block: int, documents: bool) -> None:
     whole = case.select(**rule)
     assert torch.equal(selection.words, whole.words)
     lists = selection.lists
-    words = case.expand(selection)
     rows = torch.arange(lists.queries, device=device, dtype=torch.int32)
     for tile in range(0, lists.counts.shape[1], 17):
         count, full = int(lists.counts[0, tile]), int(lists.full[0, tile])
@@ -272,8 +276,9 @@ def test_long_sequences(device: str, block: int, documents: bool) -> None:
         hits = lists.words[word_start : word_start + count - full][None] >> rows[:, None] & 1
         mask = torch.zeros(lists.queries, length, dtype=torch.bool, device=device)
         mask[:, keys] = torch.cat([torch.ones_like(keys[:full]).expand(lists.queries, -1), hits], 1).bool()
-        wanted = op.mask_from_words(words[0, tile * lists.queries :][: lists.queries], length)
-        assert torch.equal(mask[: wanted.shape[0]], wanted)
+        first = tile * lists.queries
+        wanted = selected_by(case, selection.words, range(first, min(first + lists.queries, length)))
+        assert torch.equal(mask[: len(wanted)], wanted)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +293,3 @@ def test_long_sequences(device: str, block: int, documents: bool) -> None:
 def test_wrong_options_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_case("cpu", 40, 16, 16).select(**changes)
-
-
-def test_wrong_words_are_named() -> None:
-    options = {"selection_block": 16, "local_window": 16, "length": 40}
-    with pytest.raises(ValueError, match="block_words has shape"):
-        block_op.expand_block_words(torch.zeros(1, 2, 2, dtype=torch.int32), **options)
-    with pytest.raises(ValueError, match=r"block_words is torch\.int64"):
-        block_op.expand_block_words(torch.zeros(1, 3, 2, dtype=torch.int64), **options)

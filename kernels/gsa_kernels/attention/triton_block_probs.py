@@ -11,11 +11,9 @@ from gsa_kernels.attention.triton_tiles import (
     LOG2E,
     Tiles,
     causal_hit,
-    expand_words,
     input_precision,
     is_even,
     load_rows,
-    load_words,
     tile_source,
     use_tma,
 )
@@ -29,7 +27,6 @@ def block_sum_probs_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    words: torch.Tensor | None,
     rows: RowSample,
     *,
     selection_block: int,
@@ -40,14 +37,13 @@ def block_sum_probs_rows(
 ) -> torch.Tensor:
     """sum_t sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
 
-    For the keys s <= r b of each row r of `rows`, which all were there when the block selected,
-    and of them those in S_t; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
+    For the keys s <= r b of each row r of `rows`, which all were there when the block selected, and of them those
+    that t sees; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
-        lse: fp32 [B, H, L], from the attention over the same S_t: each head's row sums to 1
-        words: int32 [B, L, ceil(Lk / 32)], as in `masked_attention`; all visible keys if None
+        lse: fp32 [B, H, L], from the attention over all visible keys: each head's row sums to 1
         selection_block: b, a power of two from 16 to 128; the last block may be short
         document_starts: int32 [B, L], as in `masked_attention`
         query_start: position of the first query, a multiple of b
@@ -55,7 +51,7 @@ def block_sum_probs_rows(
     Returns:
         fp32 [B, rows.count, Lk], without gradient
     """
-    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None, query_start)
+    scale = check_attention(q, k, k, None, document_starts, softmax_scale, None, query_start)
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
@@ -81,17 +77,14 @@ def block_sum_probs_rows(
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
         lse,
-        words,
         document_starts,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
-        *(words.stride()[:2] if words is not None else (0, 0)),
         rows.start,
         rows.count,
         length,
         query_start or None,
-        triton.cdiv(num_keys, 32),
         scale * LOG2E,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],
@@ -102,7 +95,6 @@ def block_sum_probs_rows(
         KEYS=tiles.keys,
         RUN=sampling.SAMPLED_ROWS,
         SPACING=rows.spacing,
-        HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys, selection_block))
         and rows.count % rows_per_tile == 0,
@@ -116,15 +108,13 @@ def block_sum_probs_rows(
 
 @triton.jit
 def _block_probs_kernel(
-    q, k, lse, words, document_starts, out,
+    q, k, lse, document_starts, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
-    stride_wb, stride_wl,
-    row_start, num_rows, length, query_start, word_columns, scale_log2,
+    row_start, num_rows, length, query_start, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, SPACING: tl.constexpr,
-    HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
@@ -162,19 +152,11 @@ def _block_probs_kernel(
                     row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * 1.4426950408889634
                     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     probs += tl.exp2(logits * scale_log2 - row_lse2[:, None])
-            if HAS_WORDS:
-                row_words = words + batch64 * stride_wb + tl.cast(start, tl.int64) * stride_wl
-                local = tl.arange(0, QUERIES) * stride_wl
-                word0, word1, word2, word3 = load_words(
-                    row_words + local + column // 32, 1, valid, word_columns - column // 32, KEYS, EVEN
-                )
-                hit = expand_words(word0, word1, word2, word3, KEYS)
-            else:
-                first_keys = queries
-                if HAS_DOCUMENTS:
-                    first_keys = tl.load(document_starts + queries, mask=valid, other=0)
-                hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
-            # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
+            first_keys = queries
+            if HAS_DOCUMENTS:
+                first_keys = tl.load(document_starts + queries, mask=valid, other=0)
+            hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
+            # Masked after the sum: the logit of a key that is not seen may overflow, and inf is dropped here.
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
         total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)

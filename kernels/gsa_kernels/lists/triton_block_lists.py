@@ -1,4 +1,4 @@
-"""Key lists of a selection that blocks of queries share, and its words for every query (section 9).
+"""Key lists of a selection that blocks of queries share (section 9).
 
 The queries of an aligned block attend to the top-k of the block's first query and to their own local windows.
 So the list of a block is: the top-k keys before every window, ascending, to which all its queries attend, and
@@ -17,7 +17,6 @@ _ALIGNMENT = 32  # entries: 128 bytes
 # Of a block's row, and of its window, at a time. On an H200, with 8 warps and L = 32768, 256 words take 25 us,
 # 512 take 31 and 1024 take 34; at 131072 they are alike.
 _WORDS, _COLUMNS = 256, 128
-_EXPAND_ROWS, _EXPAND_WORDS = 8, 256
 
 
 def block_key_lists(
@@ -89,36 +88,6 @@ def block_key_lists(
         num_warps=8,
     )
     return lists
-
-
-def expand_words(
-    block_words: torch.Tensor,
-    *,
-    length: int,
-    selection_block: int,
-    local_window: int,
-    document_starts: torch.Tensor | None,
-    query_start: int = 0,
-) -> torch.Tensor:
-    """int32 [B, L, W]: S_t of every query from the blocks' top-k [B, R, W]. Arguments as above."""
-    batch, blocks, words_per_row = block_words.shape
-    out = torch.empty((batch, length, words_per_row), dtype=torch.int32, device=block_words.device)
-    grid = (triton.cdiv(words_per_row, _EXPAND_WORDS), triton.cdiv(length, _EXPAND_ROWS), batch)
-    _expand_kernel[grid](
-        block_words,
-        document_starts,
-        out,
-        length,
-        query_start,
-        blocks,
-        words_per_row,
-        min(local_window, query_start + length),
-        BLOCK=selection_block,
-        ROWS=_EXPAND_ROWS,
-        WORDS=_EXPAND_WORDS,
-        num_warps=4,
-    )
-    return out
 
 
 def _aligned(entries: int) -> int:
@@ -236,33 +205,3 @@ def _block_lists_kernel(
                 hit = hit & (top[:, None] | (distance < local_window))
                 masks = tl.sum(hit.to(tl.int32) << member[None, :], axis=1)
                 tl.store(window_ptr + (columns - window_from), masks, mask=columns <= last)
-
-
-@triton.jit(do_not_specialize=["length", "query_start", "blocks"])
-def _expand_kernel(
-    block_words_ptr,  # [B, R, W] int32
-    starts_ptr,  # [B, L] int32
-    out_ptr,  # [B, L, W] int32
-    length,
-    query_start,
-    blocks,
-    words_per_row,
-    local_window,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """One tile of the result."""
-    batch = tl.program_id(2).to(tl.int64)
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
-    index = (tl.program_id(0) * WORDS + tl.arange(0, WORDS))[None, :]
-    inside = (rows < length) & (index < words_per_row)
-    starts = rows * 0
-    if starts_ptr is not None:
-        starts = tl.load(starts_ptr + batch * length + rows, mask=rows < length, other=0)
-    block_rows = (batch * blocks + rows // BLOCK) * words_per_row
-    words = tl.load(block_words_ptr + block_rows + index, mask=inside, other=0)
-    positions = query_start + rows
-    words |= window_words(index, positions - local_window + 1, positions)
-    words &= window_words(index, starts, positions)
-    tl.store(out_ptr + (batch * length + rows) * words_per_row + index, words, mask=inside)

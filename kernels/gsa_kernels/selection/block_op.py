@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_shape, count_queries
+from gsa_kernels.checks import count_queries
 from gsa_kernels.devices import launching_on
 from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_block_lists import block_key_lists, expand_words
+from gsa_kernels.lists.triton_block_lists import block_key_lists
 from gsa_kernels.selection.op import ROW_CHUNK_BYTES, select_keys
 
 SELECTION_BLOCKS = (16, 32, 64, 128)
@@ -97,60 +97,6 @@ def select_block_lists(
             query_start=query_start,
         )
     return BlockSelection(lists, selection.budget, selection.variance, selection.words)
-
-
-@torch.no_grad()
-def expand_block_words(
-    block_words: torch.Tensor,
-    *,
-    selection_block: int,
-    local_window: int,
-    length: int,
-    document_starts: torch.Tensor | None = None,
-    query_start: int = 0,
-) -> torch.Tensor:
-    """S_t of every query as bits, for sequences so short that a bit per pair of tokens is cheap.
-
-    The rows of the blocks' first queries, [:, ::selection_block], are the support of the indexer's loss.
-
-    Args:
-        block_words: int32 [B, R, ceil(Lk / 32)], R = ceil(L / selection_block), Lk = query_start + L,
-            `BlockSelection.words`
-        length: L
-        document_starts: int32 [B, L], position of the first token of the query's document; 0 if None
-        query_start: position of the first query, a multiple of selection_block
-
-    Returns:
-        int32 [B, L, ceil(Lk / 32)]
-    """
-    _check_blocks(selection_block, local_window)
-    check_at_least("length", length, 1)
-    num_keys = query_start + length
-    count_queries(query_start, num_keys, selection_block)
-    check_shape(
-        "block_words",
-        block_words,
-        "[B, ceil(L / selection_block), ceil(Lk / 32)]",
-        (None, -(-length // selection_block), -(-num_keys // 32)),
-    )
-    tensors = {"block_words": block_words}
-    if document_starts is not None:
-        check_shape("document_starts", document_starts, "[B, L]", (block_words.shape[0], length))
-        tensors["document_starts"] = document_starts
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.int32 or tensor.device != block_words.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}; pass int32 on {block_words.device}"
-            )
-    with launching_on(block_words):
-        return expand_words(
-            block_words.contiguous(),
-            length=length,
-            selection_block=selection_block,
-            local_window=local_window,
-            document_starts=None if document_starts is None else document_starts.contiguous(),
-            query_start=query_start,
-        )
 
 
 def _check_blocks(selection_block: int, local_window: int) -> None:
