@@ -47,6 +47,27 @@ def check_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name} is {value}; pass a number of at least {minimum}")
 
 
+def check_activation(activation: str, heads: int, **biases: torch.Tensor | None) -> None:
+    """The indexer's: sigmoid, with a bias [HI] wherever one is given, or relu, which has none."""
+    if activation not in ("sigmoid", "relu"):
+        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
+    for name, bias in biases.items():
+        if bias is not None and activation == "relu":
+            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
+        if bias is not None:
+            check_shape(name, bias, "[HI]", (heads,))
+
+
+def check_budget_rule(k_base: int, k_min: int, k_max: int, mode: str) -> None:
+    """Of `adaptive_budget`."""
+    check_at_least("k_base", k_base, 1)
+    check_at_least("k_min", k_min, 1)
+    if k_max < k_min:
+        raise ValueError(f"k_max is {k_max}, below k_min {k_min}; pass k_max >= k_min")
+    if mode not in ("inverse", "direct", "off"):
+        raise ValueError(f"mode is {mode!r}; pass 'inverse', 'direct' or 'off'")
+
+
 def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:
     """How many queries stand at the positions query_start .. num_keys - 1, in whole blocks from the first on."""
     if not 0 <= query_start < num_keys:

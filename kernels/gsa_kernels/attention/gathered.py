@@ -48,7 +48,7 @@ def gathered_attention(
         lse: fp32 [B, H, L], log sum_{s in S_t} exp(logit), without gradient
     """
     scale = check_attention(q, k, v, None, None, softmax_scale, output_gate_logits, lists.query_start)
-    check_lists(lists, q)
+    check_key_lists(lists, q)
     check_at_least("scratch_bytes", scratch_bytes, 1)
     gate_logits = grouped(output_gate_logits, k.shape[2])
     return _GatheredAttention.apply(q, k, v, gate_logits, lists, scale, scratch_bytes)
@@ -79,7 +79,7 @@ class _GatheredAttention(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def check_lists(lists: KeyLists, q: torch.Tensor) -> None:
+def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:
     """Raise ValueError for lists that are not of q's sequences."""
     batch, length = q.shape[:2]
     if lists.length != length:

@@ -64,7 +64,7 @@ def head_sum_probs_lists(
     scale = check_attention(q, k, k, None, None, softmax_scale, None, lists.query_start)
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
-    tiles_per_unit = check_lists(lists, batch, length, selection_block)
+    tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
     check_tile_numbers(tiles, lists)
     shape = shape or gathered_probs_tiles(q.dtype)
     group = heads // k.shape[2]
@@ -108,8 +108,8 @@ def head_sum_probs_lists(
     return out
 
 
-def check_lists(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
-    """Raise ValueError if the lists are not of `length` queries; return the tiles per block, 1 without blocks."""
+def count_tiles_per_block(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
+    """1 without blocks. Raises ValueError if the lists are not of `length` queries, or cut a block."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))

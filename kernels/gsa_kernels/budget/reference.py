@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_mask, check_row_counts, check_shape, compute_dtype
+from gsa_kernels.checks import check_budget_rule, check_mask, check_row_counts, check_shape, compute_dtype
 
 
 def score_moments(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,10 +64,7 @@ def adaptive_budget(
     check_shape("variance", variance, "[B, R]", (None, None))
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
     check_row_counts("num_visible", num_visible, *variance.shape)
-    check_at_least("k_base", k_base, 1)
-    check_at_least("k_min", k_min, 1)
-    if k_max < k_min:
-        raise ValueError(f"k_max is {k_max}, below k_min {k_min}; pass k_max >= k_min")
+    check_budget_rule(k_base, k_min, k_max, mode)
 
     # fp64: with fp32 statistics the floor is then that of the exact quotient on any device.
     var, ema = variance.detach().double(), variance_ema.detach().double()
@@ -75,10 +72,8 @@ def adaptive_budget(
         raw = k_base * ema / var
     elif mode == "direct":
         raw = k_base * var / ema
-    elif mode == "off":
-        raw = torch.full_like(var, k_base)
     else:
-        raise ValueError(f"mode is {mode!r}; pass 'inverse', 'direct' or 'off'")
+        raw = torch.full_like(var, k_base)
     raw = torch.where((ema == 0) | raw.isnan(), float(k_base), raw)
     # Clamped before the cast: an infinite float has no defined integer.
     budget = raw.floor().clamp(k_min, k_max).to(torch.int64)

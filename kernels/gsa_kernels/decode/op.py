@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_activation, check_at_least, check_budget_rule, check_shape
 from gsa_kernels.decode.state import DecodeSelection, DecodeWorkspace
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
@@ -150,14 +150,8 @@ def decode_select(
         raise ValueError(f"q_idx has {heads} heads; pass 1 to {_MAX_INDEXER_HEADS}")
     if dim not in _INDEXER_SIZES:
         raise ValueError(f"q_idx has head size {dim}; pass 16 to 128")
-    if activation not in ("sigmoid", "relu"):
-        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
     biases = {"score_bias": score_bias, "weight_bias": weight_bias}
-    for name, bias in biases.items():
-        if bias is not None and activation == "relu":
-            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
-        if bias is not None:
-            check_shape(name, bias, "[HI]", (heads,))
+    check_activation(activation, heads, **biases)
     for name, tensor in {"weight_logits": weight_logits, **biases}.items():
         if tensor is not None and tensor.dtype not in _DTYPES:
             raise ValueError(f"{name} has dtype {tensor.dtype}; pass bfloat16, float16 or float32")
@@ -165,12 +159,7 @@ def decode_select(
     _check_unit_strides({"q_idx": q_idx, "k_idx": k_idx, "weight_logits": weight_logits, **biases})
     if variance_ema.dtype != torch.float32:
         raise ValueError(f"variance_ema has dtype {variance_ema.dtype}; pass float32")
-    check_at_least("k_base", k_base, 1)
-    check_at_least("k_min", k_min, 1)
-    if k_max < k_min:
-        raise ValueError(f"k_max is {k_max}, below k_min {k_min}; pass k_max >= k_min")
-    if mode not in ("inverse", "direct", "off"):
-        raise ValueError(f"mode is {mode!r}; pass 'inverse', 'direct' or 'off'")
+    check_budget_rule(k_base, k_min, k_max, mode)
     check_at_least("selection_block", selection_block, 1)
     k_max = min(k_max, max_length)
     if selection.indices.shape[1] < k_max:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from gsa_kernels.checks import check_shape, compute_dtype
+from gsa_kernels.checks import check_activation, check_shape, compute_dtype
 
 
 def indexer_scores(
@@ -36,19 +36,13 @@ def indexer_scores(
     batch, num_queries, heads, dim = q_idx.shape
     check_shape("k_idx", k_idx, "[B, Lk, DI]", (batch, None, dim))
     check_shape("weight_logits", weight_logits, "[B, Lq, HI]", (batch, num_queries, heads))
-    for name, bias in (("score_bias", score_bias), ("weight_bias", weight_bias)):
-        if bias is not None and activation == "relu":
-            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
-        if bias is not None:
-            check_shape(name, bias, "[HI]", (heads,))
+    check_activation(activation, heads, score_bias=score_bias, weight_bias=weight_bias)
 
     dtype = compute_dtype(q_idx=q_idx, k_idx=k_idx, weight_logits=weight_logits)
     keys = k_idx.to(dtype)
     weights = weight_logits.to(dtype)
     if activation == "sigmoid":
         weights = torch.sigmoid(weights if weight_bias is None else weights + weight_bias.to(dtype))
-    elif activation != "relu":
-        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
 
     scores = torch.zeros(batch, num_queries, keys.shape[1], dtype=dtype, device=q_idx.device)
     # Head by head, so that one [Lq, Lk] product is alive at a time.

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_at_least, check_shape, count_queries
+from gsa_kernels.checks import check_activation, check_at_least, check_shape, count_queries
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEADS = 8
@@ -93,16 +93,9 @@ def score_inputs(
         raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass bfloat16, float16 or float32")
     if k_idx.dtype != q_idx.dtype:
         raise ValueError(f"k_idx has dtype {k_idx.dtype} and q_idx {q_idx.dtype}; pass one dtype for both")
-    if activation not in ("sigmoid", "relu"):
-        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
-
-    # fp64 weights or biases would be rounded to fp32 in silence.
     optional = {"score_bias": score_bias, "weight_bias": weight_bias}
-    for name, bias in optional.items():
-        if bias is not None and activation == "relu":
-            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
-        if bias is not None:
-            check_shape(name, bias, "[HI]", (heads,))
+    check_activation(activation, heads, **optional)
+    # fp64 weights or biases would be rounded to fp32 in silence.
     for name, tensor in {"weight_logits": weight_logits, **optional}.items():
         if tensor is not None and tensor.dtype not in (*HALF_DTYPES, torch.float32):
             raise ValueError(f"{name} has dtype {tensor.dtype}; pass bfloat16, float16 or float32")

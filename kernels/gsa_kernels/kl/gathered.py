@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from gsa_kernels.attention.triton_gathered_probs import check_lists
+from gsa_kernels.attention.triton_gathered_probs import count_tiles_per_block
 from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
 from gsa_kernels.kl.autograd import LossWithGradients, check_sampling, needs_gradients
 from gsa_kernels.kl.op import check_inputs
@@ -83,7 +83,7 @@ def gathered_indexer_kl_loss(
     batch, _, length = check_inputs(
         q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block, lists.query_start
     )
-    tiles_per_unit = check_lists(lists, batch, length, selection_block)
+    tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
     beta = beta_tensor(inverse_temperature, q_idx.device)
     check_at_least("scratch_bytes", scratch_bytes, 1)
     check_sampling(row_fraction, seed)

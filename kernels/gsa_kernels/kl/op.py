@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from gsa_kernels import sampling
-from gsa_kernels.checks import beta_tensor, check_at_least, check_shape, count_queries
+from gsa_kernels.checks import beta_tensor, check_activation, check_at_least, check_shape, count_queries
 from gsa_kernels.kl.autograd import LossWithGradients, check_sampling, needs_gradients
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 from gsa_kernels.sampling import RowSample, sample_rows
@@ -227,13 +227,7 @@ def check_inputs(
         raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass fp32, bf16 or fp16, or use the reference")
     if k_idx.dtype != q_idx.dtype:
         raise ValueError(f"k_idx has dtype {k_idx.dtype}; pass {q_idx.dtype}, as q_idx has")
-    if activation not in ("sigmoid", "relu"):
-        raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
-    for name, bias in (("score_bias", score_bias), ("weight_bias", weight_bias)):
-        if bias is not None and activation == "relu":
-            raise ValueError(f"{name} is given with activation 'relu', which has no biases; pass None")
-        if bias is not None:
-            check_shape(name, bias, "[HI]", (heads,))
+    check_activation(activation, heads, score_bias=score_bias, weight_bias=weight_bias)
     return batch, num_rows, length
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gsa_kernels.checks import check_at_least, check_mask
+from gsa_kernels.words import int32_words
 
 TILE_QUERIES = (16, 32)
 
@@ -79,8 +80,8 @@ def key_lists_from_mask(mask: torch.Tensor, queries: int = 32) -> KeyLists:
     tiles = -(-length // queries)
     padded = torch.nn.functional.pad(mask, (0, 0, 0, tiles * queries - length))
     bits = 1 << torch.arange(queries, dtype=torch.int64, device=mask.device)
-    words = (padded.unflatten(1, (tiles, queries)).to(torch.int64) * bits[:, None]).sum(2)  # [B, T, L]
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    sums = (padded.unflatten(1, (tiles, queries)).to(torch.int64) * bits[:, None]).sum(2)  # [B, T, Lk]
+    words = int32_words(sums)
     hits = words != 0
     counts = hits.sum(-1)
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view(batch, tiles)

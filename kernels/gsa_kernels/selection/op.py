@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import triton
 
-from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
+from gsa_kernels.checks import beta_tensor, check_at_least, check_budget_rule, check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
 from gsa_kernels.selection.candidates import (
@@ -28,6 +28,7 @@ from gsa_kernels.selection.score_chunks import (
 )
 from gsa_kernels.selection.triton_select import LogSums, select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
+from gsa_kernels.words import int32_words
 
 ROW_CHUNK_BYTES = 512 * 2**20
 # Rows below this many keys are selected in registers. One program has 256 KiB of them.
@@ -163,12 +164,7 @@ def make_selector(
         raise ValueError(
             f"variance_ema is {variance_ema.dtype} on {variance_ema.device}; pass float32 on {device}"
         )
-    check_at_least("k_base", k_base, 1)
-    check_at_least("k_min", k_min, 1)
-    if k_max < k_min:
-        raise ValueError(f"k_max is {k_max}, below k_min {k_min}; pass k_max >= k_min")
-    if mode not in ("inverse", "direct", "off"):
-        raise ValueError(f"mode is {mode!r}; pass 'inverse', 'direct' or 'off'")
+    check_budget_rule(k_base, k_min, k_max, mode)
     check_at_least("local_window", local_window, 0)
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
@@ -338,9 +334,7 @@ def words_from_mask(mask: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"mask has dtype {mask.dtype}; pass a bool mask")
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
     bits = padded.to(torch.int64) << torch.arange(32, device=mask.device)
-    words = bits.sum(-1)
-    # uint32 to int32 by value, since a cast of what does not fit is not defined.
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return int32_words(bits.sum(-1))
 
 
 def mask_from_words(words: torch.Tensor, num_keys: int) -> torch.Tensor:

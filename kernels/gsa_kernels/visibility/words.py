@@ -2,6 +2,8 @@
 
 import torch
 
+from gsa_kernels.words import int32_words
+
 
 def visible_words(
     positions: torch.Tensor, num_keys: int, document_starts: torch.Tensor | None = None
@@ -20,8 +22,7 @@ def visible_words(
     words = _below(positions[None] + 1, num_keys)
     if document_starts is not None:
         words = words - _below(document_starts, num_keys)
-    # uint32 to int32 by value, since a cast of what does not fit is not defined.
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return int32_words(words)
 
 
 def _below(ends: torch.Tensor, num_keys: int) -> torch.Tensor:
