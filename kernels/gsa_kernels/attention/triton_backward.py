@@ -11,13 +11,9 @@ import triton.language as tl
 
 from gsa_kernels.attention.triton_backward_keys import backward_keys, key_tiles
 from gsa_kernels.attention.triton_backward_queries import backward_queries, query_tiles
-from gsa_kernels.attention.triton_tiles import (
-    LOG2E,
-    Tiles,
-)
+from gsa_kernels.attention.triton_tiles import Tiles
 from gsa_kernels.gates.rows import empty_gradient
-
-_LOG2E = tl.constexpr(LOG2E)
+from gsa_kernels.triton_constants import LOG2_E
 
 
 def attention_backward(
@@ -118,7 +114,7 @@ def _rows_kernel(
     product = u * o
     position = (batch * heads + head) * length + rows
     tl.store(delta + position, tl.sum(product, 1), mask=valid)
-    tl.store(lse2 + position, tl.load(lse + position, mask=valid, other=0.0) * _LOG2E, mask=valid)
+    tl.store(lse2 + position, tl.load(lse + position, mask=valid, other=0.0) * LOG2_E, mask=valid)
     if HAS_GATE:
         gate += batch * stride_gb + head // GROUP * stride_gg + head % GROUP * stride_gh
         grad_attended += batch * stride_ab + head * stride_ah

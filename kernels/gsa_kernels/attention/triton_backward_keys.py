@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import (
-    LOG2E,
     Tiles,
     count_multiprocessors,
     expand_words,
@@ -17,8 +16,7 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.attention.triton_words import transpose_words
-
-_LOG2E = tl.constexpr(LOG2E)
+from gsa_kernels.triton_constants import LOG2_E
 
 
 def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
@@ -89,7 +87,7 @@ def backward_keys(
         kv_heads,
         triton.cdiv(length, 32),
         scale,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         GROUP=group,
         SPLITS=splits,
         D=head_size,

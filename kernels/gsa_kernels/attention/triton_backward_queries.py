@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import (
-    LOG2E,
     Tiles,
     causal_hit,
     expand_words,
@@ -16,8 +15,7 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
-
-_LOG2E = tl.constexpr(LOG2E)
+from gsa_kernels.triton_constants import LOG2_E
 
 
 def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
@@ -65,7 +63,7 @@ def backward_queries(
         heads,
         triton.cdiv(num_keys, 32),
         scale,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         GROUP=heads // k.shape[2],
         D=head_size,
         QUERIES=tiles.queries,

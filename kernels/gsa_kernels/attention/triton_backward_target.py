@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.triton_tiles import Tiles as _Tiles
 from gsa_kernels.attention.triton_tiles import (
-    LOG2E,
     expand_words,
     is_even,
     load_rows,
@@ -17,8 +17,8 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
-from gsa_kernels.attention.triton_tiles import Tiles as _Tiles
 from gsa_kernels.devices import interpreted
+from gsa_kernels.triton_constants import LOG2_E
 
 HEADS = 4
 """Of one product, and of one part of the target."""
@@ -81,7 +81,7 @@ def backward_queries_with_target(
         heads,
         triton.cdiv(num_keys, 32),
         scale,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         GROUP=heads // k.shape[2],
         HEADS=HEADS,
         D=head_size,

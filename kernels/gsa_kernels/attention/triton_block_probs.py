@@ -8,7 +8,6 @@ from gsa_kernels import sampling
 from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_probs import probs_tiles
 from gsa_kernels.attention.triton_tiles import (
-    LOG2E,
     Tiles,
     causal_hit,
     input_precision,
@@ -19,6 +18,7 @@ from gsa_kernels.attention.triton_tiles import (
 )
 from gsa_kernels.checks import check_at_least, check_shape, count_queries
 from gsa_kernels.sampling import RowSample
+from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
 
 
@@ -85,7 +85,7 @@ def block_sum_probs_rows(
         rows.count,
         length,
         query_start or None,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],
         D=head_size,
@@ -149,7 +149,7 @@ def _block_probs_kernel(
                         q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
                     )
                     position = (batch64 * (KV_HEADS * GROUP) + head) * length + queries
-                    row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * 1.4426950408889634
+                    row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * LOG2_E
                     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     probs += tl.exp2(logits * scale_log2 - row_lse2[:, None])
             first_keys = queries

@@ -6,8 +6,6 @@ import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import (
     FLOOR,
-    LN2,
-    LOG2E,
     MASKED,
     Tiles,
     causal_hit,
@@ -19,6 +17,7 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
+from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 
 def forward_tiles(dtype: torch.dtype) -> Tiles:
@@ -73,7 +72,7 @@ def attention_forward(
         num_keys - length or None,
         heads,
         triton.cdiv(num_keys, 32),
-        scale * LOG2E,
+        scale * LOG2_E.value,
         GROUP=heads // kv_heads,
         D=head_size,
         HEADS=in_tile,
@@ -209,7 +208,7 @@ def _forward_kernel(
     out_pointers = out + ((local * stride_ol + member * stride_oh)[:, None] + dims)
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
     lse += (batch64 * heads + head) * length
-    tl.store(lse + (member * length + rows), (maximum + tl.log2(total)) * LN2, mask=valid)
+    tl.store(lse + (member * length + rows), (maximum + tl.log2(total)) * LN_2, mask=valid)
 
 
 @triton.jit

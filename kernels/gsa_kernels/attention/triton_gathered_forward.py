@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.attention.triton_tiles import FLOOR, LN2, LOG2E, MASKED, Tiles, input_precision
+from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, Tiles, input_precision
 from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 _MAX_ROWS = 128
 
@@ -70,7 +71,7 @@ def gathered_forward(
         heads,
         kv_heads,
         tiles_per_sequence,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         GROUP=group,
         MEMBERS=members,
         SPLITS=splits,
@@ -170,7 +171,7 @@ def _forward_kernel(
     pointers = out + batch64 * stride_ob + (token64 * stride_ol + head64 * stride_oh + dims)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
     lse += batch64 * heads * length
-    tl.store(lse + head.to(tl.int64) * length + token, (maximum + tl.log2(total)) * LN2, mask=valid)
+    tl.store(lse + head.to(tl.int64) * length + token, (maximum + tl.log2(total)) * LN_2, mask=valid)
 
 
 @triton.jit

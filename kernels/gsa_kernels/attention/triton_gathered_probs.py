@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.attention.op import check_attention
-from gsa_kernels.attention.triton_tiles import LOG2E, input_precision
+from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.triton_constants import LOG2_E
 
 
 class ProbsTiles(NamedTuple):
@@ -93,7 +94,7 @@ def head_sum_probs_lists(
         lists.counts.shape[1],
         tiles_per_unit,
         lists.max_count,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=group,
         MEMBERS=members,
@@ -178,7 +179,7 @@ def _gathered_probs_kernel(
                     q_tile = tl.load(q_rows + head[:, None] * stride_qh, mask=valid[:, None], other=0.0)
                     # Infinite for heads that are not there: their probabilities are 0.
                     lse_of = lse + (batch * (KV_HEADS * GROUP) + head) * length + query
-                    lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * 1.4426950408889634
+                    lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * LOG2_E
                     logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                     probs = tl.exp2(logits * scale_log2 - lse2[None, :])
                     total += tl.sum(tl.reshape(probs, [ENTRIES, MEMBERS, QUERIES]), 1)

@@ -7,7 +7,6 @@ import triton.language as tl
 from gsa_kernels import sampling
 from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_tiles import (
-    LOG2E,
     Tiles,
     causal_hit,
     expand_words,
@@ -20,6 +19,7 @@ from gsa_kernels.attention.triton_tiles import (
 )
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.sampling import RowSample
+from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
 
 
@@ -94,7 +94,7 @@ def head_sum_probs_rows(
         length,
         query_start or None,
         triton.cdiv(num_keys, 32),
-        scale * LOG2E,
+        scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],
         D=head_size,
@@ -159,7 +159,7 @@ def _probs_kernel(
                 q_tile = load_rows(
                     q, batch, head, start, stride_qb, stride_ql, stride_qh, length, QUERIES, D, EVEN, TMA
                 )
-                row_lse2 = next_lse * 1.4426950408889634
+                row_lse2 = next_lse * LOG2_E
                 next_lse = tl.load(lse_rows + (head + 1) * length, mask=valid & (head + 1 < heads), other=0.0)
                 logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 total += tl.exp2(logits * scale_log2 - row_lse2[:, None])

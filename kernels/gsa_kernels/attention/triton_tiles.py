@@ -18,8 +18,6 @@ from gsa_kernels.devices import interpreted
 # above every masked logit (MASKED): before the row's first key its probabilities are exactly 0.
 MASKED = tl.constexpr(-1.0e30)
 FLOOR = tl.constexpr(-1.0e20)
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = 1.4426950408889634
 
 
 class Tiles(NamedTuple):

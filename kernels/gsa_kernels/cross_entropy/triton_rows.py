@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+from gsa_kernels.triton_constants import LOG2_E
+
 # Columns per step and warps, measured on an H200 with [16384, 128256] in bf16.
 STATISTICS_COLUMNS, STATISTICS_WARPS = 8192, 8
 GRADIENT_COLUMNS, GRADIENT_WARPS = 4096, 4
@@ -85,8 +86,8 @@ def _vocabulary_statistics_kernel(
         offsets = start + tl.arange(0, BLOCK)
         x = tl.load(logits + offsets, mask=offsets < columns, other=-float("inf")).to(tl.float32)
         new_highest = tl.maximum(highest, tl.max(x, 0))
-        weight *= tl.exp2((highest - new_highest) * _LOG2E)
-        weight += tl.sum(tl.exp2((x - new_highest) * _LOG2E), 0)
+        weight *= tl.exp2((highest - new_highest) * LOG2_E)
+        weight += tl.sum(tl.exp2((x - new_highest) * LOG2_E), 0)
         highest = new_highest
     tl.store(maximum + row, highest)
     tl.store(total + row, weight)
@@ -105,7 +106,7 @@ def _vocabulary_gradient_kernel(
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns
     x = tl.load(logits + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
-    probability = tl.exp2((x - tl.load(maximum + row)) * _LOG2E) / tl.load(total + row)
+    probability = tl.exp2((x - tl.load(maximum + row)) * LOG2_E) / tl.load(total + row)
     target = tl.load(targets + row) - first_column
     result = tl.where(offsets == target, probability - 1.0, probability) * tl.load(grad + row)
     tl.store(out + row * stride_out + offsets, result.to(out.dtype.element_ty), mask=inside)

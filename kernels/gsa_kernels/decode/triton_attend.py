@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from gsa_kernels.attention.triton_tiles import FLOOR, LOG2E, MASKED, input_precision
+from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
 from gsa_kernels.decode.state import DecodeSelection, DecodeWorkspace
+from gsa_kernels.triton_constants import LOG2_E
 
 
 class Tile(NamedTuple):
@@ -69,7 +70,7 @@ def attend_to_indices(
         k_cap,
         max_length,
         local_window,
-        scale * LOG2E,
+        scale * LOG2_E.value,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),
         ROWS=max(triton.next_power_of_2(group), 16),

@@ -17,7 +17,8 @@ from gsa_kernels.kl.triton_gathered_scores import (
     row_bits,
 )
 from gsa_kernels.kl.triton_grad import kl_terms, log2_of
-from gsa_kernels.kl.triton_scores import LN_2, LOG2_E, NOT_A_SCORE, slope
+from gsa_kernels.kl.triton_scores import NOT_A_SCORE, slope
+from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 
 @triton.jit

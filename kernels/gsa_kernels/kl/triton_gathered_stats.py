@@ -11,7 +11,8 @@ from gsa_kernels.kl.triton_gathered_scores import (
     load_target,
     row_bits,
 )
-from gsa_kernels.kl.triton_scores import LOG2_E, NOT_A_SCORE
+from gsa_kernels.kl.triton_scores import NOT_A_SCORE
+from gsa_kernels.triton_constants import LOG2_E
 
 
 @triton.jit(do_not_specialize=["max_count"])

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import (
-    LN_2,
-    LOG2_E,
     NOT_A_SCORE,
     TANH,
     activate,
@@ -34,6 +32,7 @@ from gsa_kernels.kl.triton_scores import (
     slope,
     support_tile,
 )
+from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
 
 

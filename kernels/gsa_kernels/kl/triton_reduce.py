@@ -6,8 +6,9 @@ The parts of dq, dk and d/d b_j carry log2(e) (see triton_grad), which is taken 
 import triton
 import triton.language as tl
 
-from gsa_kernels.kl.triton_scores import LN_2, head_weight, head_weight_slope
+from gsa_kernels.kl.triton_scores import head_weight, head_weight_slope
 from gsa_kernels.kl.triton_stacked import place_in_stack
+from gsa_kernels.triton_constants import LN_2
 from gsa_kernels.triton_rows import last_row_of, number_of, row_of
 
 

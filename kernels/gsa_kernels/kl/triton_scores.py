@@ -24,8 +24,6 @@ TANH_PLAIN = tl.constexpr(2)
 """The arithmetic of TANH without inline assembly, for the interpreter."""
 RELU = tl.constexpr(3)
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 NOT_A_SCORE = tl.constexpr(-1e30)
 """Stands for a score off the support. Finite: the difference of two of them must not be NaN."""
 

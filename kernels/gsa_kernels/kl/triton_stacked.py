@@ -10,7 +10,8 @@ products to wait for, where head by head it had sixteen.
 import triton
 import triton.language as tl
 
-from gsa_kernels.kl.triton_scores import LN_2, LOG2_E, TANH, activate, head_weight
+from gsa_kernels.kl.triton_scores import TANH, activate, head_weight
+from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 TINY = tl.constexpr(1e-37)
 """Stands for a target of 0 in a logarithm. A normal number."""

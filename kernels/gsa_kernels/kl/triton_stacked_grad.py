@@ -5,7 +5,6 @@ import triton.language as tl
 
 from gsa_kernels.kl.triton_grad import merge_segments
 from gsa_kernels.kl.triton_scores import (
-    LOG2_E,
     NOT_A_SCORE,
     RELU,
     SIGMOID,
@@ -29,6 +28,7 @@ from gsa_kernels.kl.triton_stacked import (
     stacked_activations,
     sum_in_lanes,
 )
+from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
 
 

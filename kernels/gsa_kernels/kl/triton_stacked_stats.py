@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gsa_kernels.kl.triton_scores import LOG2_E, NOT_A_SCORE, load_keys, load_target
+from gsa_kernels.kl.triton_scores import NOT_A_SCORE, load_keys, load_target
 from gsa_kernels.kl.triton_stacked import (
     exp2_of,
     expand_support,
@@ -15,6 +15,7 @@ from gsa_kernels.kl.triton_stacked import (
     stacked_activations,
     sum_in_lanes,
 )
+from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
 
 

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import (
-    LOG2_E,
     NOT_A_SCORE,
     load_biases,
     load_head_weights,
@@ -18,6 +17,7 @@ from gsa_kernels.kl.triton_scores import (
     score_tile,
     support_tile,
 )
+from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
 
 

@@ -18,6 +18,7 @@ from gsa_kernels.selection.triton_search import (
     search_options,
     window_words,
 )
+from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 
 class LogSums(NamedTuple):
@@ -91,10 +92,6 @@ def row_options(block: int) -> dict[str, int]:
     if block > 4096:
         return search_options(block)
     return {"num_warps": 2 if block <= 2048 else 4, "maxnreg": 96}
-
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(

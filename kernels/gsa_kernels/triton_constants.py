@@ -1,0 +1,6 @@
+"""Logarithms of the bases: the hardware has exp2 and log2. `.value` is the number on the host."""
+
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
