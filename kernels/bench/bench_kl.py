@@ -163,7 +163,7 @@ def measure(
     result["blocks"] = vars(chosen)
     chunk = min(length, 256 * 2**20 // (4 * length))
     launches = chunk_launches(
-        kernel_inputs, outputs, target[:, length - chunk :], RowSample(length - chunk, chunk), chosen
+        kernel_inputs, outputs, target[:, None, length - chunk :], RowSample(length - chunk, chunk), chosen
     )
     result["last_chunk_rows"] = chunk
     for name, launch in launches.items():
