@@ -23,11 +23,11 @@ from gsa_kernels import (  # noqa: E402
     indexer_scores,
     renormalise_target,
     sparse_attention,
+    target_blocks,
 )
 from gsa_kernels.attention import (  # noqa: E402
     triton_backward,
     triton_backward_keys,
-    triton_backward_target,
     triton_forward,
     triton_words,
 )
@@ -42,6 +42,7 @@ from gsa_kernels.gates import rows as gate_rows  # noqa: E402
 from gsa_kernels.kl import op as kl_op  # noqa: E402
 from gsa_kernels.kl import triton_launch  # noqa: E402
 from gsa_kernels.sampling import RowSample  # noqa: E402
+from gsa_kernels.target_blocks import rows_of_blocks  # noqa: E402
 
 ON_HOPPER = CUDA and on_hopper(torch.device("cuda"))
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -265,6 +266,7 @@ CASES: list[tuple[int, torch.dtype, dict[str, Any]]] = [
     (100, BF16, {"single": True, "documents": True}),
     (100, FP16, {"single": True}),
     (33, BF16, {"heads": 8, "head_size": 64, "indexer_heads": 4, "gated": False, "query_start": 100}),
+    (70, BF16, {"indexer_heads": 1, "documents": True}),
 ]
 
 
@@ -313,7 +315,7 @@ def test_chunks_change_nothing(device: str, dtype: torch.dtype, monkeypatch: pyt
         calls.append((rows.start, rows.stop))
         target = backward_queries_with_target(*arguments)
         assert target.dtype == torch.float16
-        assert target.shape == (1, 2, len(rows), 70)
+        assert target.shape == (1, 2, 2 if len(rows) <= 64 else 4, 4, 32 * 32)
         return target
 
     monkeypatch.setattr(op, "backward_queries_with_target", recorded)
@@ -342,7 +344,7 @@ def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert case.document_starts is not None
     assert (case.document_starts[:, 96:] > 64).all()
     clean = distil(case, row_chunk_bytes=1)
-    attention = (triton_forward, triton_backward, triton_backward_keys, triton_backward_target, triton_words)
+    attention = (triton_forward, triton_backward, triton_backward_keys, target_blocks, triton_words)
     poison_buffers(monkeypatch, op, *attention, gate_rows, kl_op, triton_launch, make=("empty", "empty_like"))
     assert triton_launch.scratch(1, dtype=BF16, device=torch.device(device)).isnan().all()
     got = distil(case, row_chunk_bytes=1)
@@ -487,12 +489,13 @@ def test_parts_of_the_target(
     grad_q, *_ = attention_backward(
         case.grad, q, k, v, out, lse, case.words, case.document_starts, None, scale
     )
-    poison_buffers(monkeypatch, triton_backward_target)
+    poison_buffers(monkeypatch, target_blocks)
     for rows in (range(130), range(32, 96), range(96, 130)):
         own = slice(rows.start, rows.stop)
         got_q = torch.full_like(q, float("nan"))
         arguments = (case.grad, q, k, v, delta, lse2, case.words, case.document_starts, scale)
-        target = backward_queries_with_target(*arguments, got_q, rows)
+        blocks = backward_queries_with_target(*arguments, got_q, rows)
+        target = rows_of_blocks(blocks, len(rows), 160)
         assert torch.equal(got_q[:, own], grad_q[:, own])
         assert got_q[:, : rows.start].isnan().all()
         assert got_q[:, rows.stop :].isnan().all()

@@ -19,7 +19,6 @@ from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import beta_tensor, check_at_least
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.gates.rows import grouped
-from gsa_kernels.kl.autograd import scale_gradients
 from gsa_kernels.kl.op import check_inputs, check_support, value_and_gradients
 from gsa_kernels.sampling import RowSample
 
@@ -156,8 +155,8 @@ class _DistillingAttention(torch.autograd.Function):
                 sample=RowSample(0, q.shape[1]),
                 blocks=None,
                 with_gradients=True,
+                gradient_scale=settings.loss_scale,
             )
-            gradients = scale_gradients(gradients, settings.loss_scale)
             if settings.on_rows is not None:
                 settings.on_rows(kl_rows)
         return grad_q, grad_k, grad_v, grad_gate, *gradients, *(None,) * 4

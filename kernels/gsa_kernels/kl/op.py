@@ -15,10 +15,12 @@ from gsa_kernels.checks import beta_tensor, check_activation, check_at_least, ch
 from gsa_kernels.kl.autograd import LossWithGradients, check_sampling, needs_gradients
 from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
 from gsa_kernels.sampling import RowSample, sample_rows
+from gsa_kernels.target_blocks import block_shape
 
 TargetRows = Callable[[RowSample], torch.Tensor]
 """Rows -> fp32 or fp16 [B, their count, Lk]: attention probabilities of these rows, summed over the heads and, with
-`selection_block`, over the queries of each row's block. Or [B, parts, their count, Lk], whose sum that is."""
+`selection_block`, over the queries of each row's block. Or [B, parts, their count, Lk], whose sum that is, or these in
+blocks, [B, parts, row blocks, key blocks, 1024] (target_blocks.py)."""
 
 
 def indexer_kl_loss(
@@ -137,12 +139,14 @@ def value_and_gradients(
     sample: RowSample,
     blocks: Blocks | None,
     with_gradients: bool,
+    gradient_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The sum over the sample, the KL of each row [B, R], and the sum's gradients in the order of the first six
     arguments, which `indexer_kl_loss` has checked.
 
     Args:
         document_starts: [B, R], of the rows
+        gradient_scale: factor of the gradients
     """
     batch, num_rows, heads, _ = q_idx.shape
     num_keys = k_idx.shape[1]
@@ -169,6 +173,7 @@ def value_and_gradients(
         dq=allocate(inputs.q_idx) if with_gradients else None,
         dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
         dw=allocate(inputs.weight_logits) if with_gradients else None,
+        gradient_scale=gradient_scale,
     )
     unit = chosen.rows if sample.every == 1 else sampling.SAMPLED_ROWS
     chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
@@ -186,13 +191,14 @@ def value_and_gradients(
         kl_rows = _only_sampled(kl_rows, sample)
     if outputs.dq is None or outputs.dk is None or outputs.dw is None:
         return sums[0].float(), kl_rows, (None,) * 6
+    of_beta, of_weight, of_score = (gradient_scale * sums[1:]).split(heads)
     gradients = (
         outputs.dq,
         outputs.dk.to(k_idx.dtype),
         outputs.dw,
-        None if score_bias is None else sums[1 + 2 * heads :].to(score_bias.dtype),
-        None if weight_bias is None else sums[1 + heads : 1 + 2 * heads].to(weight_bias.dtype),
-        sums[1 : 1 + heads].sum().to(beta.dtype).reshape(beta.shape) if beta.requires_grad else None,
+        None if score_bias is None else of_score.to(score_bias.dtype),
+        None if weight_bias is None else of_weight.to(weight_bias.dtype),
+        of_beta.sum().to(beta.dtype).reshape(beta.shape) if beta.requires_grad else None,
     )
     return sums[0].float(), kl_rows, gradients
 
@@ -257,7 +263,11 @@ def _check_int32(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_target(target: torch.Tensor, batch: int, rows: int, num_keys: int, device: torch.device) -> None:
-    check_shape("target_rows(...)", target, "[B, parts, rows, Lk]", (batch, None, rows, num_keys))
+    if target.ndim == 5:
+        shape = (batch, None, *block_shape(rows, num_keys))
+        check_shape("target_rows(...)", target, "[B, parts, row blocks, key blocks, 1024]", shape)
+    else:
+        check_shape("target_rows(...)", target, "[B, parts, rows, Lk]", (batch, None, rows, num_keys))
     if (
         target.dtype not in (torch.float32, torch.float16)
         or target.device != device

@@ -31,6 +31,7 @@ from gsa_kernels.kl.triton_scores import (
     score_tile,
     slope,
     support_tile,
+    target_places,
 )
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
@@ -85,7 +86,7 @@ def grad_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
@@ -105,6 +106,7 @@ def grad_kernel(
     scale,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
+    TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -167,9 +169,9 @@ def grad_kernel(
             grad_a = grad_a + (tl.zeros([BM], tl.float32),)
             grad_z = grad_z + (tl.zeros([BM], tl.float32),)
         biases = load_biases(score_bias, HI, SCORE_BIAS)
-        target_tile = target + b.to(tl.int64) * target_stride_b
-        target_tile += (tile * BM).to(tl.int64) * target_stride_row
-        target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        target_at = target_places(
+            target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
+        )
         part_stride = tl.cast(target_stride_part, tl.int64)
         d = tl.arange(0, BLOCK_D)
         dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
@@ -185,7 +187,8 @@ def grad_kernel(
                 words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
             )
             support = support & counted[:, None]
-            p = load_target(target_rows, part_stride, rows, cols, L, support, PARTS) * inverse_sum[:, None]
+            p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
+            p *= inverse_sum[:, None]
             log2_q = tl.where(support, scores - lse[:, None], 0.0)
             q = tl.where(support, tl.exp2(log2_q), 0.0)
             log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)

@@ -73,6 +73,9 @@ class Outputs:
 
     dw: torch.Tensor | None
 
+    gradient_scale: float = 1.0
+    """Factor of dq, dk and dw; the gradients in `row_results` are without it."""
+
 
 FP32_WARPS = 8
 """Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without words): the mask of the
@@ -80,9 +83,9 @@ scores came out empty and the KL infinite, while the same mask on the target was
 
 
 STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
-"""For 4 heads of 64 in bf16: 68.5 us for gradients and reductions (H200, each of 8 sequences of 4096 tokens). Tiles of
-64 rows and 32 keys spill registers: 98; 8 warps for 64 rows and 64 keys: 85; 32 keys in 168 registers, for a third
-program: 71; segments of 512 and 2048 keys: 74 and 70."""
+"""For 4 heads of 64 in bf16, a target in four parts: 65 us for gradients and reductions (H200, each of 8 sequences of
+4096 tokens). 8 warps for 64 rows: 67; 32 keys: 68, in 168 registers, for a third program: 69; segments of 512 and 2048
+keys: 72 and 64; two stages instead of three: 70."""
 
 BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
 """For halves, head by head."""
@@ -182,6 +185,7 @@ def chunk_launches(
     constants = {
         "STRIDE": stride,
         "PARTS": target.shape[1],
+        "TARGET_IN_BLOCKS": target.ndim == 5,
         "HI": heads,
         "DI": dim,
         "BLOCK_D": block_d,
@@ -269,6 +273,7 @@ def chunk_launches(
         segments,
         key_programs,
         scale,
+        outputs.gradient_scale,
         STRIDE=stride,
         HI=heads,
         HEADS=stacked_heads,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import head_weight, head_weight_slope
-from gsa_kernels.kl.triton_stacked import place_in_stack
+from gsa_kernels.kl.triton_stacked import by_key_as_held, held_by_key, place_in_stack
 from gsa_kernels.triton_constants import LN_2
 from gsa_kernels.triton_rows import last_row_of, number_of, row_of
 
@@ -32,6 +32,7 @@ def _reduce_rows(
     num_tiles,
     num_segments,
     scale,
+    gradient_scale,
     STRIDE: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
@@ -98,10 +99,11 @@ def _reduce_rows(
         tl.store(results + 1 + head, weight * grad_a, mask=valid)
         tl.store(results + 1 + HI + head, grad_w, mask=valid)
         tl.store(results + 1 + 2 * HI + head, grad_z * LN_2, mask=valid)
-        tl.store(dw + row_index * HI + head, grad_w.to(dw.dtype.element_ty), mask=valid)
+        scaled_w = grad_w * gradient_scale
+        tl.store(dw + row_index * HI + head, scaled_w.to(dw.dtype.element_ty), mask=valid)
         tl.store(
             dq + (row_index * HI + head)[None, :] * DI + d[:, None],
-            (dq_head * (scale * LN_2)).to(dq.dtype.element_ty),
+            (dq_head * (scale * LN_2 * gradient_scale)).to(dq.dtype.element_ty),
             mask=(d < DI)[:, None] & valid[None, :],
         )
 
@@ -111,14 +113,14 @@ def _reduce_keys(
     group,
     part,
     first_keys,  # [B, tiles] int32
-    dk_parts,  # [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32 or bf16
+    dk_parts,  # [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32; if STACKED [.., BLOCK_D * BN], `as_held`
     dk,  # in and out: [B, L, DI] fp32, of the chunks before
     L,
     query_start,
     row_start,
     num_rows,
     num_tiles,
-    scale,
+    scale,  # of the parts
     STRIDE: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -129,6 +131,7 @@ def _reduce_keys(
     RUN: tl.constexpr,
     SPACING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
     """BK keys from group * BK on, BD dimensions from part * BD on: over the row tiles that see any of them."""
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
@@ -137,20 +140,32 @@ def _reduce_keys(
     key = group * BK
     cols = key + tl.arange(0, BK)
     d = part * BD + tl.arange(0, BD)
-    inside = (d < DI)[:, None] & (cols < L)[None, :]
-    out = dk + (b * L + cols)[None, :] * DI + d[:, None]
+    inside = (cols < L)[:, None] & (d < DI)[None, :]
+    out = dk + (b * L + cols)[:, None] * DI + d[None, :]
     total = tl.load(out, mask=inside, other=0.0)
-    places = (cols // BN * (BLOCK_D * BN) + cols % BN)[None, :] + d[:, None] * BN
+    if STACKED:
+        tl.static_assert(BD == 16 and BK % 16 == 0 and BN % BK == 0, "whole pieces of 16 dimensions and keys")
+        total = by_key_as_held(total)
+        columns = by_key_as_held(tl.broadcast_to(cols[:, None], [BK, BD]))
+        piece = key % BN // 16 + tl.arange(0, BK * BD) // 256
+        places = (
+            key // BN * (BLOCK_D * BN) + (piece * (BLOCK_D // BD) + part) * 256 + tl.arange(0, BK * BD) % 256
+        )
+    else:
+        columns = cols[:, None]
+        places = (cols // BN * (BLOCK_D * BN) + cols % BN)[:, None] + d[None, :] * BN
     tile_size = tl.cdiv(L, BN) * (BLOCK_D * BN)
     first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # that sees one of these keys
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, RUN, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only what a tile's rows see was written.
-        written = cols <= query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
+        written = columns <= query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
         if HAS_STARTS:
-            written = written & (cols >= tl.load(first_keys + b * num_tiles + tile))
+            written = written & (columns >= tl.load(first_keys + b * num_tiles + tile))
         pointers = dk_parts + (b * num_tiles + tile) * tile_size + places
-        total += scale * LN_2 * tl.load(pointers, mask=written[None, :], other=0.0).to(tl.float32)
+        total += scale * tl.load(pointers, mask=written, other=0.0).to(tl.float32)
+    if STACKED:
+        total = held_by_key(total, BK)
     tl.store(out, total, mask=inside)
 
 
@@ -176,6 +191,7 @@ def reduce_kernel(
     num_segments,
     key_programs,  # of a sequence, the first ones: they have more to read
     scale,
+    gradient_scale,
     STRIDE: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
@@ -204,12 +220,13 @@ def reduce_kernel(
             parts: tl.constexpr = BLOCK_D // BD
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
-                num_tiles, scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, RUN, SPACING, HAS_STARTS,
+                num_tiles, scale * LN_2 * gradient_scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, RUN, SPACING, HAS_STARTS,
+                STACKED,
             )  # fmt: skip
     else:
         program -= key_programs
         _reduce_rows(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
-            row_results, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
+            row_results, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale, gradient_scale,
             STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, STACKED, WITH_GRADIENTS,
         )  # fmt: skip

@@ -17,6 +17,8 @@ gradients are the same for scores shifted by a constant of the row.
 import triton
 import triton.language as tl
 
+from gsa_kernels.target_blocks import KEY, block_places, tile_of_blocks
+
 SIGMOID = tl.constexpr(0)
 TANH = tl.constexpr(1)
 """sigmoid by one hardware instruction: a third of the instructions of exp and a division."""
@@ -190,12 +192,35 @@ def support_tile(
 
 
 @triton.jit
-def load_target(target_rows, part_stride, rows, cols, L, support, PARTS: tl.constexpr):
-    """Target probabilities [BM, BN], the parts added in their own type; 0 off the support whatever the memory holds
-    there."""
-    inside = (rows >= 0)[:, None] & (cols < L)[None, :]
-    places = target_rows[:, None] + cols[None, :]
-    p = tl.load(places, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        p += tl.load(places + part * part_stride, mask=inside, other=0.0)
+def target_places(
+    target, b, tile, stride_b, stride_row, BM: tl.constexpr, BN: tl.constexpr, IN_BLOCKS: tl.constexpr
+):
+    """Where a tile of rows has its target for key 0: [BM] rows, or `block_places` (stride_row is of row blocks)."""
+    target += b.to(tl.int64) * stride_b
+    if IN_BLOCKS:
+        places = target + (tile * (BM // 32)).to(tl.int64) * stride_row + block_places(BM, BN, stride_row)
+    else:
+        places = target + (tile * BM).to(tl.int64) * stride_row + tl.arange(0, BM) * stride_row
+    return places
+
+
+@triton.jit
+def load_target(
+    places, part_stride, rows, key, L, support, BN: tl.constexpr, PARTS: tl.constexpr, IN_BLOCKS: tl.constexpr
+):
+    """Target probabilities [BM, BN] of the keys from `key` on, the parts added in their own type; 0 off the support
+    whatever the memory holds there."""
+    if IN_BLOCKS:
+        places += key * KEY
+        p = tl.load(places)
+        for part in tl.static_range(1, PARTS):
+            p += tl.load(places + part * part_stride)
+        p = tile_of_blocks(p, rows.shape[0], BN)
+    else:
+        cols = key + tl.arange(0, BN)
+        inside = (rows >= 0)[:, None] & (cols < L)[None, :]
+        columns = places[:, None] + cols[None, :]
+        p = tl.load(columns, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            p += tl.load(columns + part * part_stride, mask=inside, other=0.0)
     return tl.where(support, p.to(tl.float32), 0.0)

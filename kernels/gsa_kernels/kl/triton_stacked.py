@@ -128,6 +128,33 @@ def sum_in_lanes(x):
 
 
 @triton.jit
+def as_held(x):
+    """[D, keys] of a product -> [D * keys], the eight values of a thread side by side: 16 bytes of halves to store.
+
+    Of 16 dimensions and 16 keys a lane has the rows i and i + 8 and the columns 2 lane, 2 lane + 1 and those 8 further.
+    """
+    dims: tl.constexpr = x.shape[0]
+    keys: tl.constexpr = x.shape[1]
+    parts = tl.reshape(x, [dims // 16, 2, 8, keys // 16, 2, 4, 2])
+    return tl.reshape(tl.permute(parts, [3, 0, 2, 5, 4, 1, 6]), [dims * keys])
+
+
+@triton.jit
+def held_by_key(x, KEYS: tl.constexpr):
+    """The inverse for 16 dimensions, transposed: [16 * KEYS] -> [KEYS, 16]."""
+    parts = tl.reshape(x, [KEYS // 16, 8, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(parts, [0, 3, 2, 5, 4, 1]), [KEYS, 16])
+
+
+@triton.jit
+def by_key_as_held(x):
+    """The inverse of `held_by_key`."""
+    keys: tl.constexpr = x.shape[0]
+    parts = tl.reshape(x, [keys // 16, 2, 4, 2, 2, 8])
+    return tl.reshape(tl.permute(parts, [0, 5, 2, 1, 4, 3]), [16 * keys])
+
+
+@triton.jit
 def load_support_words(words, row_index, rows, first_word, W, HAS_WORDS: tl.constexpr, BN: tl.constexpr):
     """The BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys.
 

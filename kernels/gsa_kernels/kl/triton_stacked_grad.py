@@ -12,9 +12,11 @@ from gsa_kernels.kl.triton_scores import (
     load_keys,
     load_target,
     slope,
+    target_places,
 )
 from gsa_kernels.kl.triton_stacked import (
     TINY,
+    as_held,
     exp2_of,
     expand_support,
     load_stacked_biases,
@@ -40,14 +42,14 @@ def stacked_grad_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, BLOCK_D, HEADS * BM] fp32, heads and rows as in a stack
-    dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D, BN] bf16 or fp32
+    dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D * BN] bf16 or fp32, `as_held`
     R,
     L,
     W,
@@ -62,6 +64,7 @@ def stacked_grad_kernel(
     inverse_target_sum,  # if SUM_GIVEN
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
+    TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -146,13 +149,13 @@ def stacked_grad_kernel(
         dq = tl.zeros([BLOCK_D, HEADS * BM], tl.float32)
         grad_a = tl.zeros([HEADS, BM, 4], tl.float32)
         grad_z = tl.zeros([HEADS, BM, 4], tl.float32)
-        target_tile = target + b.to(tl.int64) * target_stride_b
-        target_tile += (tile * BM).to(tl.int64) * target_stride_row
-        target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        target_at = target_places(
+            target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
+        )
         part_stride = tl.cast(target_stride_part, tl.int64)
         d = tl.arange(0, BLOCK_D)
         dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
-        dk_places = d[:, None] * BN + tl.arange(0, BN)[None, :]
+        dk_places = tl.arange(0, BLOCK_D * BN)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         kl = tl.zeros([BM, 4], tl.float32)
@@ -162,12 +165,10 @@ def stacked_grad_kernel(
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
             scores = factor * tl.sum(scaled * a, 0)
-            if KIND == TANH:
-                # As exact as the hardware's tanh: the tile of all heads in half the registers.
-                a = a.to(tl.float16)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
-            p = load_target(target_rows, part_stride, rows, cols, L, support, PARTS) * inverse_sum
+            p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
+            p *= inverse_sum
             log2_q = tl.where(support, scores - lse[:, None], NOT_A_SCORE)
             g = exp2_of(log2_q, KIND) - p
             log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)
@@ -175,7 +176,6 @@ def stacked_grad_kernel(
 
             if WITH_GRADIENTS:
                 g = g[None, :, :]
-                a = a.to(tl.float32)
                 g_a = g * a
                 grad_a += sum_in_lanes(g_a)
                 dz = scaled * (g - g_a * a if KIND == TANH else g * slope(a, KIND))
@@ -184,7 +184,7 @@ def stacked_grad_kernel(
                 dz = stack(dz).to(keys.dtype)
                 dq = tl.dot(tl.trans(keys), tl.trans(dz), dq, input_precision=PRECISION)
                 dk_t = tl.dot(tl.trans(queries), dz, input_precision=PRECISION)
-                tl.store(dk_tile + key * BLOCK_D + dk_places, dk_t.to(dk_parts.dtype.element_ty))
+                tl.store(dk_tile + key * BLOCK_D + dk_places, as_held(dk_t.to(dk_parts.dtype.element_ty)))
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
         tl.store(sums, tl.sum(kl, 1))

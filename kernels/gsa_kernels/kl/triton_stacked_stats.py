@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gsa_kernels.kl.triton_scores import NOT_A_SCORE, load_keys, load_target
+from gsa_kernels.kl.triton_scores import NOT_A_SCORE, load_keys, load_target, target_places
 from gsa_kernels.kl.triton_stacked import (
     exp2_of,
     expand_support,
@@ -27,7 +27,7 @@ def stacked_stats_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target if not given
@@ -44,6 +44,7 @@ def stacked_stats_kernel(
     scale,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
+    TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
     DI: tl.constexpr,
@@ -94,9 +95,9 @@ def stacked_stats_kernel(
         scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
         scaled = (scaled * (tl.load(beta) * LOG2_E))[:, :, None]
         biases = load_stacked_biases(score_bias, HI, HEADS, SCORE_BIAS)
-        target_tile = target + b.to(tl.int64) * target_stride_b
-        target_tile += (tile * BM).to(tl.int64) * target_stride_row
-        target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        target_at = target_places(
+            target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
+        )
         part_stride = tl.cast(target_stride_part, tl.int64)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
@@ -114,7 +115,7 @@ def stacked_stats_kernel(
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
             if not SUM_GIVEN:
                 target_sum += sum_in_lanes(
-                    load_target(target_rows, part_stride, rows, cols, L, support, PARTS)
+                    load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
                 )
             scores = tl.where(support, scores, NOT_A_SCORE)
             # Lanes without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales

@@ -16,6 +16,7 @@ from gsa_kernels.kl.triton_scores import (
     load_target,
     score_tile,
     support_tile,
+    target_places,
 )
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
@@ -29,7 +30,7 @@ def stats_kernel(
     score_bias,  # [HI]
     weight_bias,  # [HI]
     beta,  # [1] fp32
-    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed
+    target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
     words,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
@@ -46,6 +47,7 @@ def stats_kernel(
     scale,
     STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
+    TARGET_IN_BLOCKS: tl.constexpr,
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -96,9 +98,9 @@ def stats_kernel(
         for j in tl.static_range(HI):
             scaled = scaled + (weights[j] * factor,)
         biases = load_biases(score_bias, HI, SCORE_BIAS)
-        target_tile = target + b.to(tl.int64) * target_stride_b
-        target_tile += (tile * BM).to(tl.int64) * target_stride_row
-        target_rows = target_tile + tl.arange(0, BM) * target_stride_row
+        target_at = target_places(
+            target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
+        )
         part_stride = tl.cast(target_stride_part, tl.int64)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
@@ -113,7 +115,7 @@ def stats_kernel(
                 words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
             )
             target_sum += tl.sum(
-                load_target(target_rows, part_stride, rows, cols, L, support, PARTS),
+                load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS),
                 1,
             )
             scores = tl.where(support, scores, NOT_A_SCORE)
