@@ -160,6 +160,14 @@ def _forward_kernel(
     q += batch64 * stride_qb + head64 * stride_qh + start64 * stride_ql
     q_pointers = q + ((local * stride_ql + member * stride_qh)[:, None] + dims)
     q_tile = tl.load(q_pointers) if EVEN else tl.load(q_pointers, mask=valid[:, None], other=0.0)
+    if HAS_GATE:
+        # Long before they are needed, so that nothing waits for them.
+        gate += batch64 * stride_gb + start64 * stride_gl + kv_head.to(tl.int64) * stride_gg
+        gate += head % GROUP * stride_gh
+        gate_pointers = gate + ((local * stride_gl + member * stride_gh)[:, None] + dims)
+        gate_logits = (
+            tl.load(gate_pointers) if EVEN else tl.load(gate_pointers, mask=valid[:, None], other=0.0)
+        )
     num_keys = query_start + length
     positions = query_start + rows
     maximum = tl.full([ROWS], FLOOR, tl.float32)
@@ -197,13 +205,11 @@ def _forward_kernel(
 
     # A row without any key, which a selection never has, gives 0 and not NaN.
     total = tl.where(total == 0.0, 1.0, total)
-    acc = acc / total[:, None]
     if HAS_GATE:
-        gate += batch64 * stride_gb + start64 * stride_gl + kv_head.to(tl.int64) * stride_gg
-        gate += head % GROUP * stride_gh
-        gate_pointers = gate + ((local * stride_gl + member * stride_gh)[:, None] + dims)
-        logits = tl.load(gate_pointers, mask=valid[:, None], other=0.0)
-        acc = acc * tl.sigmoid(logits.to(tl.float32))
+        # sigmoid(x) / total, by one division.
+        acc = acc / (total[:, None] * (1.0 + tl.exp2(gate_logits.to(tl.float32) * -LOG2_E)))
+    else:
+        acc = acc * (1.0 / total)[:, None]
     out += batch64 * stride_ob + head64 * stride_oh + start64 * stride_ol
     out_pointers = out + ((local * stride_ol + member * stride_oh)[:, None] + dims)
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
