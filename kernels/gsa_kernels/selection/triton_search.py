@@ -52,7 +52,7 @@ def _power_014(x):
 
 
 @triton.jit
-def find_cut(keys, indices, num_valid, k, guess=None):
+def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     """The cut (threshold, last) such that exactly min(k, num_valid) entries are on or above it.
 
     An entry is above the cut if key > threshold, or key == threshold and index <= last: the k largest keys,
@@ -68,11 +68,14 @@ def find_cut(keys, indices, num_valid, k, guess=None):
         num_valid: int32 scalar, the number of entries
         k: int32 scalar
         guess: int32 scalar, a threshold to begin with
+        lowest: int32 scalar, the smallest key of an entry, if that is known
 
     Returns:
         threshold, last: int32 scalars; no INT_MIN key is above this cut
     """
-    low = tl.min(tl.where(keys == INT_MIN, INT_MAX, keys))
+    low = lowest
+    if lowest is None:
+        low = tl.min(tl.where(keys == INT_MIN, INT_MAX, keys))
     high = tl.max(keys) + 1
     count = num_valid
     count_high = num_valid * 0

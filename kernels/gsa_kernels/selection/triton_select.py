@@ -9,7 +9,6 @@ import triton.language as tl
 from gsa_kernels.selection.triton_search import (
     INT_MAX,
     INT_MIN,
-    above_cut,
     find_cut,
     normal_guess,
     order_key,
@@ -81,14 +80,15 @@ def select_rows(
         local_window,
         STRIDE=query_stride,
         MODE=mode,
+        HAS_WINDOW=local_window > 0,
         BLOCK=block,
         **row_options(block),
     )
 
 
 def row_options(block: int) -> dict[str, int]:
-    """With 32 keys a thread 96 registers do, and more rows share a multiprocessor. On an H200, 4096 rows: 12 us for the
-    first 2048 (13 with four warps) and 30 for the others (33 with 128 registers)."""
+    """With 32 keys a thread 96 registers do, and more rows share a multiprocessor. On an H200, each of 8 sequences of
+    4096 rows: 9.7 us for the first 2048 and 27.6 for the others. With 64 keys a thread it took a third more."""
     if block > 4096:
         return search_options(block)
     return {"num_warps": 2 if block <= 2048 else 4, "maxnreg": 96}
@@ -132,6 +132,7 @@ def _select_rows_kernel(
     local_window,
     STRIDE: tl.constexpr,
     MODE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = first_row + tl.program_id(0)
@@ -150,37 +151,42 @@ def _select_rows_kernel(
     limit = (position // 16 + 1) * 16
     x = tl.load(row_ptr + columns, mask=columns < limit, other=0.0)
 
-    # Two passes, from the first visible score: equal scores have variance 0 to the bit.
+    # Two passes, from the first visible score: equal scores have variance 0 to the bit. It stands for invisible ones.
     origin = tl.load(row_ptr + tl.minimum(start, position))
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
-    distance = tl.where(visible, x - origin, 0.0)
+    x = tl.where(visible, x, origin)
+    distance = x - origin
     mean = tl.sum(distance) / divisor
     deviation = tl.where(visible, distance - mean, 0.0)
     variance = tl.sum(deviation * deviation) / divisor
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
 
     keys = tl.where(visible, order_key(x), INT_MIN)
-    threshold, last = k * 0 + (INT_MIN + 1), k * 0 + INT_MAX
+    threshold = k * 0 + (INT_MIN + 1)
     if k < num_visible:
         guess = normal_guess(origin + mean, variance, num_visible, k)
-        threshold, last = find_cut(keys, columns, num_visible, k, guess)
-    chosen = above_cut(keys, columns, threshold, last)
+        threshold, last = find_cut(keys, columns, num_visible, k, guess, order_key(tl.min(x)))
+        if last < INT_MAX:
+            keys = tl.where((keys == threshold) & (columns > last), INT_MIN, keys)
+    chosen = keys >= threshold
     bits = chosen.to(tl.int32) << (columns & 31)
     # Distinct bits: their sum is their union, bit 31 included.
     words = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), axis=1)
     word_index = tl.arange(0, BLOCK // 32)
     window = tl.maximum(position - local_window + 1, start)
-    words |= window_words(word_index, window, position)
+    if HAS_WINDOW:
+        words |= window_words(word_index, window, position)
     words_ptr += (batch * words_rows + row - words_start) * words_per_row
     tl.store(words_ptr + word_index, words, mask=word_index < words_per_row)
     tl.store(budget_ptr + token, k)
     tl.store(variance_ptr + token, variance)
     if log_sum_ptr is not None:
-        # One comparison, unsigned: window <= column <= position, where there is a window.
-        chosen |= (columns - window).to(tl.uint32) < (position + 1 - window).to(tl.uint32)
-        # From the keys, which are in registers still, in units of log 2. The highest is known to `find_cut`.
+        if HAS_WINDOW:
+            # One comparison, unsigned: window <= column <= position, where there is a window.
+            chosen |= (columns - window).to(tl.uint32) < (position + 1 - window).to(tl.uint32)
+        # In units of log 2.
         log_base = tl.load(inverse_temperature_ptr) * LOG2_E
         highest = tl.where(num_visible > 0, score_of_key(tl.max(keys)) * log_base, 0.0)
-        terms = tl.exp2(tl.where(chosen, score_of_key(keys) * log_base - highest, float("-inf")))
+        terms = tl.exp2(tl.where(chosen, x * log_base - highest, float("-inf")))
         total = tl.sum(terms)
         tl.store(log_sum_ptr + token, (highest + tl.log2(total)) * LN_2)
