@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels.attention import triton_backward_target
+from gsa_kernels import target_blocks
 from gsa_kernels.distillation import op as distillation_op
 from gsa_kernels.gates import rows as gate_rows
 from gsa_kernels.indexer.split_op import split_projection
@@ -300,7 +300,7 @@ def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(module, "can_distil", lambda q, k: True)
     wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float16 = torch.float32
-    monkeypatch.setattr(triton_backward_target, "torch", wide)
+    monkeypatch.setattr(target_blocks, "torch", wide)
     calls: list[int] = []
 
     def recorded(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
