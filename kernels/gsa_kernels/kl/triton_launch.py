@@ -133,95 +133,52 @@ def run_chunk(
         launch()
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Sizes of a chunk's launches, and the memory between them."""
+
+    tiles: int
+    segments: int
+    num_keys: int
+    """That any of the chunk's rows sees."""
+    block_d: int
+    stacked_heads: int
+    """Heads in a tile of rows."""
+    row_stats: torch.Tensor
+    first_keys: torch.Tensor
+    row_sums: torch.Tensor
+    dq_parts: torch.Tensor
+    dk_parts: torch.Tensor
+
+
 def chunk_launches(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: RowSample, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
     """The kernels of `run_chunk` by name, in the order in which they must run."""
-    batch, num_rows, heads, dim = inputs.q_idx.shape
-    length, device, stride = inputs.k_idx.shape[1], inputs.q_idx.device, inputs.query_stride
-    row_start, rows = chunk.start, chunk.count
-    run = sampling.SAMPLED_ROWS
-    assert chunk.every == 1 or run % blocks.rows == 0, "a tile has rows of one run"
-    num_keys = inputs.query_start + chunk.row(rows - 1) * stride + 1  # that any of these rows sees
-    block_d = max(16, triton.next_power_of_2(dim))
-    tiles = triton.cdiv(rows, blocks.rows)
-    padded = tiles * blocks.rows
-    segments = triton.cdiv(num_keys, blocks.segment)
-    with_gradients = outputs.dq is not None
-    fp32 = torch.float32
-    stacked_heads = triton.next_power_of_2(heads) if blocks.stacked else heads
-
+    assert chunk.every == 1 or sampling.SAMPLED_ROWS % blocks.rows == 0, "a tile has rows of one run"
     sum_given = blocks.stacked and inputs.target_sum is not None
     lse_given = sum_given and inputs.log_sum is not None
-    row_stats = scratch(
-        2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32, device=device
-    )
-    first_keys = scratch(batch, tiles, dtype=torch.int32, device=device)
-    row_sums = scratch(1 + 2 * heads, segments, batch, padded, dtype=fp32, device=device)
-    dq_parts = dk_parts = row_sums  # never read or written without gradients
-    if with_gradients:
-        columns = stacked_heads * blocks.rows
-        dq_parts = scratch(segments, batch, tiles, block_d, columns, dtype=fp32, device=device)
-        # Half the traffic: the products they come from are of bf16, too, and their sum is rounded to it.
-        part_type = torch.bfloat16 if blocks.stacked and inputs.q_idx.dtype == torch.bfloat16 else fp32
-        key_blocks = triton.cdiv(length, blocks.grad_keys)
-        dk_parts = scratch(
-            batch, tiles, key_blocks, block_d, blocks.grad_keys, dtype=part_type, device=device
-        )
-
-    # An absent tensor is passed as q_idx, which the kernel then does not touch.
-    absent = inputs.q_idx
-    has_score_bias = inputs.score_bias is not None
-    has_weight_bias = inputs.weight_bias is not None
-    score_bias = inputs.score_bias if inputs.score_bias is not None else absent
-    weight_bias = inputs.weight_bias if inputs.weight_bias is not None else absent
-    words = inputs.words if inputs.words is not None else absent
-    starts = inputs.document_starts if inputs.document_starts is not None else absent
-    num_words = inputs.words.shape[2] if inputs.words is not None else 0
-    scale = dim**-0.5
-    reads = (inputs.q_idx, inputs.k_idx, inputs.weight_logits, score_bias, weight_bias, inputs.beta)
-    query_start = inputs.query_start or None  # a constant in place of 0
-    sizes = (num_rows, length, num_words, query_start, row_start, rows, *target.stride()[:3], scale)
-    constants = {
-        "STRIDE": stride,
-        "PARTS": target.shape[1],
-        "TARGET_IN_BLOCKS": target.ndim == 5,
-        "HI": heads,
-        "DI": dim,
-        "BLOCK_D": block_d,
-        "BM": blocks.rows,
-        "SEGMENT": blocks.segment,
-        "RUN": run,
-        "SPACING": chunk.spacing,
-        "KIND": inputs.kind,
-        "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
-        "SCORE_BIAS": has_score_bias,
-        "WEIGHT_BIAS": has_weight_bias,
-        "HAS_WORDS": inputs.words is not None,
-        "HAS_STARTS": inputs.document_starts is not None,
-    }
+    memory = _allocate(inputs, chunk, blocks, outputs.dq is not None, sum_given, lse_given)
     stats: Any = stacked_stats_kernel if blocks.stacked else stats_kernel
     grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
+    grid = (memory.segments, memory.tiles, inputs.q_idx.shape[0])
+    reads, sizes, constants = _arguments(inputs, target, chunk, blocks, memory)
     given: dict[str, Any] = {}
     if not blocks.stacked:
         given = {"WIDE": inputs.q_idx.dtype == torch.float16}
     else:
-        constants |= {"HEADS": stacked_heads, "SUM_GIVEN": sum_given}
+        constants |= {"HEADS": memory.stacked_heads, "SUM_GIVEN": sum_given}
         given = {
             "log_sum": inputs.log_sum if lse_given else None,
             "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
         }
-    grid = (segments, tiles, batch)
     launches: dict[str, Callable[[], object]] = {}
     if not lse_given:
         launches["stats"] = partial(
             stats[grid],
             *reads,
-            target,
-            words,
-            starts,
-            row_stats,
-            first_keys,
+            memory.row_stats,
+            memory.first_keys,
             *sizes,
             BN=blocks.stats_keys,
             num_warps=blocks.stats_warps,
@@ -231,70 +188,140 @@ def chunk_launches(
     launches["gradients"] = partial(
         grad[grid],
         *reads,
-        target,
-        words,
-        starts,
-        row_stats,
-        first_keys,
-        row_sums,
-        dq_parts,
-        dk_parts,
+        memory.row_stats,
+        memory.first_keys,
+        memory.row_sums,
+        memory.dq_parts,
+        memory.dk_parts,
         *sizes,
         BN=blocks.grad_keys,
-        WITH_GRADIENTS=with_gradients,
+        WITH_GRADIENTS=outputs.dq is not None,
         num_warps=blocks.grad_warps,
         num_stages=blocks.grad_stages,
         **given,
         **constants,
     )
-    block_rows, block_keys, block_dims = 16, 32, 16
-    key_programs = triton.cdiv(num_keys, block_keys) * (block_d // block_dims) if with_gradients else 0
-    row_programs = padded // block_rows * (heads if with_gradients else 1)
+    launches["reduce"] = _reduction(inputs, outputs, chunk, blocks, memory)
+    return launches
 
-    launches["reduce"] = partial(
+
+def _allocate(
+    inputs: Inputs, chunk: RowSample, blocks: Blocks, with_gradients: bool, sum_given: bool, lse_given: bool
+) -> Scratch:
+    batch, _, heads, dim = inputs.q_idx.shape
+    allocate = partial(scratch, device=inputs.q_idx.device)
+    fp32 = torch.float32
+    num_keys = inputs.query_start + chunk.row(chunk.count - 1) * inputs.query_stride + 1
+    block_d = max(16, triton.next_power_of_2(dim))
+    tiles = triton.cdiv(chunk.count, blocks.rows)
+    padded = tiles * blocks.rows
+    segments = triton.cdiv(num_keys, blocks.segment)
+    stacked_heads = triton.next_power_of_2(heads) if blocks.stacked else heads
+    row_stats = allocate(2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32)
+    first_keys = allocate(batch, tiles, dtype=torch.int32)
+    row_sums = allocate(1 + 2 * heads, segments, batch, padded, dtype=fp32)
+    dq_parts = dk_parts = row_sums  # never read or written without gradients
+    if with_gradients:
+        dq_parts = allocate(segments, batch, tiles, block_d, stacked_heads * blocks.rows, dtype=fp32)
+        # Half the traffic: the products they come from are of bf16, too, and their sum is rounded to it.
+        part_type = torch.bfloat16 if blocks.stacked and inputs.q_idx.dtype == torch.bfloat16 else fp32
+        key_blocks = triton.cdiv(inputs.k_idx.shape[1], blocks.grad_keys)
+        dk_parts = allocate(batch, tiles, key_blocks, block_d, blocks.grad_keys, dtype=part_type)
+    return Scratch(
+        tiles, segments, num_keys, block_d, stacked_heads, row_stats, first_keys, row_sums, dq_parts, dk_parts
+    )
+
+
+def _arguments(
+    inputs: Inputs, target: torch.Tensor, chunk: RowSample, blocks: Blocks, memory: Scratch
+) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
+    """Of both passes over the keys: what they read, sizes, constants."""
+    _, num_rows, heads, dim = inputs.q_idx.shape
+    # An absent tensor is passed as q_idx, which the kernel then does not touch.
+    absent = inputs.q_idx
+    optional = (inputs.score_bias, inputs.weight_bias, inputs.words, inputs.document_starts)
+    score_bias, weight_bias, words, starts = (absent if tensor is None else tensor for tensor in optional)
+    projections = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
+    reads = (*projections, score_bias, weight_bias, inputs.beta, target, words, starts)
+    num_words = inputs.words.shape[2] if inputs.words is not None else 0
+    query_start = inputs.query_start or None  # a constant in place of 0
+    lengths = (num_rows, inputs.k_idx.shape[1], num_words)
+    sizes = (*lengths, query_start, chunk.start, chunk.count, *target.stride()[:3], dim**-0.5)
+    constants = {
+        "STRIDE": inputs.query_stride,
+        "PARTS": target.shape[1],
+        "TARGET_IN_BLOCKS": target.ndim == 5,
+        "HI": heads,
+        "DI": dim,
+        "BLOCK_D": memory.block_d,
+        "BM": blocks.rows,
+        "SEGMENT": blocks.segment,
+        "RUN": sampling.SAMPLED_ROWS,
+        "SPACING": chunk.spacing,
+        "KIND": inputs.kind,
+        "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
+        "SCORE_BIAS": inputs.score_bias is not None,
+        "WEIGHT_BIAS": inputs.weight_bias is not None,
+        "HAS_WORDS": inputs.words is not None,
+        "HAS_STARTS": inputs.document_starts is not None,
+    }
+    return reads, sizes, constants
+
+
+def _reduction(
+    inputs: Inputs, outputs: Outputs, chunk: RowSample, blocks: Blocks, memory: Scratch
+) -> Callable[[], object]:
+    batch, num_rows, heads, dim = inputs.q_idx.shape
+    with_gradients = outputs.dq is not None
+    block_rows, block_keys, block_dims = 16, 32, 16
+    key_programs = 0
+    if with_gradients:
+        key_programs = triton.cdiv(memory.num_keys, block_keys) * (memory.block_d // block_dims)
+    row_programs = memory.tiles * blocks.rows // block_rows * (heads if with_gradients else 1)
+    absent = inputs.q_idx
+    return partial(
         reduce_kernel[(key_programs + row_programs, batch)],
         inputs.weight_logits,
-        weight_bias,
+        inputs.weight_bias if inputs.weight_bias is not None else absent,
         inputs.beta,
-        first_keys,
-        row_sums,
-        dq_parts,
-        dk_parts,
+        memory.first_keys,
+        memory.row_sums,
+        memory.dq_parts,
+        memory.dk_parts,
         outputs.row_results,
         outputs.dq if outputs.dq is not None else absent,
         outputs.dk if outputs.dk is not None else absent,
         outputs.dw if outputs.dw is not None else absent,
         num_rows,
-        length,
-        query_start,
-        row_start,
-        rows,
-        tiles,
-        segments,
+        inputs.k_idx.shape[1],
+        inputs.query_start or None,  # a constant in place of 0
+        chunk.start,
+        chunk.count,
+        memory.tiles,
+        memory.segments,
         key_programs,
-        scale,
+        dim**-0.5,
         outputs.gradient_scale,
-        STRIDE=stride,
+        STRIDE=inputs.query_stride,
         HI=heads,
-        HEADS=stacked_heads,
+        HEADS=memory.stacked_heads,
         DI=dim,
-        BLOCK_D=block_d,
+        BLOCK_D=memory.block_d,
         BM=blocks.rows,
         BN=blocks.grad_keys,
         BR=block_rows,
         BK=block_keys,
         BD=block_dims,
         SEGMENT=blocks.segment,
-        RUN=run,
+        RUN=sampling.SAMPLED_ROWS,
         SPACING=chunk.spacing,
         KIND=inputs.kind,
-        WEIGHT_BIAS=has_weight_bias,
+        WEIGHT_BIAS=inputs.weight_bias is not None,
         HAS_STARTS=inputs.document_starts is not None,
         STACKED=blocks.stacked,
         WITH_GRADIENTS=with_gradients,
         num_warps=4,
     )
-    return launches
 
 
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
