@@ -95,12 +95,8 @@ def main() -> int:
 
 def difference(more: list[float], less: list[float], of: float) -> tuple[float, float]:
     """Median of what the same rounds differ by, as percent of `of` seconds, and its standard error."""
-    differences = [a - b for a, b in zip(more, less, strict=True)]
-    middle = statistics.median(differences)
-    # A normal value's standard deviation is 1.48 times its median deviation; its median is 1.25 times less sure than
-    # its mean.
-    spread = 1.48 * statistics.median(abs(each - middle) for each in differences)
-    return 100 * middle / of, 100 * 1.25 * spread / len(differences) ** 0.5 / of
+    middle, error = harness.median_and_error([a - b for a, b in zip(more, less, strict=True)])
+    return 100 * middle / of, 100 * error / of
 
 
 def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path) -> dict[str, list[float]]:

@@ -5,9 +5,10 @@
 Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline.
 `key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` of one:
 the third of the defaults learns its indexer from a quarter of the queries. Step times are medians over unlogged steps.
-Each config takes them in turn with the first one, step by step, and the ratio is that of the medians: the clock of a
-device follows its temperature by some percent. The table by part is one profiled step, in ms per sequence: what the
-kernels of a part took, and `idle`, the step's time without any kernel.
+Each config takes them in turn with the first one, step by step, for the clock of a device follows its temperature by
+some percent; `ratio` is the median of what neighbours in time give, with its standard error. Another device of the same
+kind may give another: 1.145 and 1.151 with the same kernels. The table by part is one profiled step, in ms per
+sequence: what the kernels of a part took, and `idle`, the step's time without any kernel.
 """
 
 import dataclasses
@@ -74,6 +75,8 @@ class Row:
     step_ms: float
     ratio: float
     """To the first config's steps, taken in turn with these."""
+    ratio_error: float
+    """Standard error of that."""
     tokens_per_second: float
     mfu: float
     """Matrix products of the model's phase, sparse attention counted as sparse, over the device's peak."""
@@ -125,8 +128,8 @@ def measure(
         for one in taking_turns:
             one.step_seconds()
     rounds = [[one.step_seconds() for one in taking_turns] for _ in range(steps)]
-    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
-    seconds = medians[-1]
+    seconds = statistics.median(times[-1] for times in rounds)
+    ratio, ratio_error = harness.median_and_error([times[-1] / times[0] for times in rounds])
     bench = subject.bench
     config = bench.config
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
@@ -137,7 +140,8 @@ def measure(
         micro_batch=config.train.micro_batch_size,
         sequences=config.train.global_batch_size,
         step_ms=1e3 * seconds,
-        ratio=seconds / medians[0],
+        ratio=ratio,
+        ratio_error=ratio_error,
         tokens_per_second=tokens / seconds,
         mfu=float("nan") if peak is None else tokens / seconds * flops.total / peak,
         peak_gib=subject.peak_bytes() / 2**30,
@@ -232,7 +236,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
     parser.add_argument("--warm-up-seconds", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -18,7 +18,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -106,6 +106,14 @@ def count_runs(estimate_ms: float, budget_ms: float, min_runs: int, max_runs: in
 def share_rounds(runs: int, rounds: int) -> list[int]:
     """Runs of each round; the first ones take what is left over."""
     return [runs // rounds + (turn < runs % rounds) for turn in range(rounds)]
+
+
+def median_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and its standard error: a normal value's standard deviation is 1.48 times its median deviation, and its
+    median is 1.25 times less sure than its mean."""
+    middle = median(values)
+    spread = 1.48 * median(abs(each - middle) for each in values)
+    return middle, 1.25 * spread / len(values) ** 0.5
 
 
 def _time(run: Run, runs: int, flush: torch.Tensor | None) -> list[float]:

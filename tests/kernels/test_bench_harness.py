@@ -91,6 +91,20 @@ def test_runs_fit_the_budget(estimate: float, runs: int) -> None:
     assert max(shares) - min(shares) <= 1
 
 
+def test_the_median_and_how_sure_it_is() -> None:
+    """Of normal values as sure as theory has it; one value far off changes little."""
+    generator = torch.Generator().manual_seed(0)
+    samples = (3 + 0.1 * torch.randn(400, 25, generator=generator, dtype=torch.float64)).tolist()
+    found = [harness.median_and_error(values) for values in samples]
+    scatter = torch.tensor([middle for middle, _ in found]).std().item()
+    claimed = torch.tensor([error for _, error in found]).mean().item()
+    assert claimed == pytest.approx(scatter, rel=0.15)
+    values = samples[0]
+    middle, error = harness.median_and_error([*values[1:], 100.0])
+    assert middle == pytest.approx(found[0][0], abs=0.05)
+    assert error < 2 * found[0][1]
+
+
 def test_finite() -> None:
     harness.require_finite("good", [torch.ones(2)])
     with pytest.raises(ArithmeticError, match="bad: result 1"):
@@ -263,5 +277,6 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     standard, gsa, fraction = names
     assert turns == [standard] * 3 + ([standard, gsa] * 2 + [gsa]) + ([standard, fraction] * 2 + [fraction])
     report = json.loads((tmp_path / "bench_step.json").read_text())
-    assert [row["ratio"] for row in report["rows"] if "ratio" in row] == [1.0, 1.5, 2.5]
+    rows = [row for row in report["rows"] if "ratio" in row]
+    assert [(row["ratio"], row["ratio_error"]) for row in rows] == [(1.0, 0.0), (1.5, 0.0), (2.5, 0.0)]
     assert [bar["value"] for bar in report["bars"]][1:] == [1.5, 2.5]
