@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_train.run.exit_codes import REFUSED
 from gsa_train.run.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
@@ -109,7 +110,7 @@ def announced_world_size(needs_rank: bool = True) -> int:
     return int(announced)
 
 
-def refuse(error: object, code: int = 2, request: StopRequest | None = None) -> int:
+def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
     Mostly all ranks find the same, and torchrun ends the others when the first one ends: that is rank 0, which speaks

@@ -20,7 +20,8 @@ from gsa_train.cli import parse_arguments, refuse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
-from gsa_train.run.stop_signals import EXIT_STOPPED, Stopped, StopRequest, find_deadline, launch_time
+from gsa_train.run import exit_codes
+from gsa_train.run.stop_signals import Stopped, StopRequest, find_deadline, launch_time
 
 LIBRARIES_WARNINGS = (
     r"(Transformer Engine and )?Apex (are|is) not installed",
@@ -62,7 +63,7 @@ def main() -> int:
         config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, launch_time()
     )
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return EXIT_STOPPED  # to torchrun a stop is a failure, and it tries again
+        return exit_codes.STOPPED  # to torchrun a stop is a failure, and it tries again
     prepare_connections([config.parallel], os.environ, compute_capability())
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
@@ -70,9 +71,8 @@ def main() -> int:
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
     from gsa_train.metrics.wandb_sink import WandbRefused
-    from gsa_train.monitor.corruption import EXIT_CODE as EXIT_CORRUPTED
     from gsa_train.monitor.corruption import CorruptionFound
-    from gsa_train.monitor.monitor import EXIT_CODE, MonitorStop
+    from gsa_train.monitor.monitor import MonitorStop
     from gsa_train.monitor.stop import SpikeAhead
     from gsa_train.parallel import DeviceError
     from gsa_train.profiling.profiler import ProfileError
@@ -83,7 +83,7 @@ def main() -> int:
     try:
         train(config, arguments, request)
     except Stopped:
-        return EXIT_STOPPED
+        return exit_codes.STOPPED
     except (
         ResumeError,
         StateError,
@@ -95,25 +95,25 @@ def main() -> int:
     ) as error:
         return refuse(error, request=request)
     except SpikeAhead as error:
-        return refuse(error, EXIT_CODE, request)
+        return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same
             print(stop, file=sys.stderr)
-        return EXIT_CODE
+        return exit_codes.STOPPED_BY_MONITOR
     except CorruptionFound as fault:
         if is_main:  # all ranks compare the same
             print(fault, file=sys.stderr)
-        return EXIT_CORRUPTED
+        return exit_codes.CORRUPTED
     except CheckpointError as error:
         if is_main:  # all ranks agree
             print(error, file=sys.stderr)
-        return 3
+        return exit_codes.SAVE_FAILED
     except RuntimeError as error:
         # The second: torch reports a dead reader by a signal, wherever this process stands.
         if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):
             raise
         print(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}", file=sys.stderr)
-        return 1
+        return exit_codes.FAILED
     return 0
 
 

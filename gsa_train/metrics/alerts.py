@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from gsa_train.metrics.record_format import values_in_words
+
 INTERVAL_SECONDS = 900.0
 """Between two alerts with the same title; what happens in between is counted in the next one."""
 SLOW_RATIO = 3.0
@@ -63,8 +65,7 @@ class Alerts:
         event = record["event"]
         if event not in TITLES:
             return None
-        said = {key: value for key, value in record.items() if key not in ("event", "phase")}
-        text = ", ".join(f"{key.replace('_', ' ')} {_shown(value)}" for key, value in said.items())
+        text = ", ".join(values_in_words(record, without=("event", "phase")))
         return Alert(TITLES[event], text, "ERROR" if event in ERRORS else "WARN")
 
     def _of_step(self, record: dict[str, Any]) -> list[Alert | None]:
@@ -101,7 +102,3 @@ class Alerts:
         self._said[alert.title] = now
         more = self._unsaid.pop(alert.title, 0)
         return alert._replace(text=f"{alert.text} (and {more} more since the last alert)") if more else alert
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gsa_train.metrics.record_format import tells_by_its_event, validation_prefixes
+from gsa_train.metrics.record_format import tells_by_its_event, validation_prefixes, values_in_words
 
 SMOOTHING = 0.3
 """Weight of the latest interval in the moving average of seconds per step (tqdm's default)."""
@@ -137,10 +137,7 @@ def _validation_line(record: dict[str, Any], total_steps: int) -> str:
 
 def _event_line(record: dict[str, Any], total_steps: int) -> str:
     """Of an event other than a validation: what it says, as key value."""
-    said = {key: value for key, value in record.items() if key not in ("event", "step", "phase")}
-    words = [
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in said.items()
-    ]
+    words = values_in_words(record, without=("event", "step", "phase"))
     return "  ".join(
         [_step_and_phase(record, total_steps), record["event"].replace("_", " ").upper(), *words]
     )

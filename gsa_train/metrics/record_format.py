@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def tells_by_its_event(record: Record) -> bool:
     """What the monitor says; validations and saves come with numbers of their own."""
     event = record.get("event", "")
     return event not in ("", "validation") and not event.startswith("checkpoint")
+
+
+def values_in_words(record: Record, without: Collection[str]) -> list[str]:
+    """`key value` of each, floats with four digits."""
+    return [
+        f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for key, value in record.items()
+        if key not in without
+    ]
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:

@@ -26,9 +26,6 @@ from gsa_train.model.build import Model
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel
 
-EXIT_CODE = 14
-"""Of a run that found its numbers corrupted. A new start from the last checkpoint is right for a fault that passes."""
-
 
 class CorruptionFound(RuntimeError):
     """A computation or a weight is not what it should be; names step, ranks and hosts."""

@@ -28,8 +28,6 @@ READ_DELAY_STEPS = 2
 SPIKE_GAP_STEPS = 10
 SCORE_STEPS, SCORE_SIGMAS = 128, 6.0
 """OLMo-core's SpikeScore: share of steps with a loss or gradient norm that far above the mean of as many steps."""
-EXIT_CODE = 13
-"""Of a run that the monitor stopped."""
 
 
 class MonitorStop(RuntimeError):

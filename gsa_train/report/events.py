@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gsa_train.metrics.record_format import Record, read_records
+from gsa_train.metrics.record_format import Record, read_records, values_in_words
 from gsa_train.report.run_series import phase_starts
 
 KINDS = {
@@ -72,15 +72,7 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
 
 def _said(record: Record, ending: str) -> Event:
     """Every value of the record, as key value."""
-    values = {
-        key: value for key, value in record.items() if key not in ("event", "step", "phase", "last_step")
-    }
-    words = [
-        f"{key.replace('_', ' ')} {value:.4g}"
-        if isinstance(value, float)
-        else f"{key.replace('_', ' ')} {value}"
-        for key, value in values.items()
-    ]
+    words = values_in_words(record, without=("event", "step", "phase", "last_step"))
     if record["event"] == "spike":
         what = f"{record['signal'].replace('grad_', 'gradient ')} {record['value']:.4g}"
         limit = f" above {record['threshold']:.4g}" if math.isfinite(record["value"]) else ""

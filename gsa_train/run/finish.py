@@ -16,15 +16,15 @@ from gsa_data.stream import whole_epochs
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.files import write_atomically
-from gsa_train.monitor.corruption import EXIT_CODE as EXIT_CORRUPTED
 from gsa_train.monitor.corruption import CorruptionFound
-from gsa_train.monitor.monitor import EXIT_CODE, MonitorStop
+from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.monitor.stop import note_stop
 from gsa_train.parallel import shutdown_parallel
 from gsa_train.report.page import write_report
 from gsa_train.resume import run_dir
+from gsa_train.run import exit_codes
 from gsa_train.run.folder import STOPPED
-from gsa_train.run.stop_signals import EXIT_STOPPED, Stopped, reason_in_words
+from gsa_train.run.stop_signals import Stopped, reason_in_words
 from gsa_train.run.watch import Watch
 from gsa_train.trainer import Run, newest_save, validate
 
@@ -100,8 +100,8 @@ def leave(run: Run, stop: Stopped) -> None:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):
             write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
-        run.progress.message(f"{stop}; exit code {EXIT_STOPPED}: the same command goes on")
-    _close(run, EXIT_STOPPED)
+        run.progress.message(f"{stop}; exit code {exit_codes.STOPPED}: the same command goes on")
+    _close(run, exit_codes.STOPPED)
 
 
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
@@ -110,7 +110,7 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     if run.parallel.is_main:
         with _goes_on_without(run, "the note by which the same command is refused"):
             note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
-    _close(run, EXIT_CODE)
+    _close(run, exit_codes.STOPPED_BY_MONITOR)
 
 
 def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
@@ -124,7 +124,7 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
         with _goes_on_without(run, "the report"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "report.txt").write_text(f"{fault}\nno update was made after step {run.step} <--\n")
-    _close(run, EXIT_CORRUPTED)
+    _close(run, exit_codes.CORRUPTED)
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _close(run: Run, exit_code: int) -> None:
     run.stop_vote.close()
     if run.sinks is not None and run.progress is not None:
         run.progress.close()
-        run.sinks.close(0 if exit_code == EXIT_STOPPED else exit_code)  # to W&B a stop is no failure
+        run.sinks.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B a stop is no failure
     leave_world(run.watch)
 
 

@@ -12,9 +12,6 @@ from types import FrameType
 
 import psutil
 
-EXIT_STOPPED = 75
-"""Exit code of a rank that was asked to stop and did: start the same command again. EX_TEMPFAIL of sysexits.h."""
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGUSR1: by custom, what `sbatch --signal` sends before the end.
 SIGINT stays Python's: who presses Ctrl-C waits for no save."""

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import torch.distributed as dist
 
+from gsa_train.run.exit_codes import FAILED
+
 ACTIVITIES = ("starting", "reading text", "training", "validating", "saving", "ending")
 """What a main thread does, in the order of a step: who is behind is who the others wait for."""
 
@@ -145,7 +147,7 @@ class Watch:
         """
         self.on_hang: Callable[[int, str], None] | None = None
         """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
-        self.exit_code = 1
+        self.exit_code = FAILED
         """Of a rank that is ended here."""
         self._last_stretch: threading.Timer | None = None
         self._rank, self._world_size, self._folder = rank, world_size, folder

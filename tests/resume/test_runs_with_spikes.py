@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.monitor.monitor import EXIT_CODE
+from gsa_train.run.exit_codes import STOPPED_BY_MONITOR
 from helpers.fault_plans import FaultPlan
 from helpers.runs import numbers_of
 
@@ -198,7 +198,7 @@ def test_a_run_killed_after_a_rewind_knows_of_it(runs):
 
 def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
     stop = runs["stop"]
-    assert stop.codes == [EXIT_CODE]
+    assert stop.codes == [STOPPED_BY_MONITOR]
     assert "3 steps in a row (monitor.action = stop). Nothing was saved after step 40" in stop.log
     assert stop.checkpoints == ["step_00000040"]
     assert max(stop.losses()) == 45  # the spike's third step is read at step 49
@@ -208,7 +208,7 @@ def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
 def test_the_same_command_does_not_run_into_the_same_spike(runs):
     """`restart` does, without its batches."""
     stop, again, restart = runs["stop"], runs["stop, again"], runs["restart"]
-    assert again.codes == [EXIT_CODE]
+    assert again.codes == [STOPPED_BY_MONITOR]
     assert "the monitor stopped this run" in again.log
     assert "train.iterations_to_skip=[45,46,47]\n" in again.log
     assert again.numbers(0) == stop.numbers(0)  # untouched
@@ -238,7 +238,7 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
 
 def test_a_rate_that_is_too_high_stops_the_run(runs):
     """It rises to 2.5 until the first steps are judged."""
-    assert runs["hot"].codes == [EXIT_CODE]
+    assert runs["hot"].codes == [STOPPED_BY_MONITOR]
     assert runs["hot"].spikes() == [25, 26, 27]
     assert not runs["hot"].checkpoints
 
@@ -255,6 +255,6 @@ def test_a_nan_on_one_rank_costs_one_update(runs):
 
 def test_a_nan_stops_a_run_that_only_logs(runs):
     nan = runs["nan, log"]
-    assert nan.codes == [EXIT_CODE, EXIT_CODE]
+    assert nan.codes == [STOPPED_BY_MONITOR, STOPPED_BY_MONITOR]
     assert "step 5: the gradient norm is nan. Nothing was saved after step 0" in nan.log
     assert not nan.checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.monitor.corruption import EXIT_CODE
+from gsa_train.run.exit_codes import CORRUPTED
 from helpers.fault_plans import FaultPlan
 from helpers.runs import numbers_of
 
@@ -77,7 +77,7 @@ def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
 ) -> None:
     """Before the reduction spreads it, which here goes on during the backward pass."""
     wrong = runs["overlap"]
-    assert wrong.codes == [EXIT_CODE, EXIT_CODE]
+    assert wrong.codes == [CORRUPTED, CORRUPTED]
     (event,) = wrong.found
     assert (event["step"], event["ranks"], event["corruption"]) == (7, [1], "recheck")
     assert "silent data corruption at step 7" in wrong.log
@@ -114,14 +114,14 @@ def test_a_recheck_leaves_the_statistics_of_the_layers_alone(runs: dict[str, Fin
 def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Finished]) -> None:
     """A NaN, which monitor.action = log would end with exit code 13 and no name."""
     nan = runs["nan"]
-    assert nan.codes == [EXIT_CODE, EXIT_CODE]
+    assert nan.codes == [CORRUPTED, CORRUPTED]
     assert [(event["step"], event["ranks"]) for event in nan.found] == [(5, [1])]
 
 
 def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str, Finished]) -> None:
     """Among three replicas by majority; the step's own update is not made."""
     weight = runs["weight"]
-    assert weight.codes == [EXIT_CODE] * 3
+    assert weight.codes == [CORRUPTED] * 3
     (event,) = weight.found
     assert (event["step"], event["ranks"], event["corruption"]) == (8, [1], "weights")
     assert "what was saved after step 4 may hold them" in weight.log
@@ -130,5 +130,5 @@ def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str,
 def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finished]) -> None:
     """Tensor parallel: ranks 0 and 2 are replicas, 1 and 3 hold the other half. No recheck can see this fault."""
     split = runs["split"]
-    assert split.codes == [EXIT_CODE] * 4
+    assert split.codes == [CORRUPTED] * 4
     assert [(event["step"], event["ranks"]) for event in split.found] == [(8, [0, 2])]

@@ -12,6 +12,7 @@ import pytest
 
 from gsa_train.config import Config
 from gsa_train.report.panels import PANELS
+from gsa_train.run import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,3 +73,12 @@ def test_metrics_that_are_shown_are_explained() -> None:
     shown = {key for panel in PANELS for key in (*panel.keys, panel.per_entry) if key}
     shown |= {f"validation_{panel.per_set}" for panel in PANELS if panel.per_set}
     assert sorted(key for key in shown if not any(fnmatch(key, name) for name in explained)) == []
+
+
+def test_exit_codes_are_those_of_the_table() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
+    codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
+    assert [int(row) for row in rows] == [0, *codes]
+    job = (ROOT / "launch" / "slurm" / "job.sh").read_text(encoding="utf-8")
+    assert set(re.findall(r"\bexit (\d+)", job)) >= {str(exit_codes.STOPPED_BY_MONITOR)}

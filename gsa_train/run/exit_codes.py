@@ -1,0 +1,13 @@
+"""Exit codes of `launch/pretrain.py`; docs/configuration.md says what to do about each."""
+
+FAILED = 1
+"""An error, bad data included, or a hang."""
+REFUSED = 2
+"""Wrong use: what is wrong is so on every start."""
+SAVE_FAILED = 3
+"""Also in its retries."""
+STOPPED_BY_MONITOR = 13
+CORRUPTED = 14
+"""Numbers that should be equal were not. A new start from the last checkpoint is right for a fault that passes."""
+STOPPED = 75
+"""Asked to stop, and did: start the same command again. EX_TEMPFAIL of sysexits.h."""
