@@ -237,10 +237,16 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
 
 
 def test_a_rate_that_is_too_high_stops_the_run(runs):
-    """It rises to 2.5 until the first steps are judged."""
-    assert runs["hot"].codes == [STOPPED_BY_MONITOR]
-    assert runs["hot"].spikes() == [25, 26, 27]
-    assert not runs["hot"].checkpoints
+    """It rises to 2.5 until the first steps are judged. Which ones then spike differs by processor: at such a rate the
+    last bits count."""
+    hot = runs["hot"]
+    assert hot.codes == [STOPPED_BY_MONITOR]
+    spikes = hot.spikes()
+    in_a_row = [step for step in spikes if {step - 2, step - 1} <= {*spikes}]
+    assert in_a_row == spikes[-1:]
+    assert 24 < spikes[0] <= spikes[-1] < 40  # at 40 it would save
+    assert [record["step"] for record in hot.records("stop")] == spikes[-1:]
+    assert not hot.checkpoints
 
 
 def test_a_nan_on_one_rank_costs_one_update(runs):
