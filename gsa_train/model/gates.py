@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from gsa_train.model.mcore_config import GSATransformerConfig
-from gsa_train.model.weight_gradients import weight_gradient
+from gsa_train.model.weight_gradients import bias_gradient, weight_gradient
 
 
 class GateProjection(ColumnParallelLinear):
@@ -49,7 +49,7 @@ class _LogitsAndInput(torch.autograd.Function):
         if sequence_parallel:
             shared = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
             dist.all_gather_into_tensor(shared, hidden.contiguous(), group=group)
-        ctx.save_for_backward(shared, weight)
+        ctx.save_for_backward(shared, weight, bias)
         ctx.group, ctx.sequence_parallel, ctx.accumulates = group, sequence_parallel, accumulates
         # Not F.linear, for which DeepSpeed puts one that rounds before it adds the bias.
         logits = torch.addmm(bias, shared.flatten(0, 1), weight.t())
@@ -59,7 +59,7 @@ class _LogitsAndInput(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logits: torch.Tensor, grad_shared: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        shared, weight = ctx.saved_tensors
+        shared, weight, bias = ctx.saved_tensors
         rows = grad_logits.flatten(0, 1)
         # The other products' gradient has no reader but this one.
         grad_hidden = grad_shared.contiguous()
@@ -75,7 +75,7 @@ class _LogitsAndInput(torch.autograd.Function):
         grad_weight = grad_bias = None
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(weight, shared.flatten(0, 1), rows, ctx.accumulates)
-            grad_bias = rows.sum(0)
+            grad_bias = bias_gradient(bias, rows, ctx.accumulates)
         if pending is not None:
             pending.wait()
         return grad_hidden, grad_weight, grad_bias, None, None, None

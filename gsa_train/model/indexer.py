@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -14,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from gsa_kernels import indexer_scores
 from gsa_train.model.mcore_config import GSATransformerConfig
 from gsa_train.model.rotary import rotary_embedding
+from gsa_train.model.weight_gradients import joined_weight_gradients
 
 
 class IndexerProjections(NamedTuple):
@@ -68,7 +68,7 @@ class Indexer(MegatronModule):
     def forward(self, hidden: torch.Tensor) -> IndexerProjections:
         """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
         weights = (self.query_weight, self.key_weight, self.head_weight, self.padding)
-        together = F.linear(hidden, torch.cat(weights))
+        together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
         if self.split_op is not None:
             return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
         queries, keys, weight_logits, _ = together.split([len(weight) for weight in weights], -1)
@@ -101,6 +101,27 @@ class Indexer(MegatronModule):
             value, device = float(self.gsa.indexer_temperature), self.head_weight.device
             self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
         return self._fixed_inverse_temperature
+
+
+class _JoinedProduct(torch.autograd.Function):
+    """hidden [L, B, d] by several weights [rows, d] at once, of which the last is no parameter: [L, B, all rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:
+        together = torch.cat(weights)
+        ctx.save_for_backward(hidden, together, *weights[:-1])
+        ctx.accumulates = accumulates
+        return hidden.matmul(together.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, together, *weights = ctx.saved_tensors
+        grad_hidden = grad.matmul(together) if ctx.needs_input_grad[0] else None
+        gradients: list[torch.Tensor] | tuple[None, ...] = (None,) * len(weights)
+        if ctx.needs_input_grad[2]:
+            rows, inputs = grad.flatten(0, 1), hidden.flatten(0, 1)
+            gradients = joined_weight_gradients(weights, inputs, rows, ctx.accumulates)
+        return grad_hidden, None, *gradients, None
 
 
 def _fused_split_op() -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from gsa_data.pack import document_starts
 from gsa_kernels.distillation.op import can_distil
 from gsa_kernels.gates.op import fused_sigmoid_gate
 from gsa_kernels.statistics.words import statistics_of_words
+from gsa_kernels.sums.op import add_total
 from gsa_kernels.visibility.words import visible_words
 from gsa_train.model.attention_core import indexer_graph
 from gsa_train.model.dense_attention import build_dense_attention
@@ -81,7 +82,7 @@ class TritonCore:
         )
         self._say_kernel(selection, query_start)
         if counted and not runtime.evaluating:
-            tracker.record(selection.variance)
+            add_total(selection.variance, tracker.step_sum)
         if sample is not None:
             self._measure(selection, tracker.ema, starts, query_start, sample)
         return selection.selected

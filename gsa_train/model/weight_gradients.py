@@ -1,4 +1,4 @@
-"""Weight gradients that the matrix product itself adds to their fp32 buffers.
+"""Gradients of weights and biases that are added to their fp32 buffers where they are calculated.
 
 megatron-core does so with an extension of Apex (`gradient_accumulation_fusion`). cuBLAS can, through torch, without:
 no gradient in bf16 is written, rounded and read again.
@@ -6,6 +6,7 @@ no gradient in bf16 is written, rounded and read again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,38 @@ def weight_gradient(
     CublasAccumulation.wgrad_gemm_accum_fp32(inputs, grad_output, parameter.main_grad)
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(weight)
+
+
+def joined_weight_gradients(
+    weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
+) -> list[torch.Tensor]:
+    """`weight_gradient` of several weights that are one in the product: grad_output has the columns of all, in turn,
+    and perhaps others."""
+    sizes = [len(weight) for weight in weights]
+    if not accumulates:
+        return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))
+    parameters: Sequence[Any] = weights
+    together = fp32_product(grad_output.t(), inputs)
+    torch._foreach_add_([p.main_grad for p in parameters], list(together[: sum(sizes)].split(sizes)))
+    for parameter in parameters:
+        parameter.grad_added_to_main_grad = True
+    return [torch.empty_like(weight) for weight in weights]
+
+
+def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def bias_gradient(bias: torch.Tensor, grad_output: torch.Tensor, accumulates: bool) -> torch.Tensor:
+    """The sum of grad_output [tokens, out] over the tokens; `accumulates` as in `weight_gradient`."""
+    if not accumulates:
+        return grad_output.sum(0)
+    from gsa_kernels.sums.op import add_column_sums  # imports Triton
+
+    parameter: Any = bias
+    add_column_sums(grad_output, parameter.main_grad)
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(bias)
 
 
 def install() -> None:

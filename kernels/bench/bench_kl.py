@@ -22,9 +22,9 @@ from gsa_kernels.kl.op import indexer_kl_loss
 from gsa_kernels.kl.triton_launch import (
     Blocks,
     Inputs,
-    Outputs,
     choose_blocks,
     chunk_launches,
+    new_outputs,
     score_kind,
 )
 from gsa_kernels.sampling import RowSample
@@ -153,12 +153,7 @@ def measure(
         None,
         score_kind(dtype, "sigmoid", target.device),
     )
-    outputs = Outputs(
-        torch.empty(1, length, 1 + 3 * args.heads, device="cuda"),
-        torch.empty_like(detached["q_idx"]),
-        torch.zeros_like(detached["k_idx"], dtype=torch.float32),
-        torch.empty_like(detached["weight_logits"]),
-    )
+    outputs = new_outputs(kernel_inputs, with_gradients=True, sampled=False, one_chunk=False)
     chosen = blocks or choose_blocks(kernel_inputs)
     result["blocks"] = vars(chosen)
     chunk = min(length, 256 * 2**20 // (4 * length))

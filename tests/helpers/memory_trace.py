@@ -162,6 +162,11 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
             # In place, as cuBLAS does it.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
+            (
+                weight_gradients,
+                "fp32_product",
+                lambda a, b: a.new_empty(len(a), b.shape[1], dtype=torch.float32),
+            ),
             (dist, "all_gather_object", _all_alike),
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.checks import check_activation, check_at_least, check_shape, count_queries
+from gsa_kernels.devices import on_hopper
+from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEADS = 8
@@ -30,6 +32,8 @@ class Tiles(NamedTuple):
 
 HALF_TILES = Tiles(rows=64, cols=64, per_program=8, warps=4, stages=3)
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=4, warps=4, stages=1)
+STACKED_TILES = Tiles(rows=32, cols=64, per_program=8, warps=4, stages=3)
+"""With the heads side by side in one product."""
 _MIN_DIM, _MAX_DIM = 16, 128
 
 
@@ -146,7 +150,8 @@ def write_scores(
     """
     batch, num_rows, _, dim = inputs.q_idx.shape
     rows, columns = row_stop - row_start, out.shape[2]
-    tiles = score_tiles(inputs)
+    stacked = can_stack(inputs)
+    tiles = STACKED_TILES if stacked else score_tiles(inputs)
     key_tiles = triton.cdiv(inputs.position(row_stop - 1) // key_stride + 1, tiles.cols)
     grid = (triton.cdiv(key_tiles, tiles.per_program), triton.cdiv(rows, tiles.rows), batch)
     _scores_kernel[grid](
@@ -169,15 +174,21 @@ def write_scores(
         dim**-0.5,
         STRIDE=inputs.query_stride,
         KEY_STRIDE=key_stride,
-        **score_options(inputs),
+        STACKED=stacked,
+        **score_options(inputs, tiles),
     )
 
 
-def score_options(inputs: ScoreInputs) -> dict[str, int | str]:
+def can_stack(inputs: ScoreInputs) -> bool:
+    """Whether the product of all heads at once has a layout in which a thread has all heads of its rows."""
+    heads, half = inputs.q_idx.shape[2], inputs.q_idx.dtype in HALF_DTYPES
+    return half and heads in (2, 4) and on_hopper(inputs.q_idx.device)
+
+
+def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
     """Constants and launch options that every kernel which calculates scores shares."""
     heads, dim = inputs.q_idx.shape[2:]
     half = inputs.q_idx.dtype in HALF_DTYPES
-    tiles = score_tiles(inputs)
     return {
         "HI": heads,
         "DI": dim,
@@ -207,31 +218,40 @@ def fast_tanh(x):
 
 @triton.jit
 def load_queries(
-    q_ptr,
+    q_ptr, tokens, row_ok, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr, STACKED: tl.constexpr
+):
+    """A tuple of the heads' queries, [BLOCK_ROWS, BLOCK_D] each; or all heads [HI * BLOCK_ROWS, BLOCK_D] at once."""
+    if STACKED:
+        queries = (load_stacked_queries(q_ptr, tokens, row_ok, HI, HI, DI, BLOCK_D),)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        dim_ok = dims < DI
+        queries = ()  # type: ignore[assignment]
+        # Triton has no starred tuples: these grow by addition.
+        for head in tl.static_range(HI):
+            query_ptrs = q_ptr + (tokens[:, None] * HI + head) * DI + dims[None, :]
+            query = tl.load(query_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
+            queries = queries + (query,)  # type: ignore[assignment] # noqa: RUF005
+    return queries
+
+
+@triton.jit
+def load_weights(
     weight_ptr,
     score_bias_ptr,
     weight_bias_ptr,
     tokens,
     row_ok,
     HI: tl.constexpr,
-    DI: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """Per head the queries [BLOCK_ROWS, BLOCK_D], their weights and the bias; and what every score starts from."""
-    dims = tl.arange(0, BLOCK_D)
-    dim_ok = dims < DI
-    # Triton has no starred tuples: these grow by addition.
-    queries = ()
+    """Per head the weights [BLOCK_ROWS] and the bias; and what every score starts from."""
     weights = ()
     biases = ()
     base = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     for head in tl.static_range(HI):
-        query_ptrs = q_ptr + (tokens[:, None] * HI + head) * DI + dims[None, :]
-        query = tl.load(query_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
-        queries = queries + (query,)  # type: ignore[assignment] # noqa: RUF005
         weight = tl.load(weight_ptr + tokens * HI + head, mask=row_ok, other=0.0).to(tl.float32)
         bias = 0.0
         if SIGMOID:
@@ -246,7 +266,7 @@ def load_queries(
             base += weight
         weights = weights + (weight,)  # type: ignore[assignment] # noqa: RUF005
         biases = biases + (bias,)  # type: ignore[assignment] # noqa: RUF005
-    return queries, weights, biases, base
+    return weights, biases, base
 
 
 @triton.jit
@@ -267,6 +287,7 @@ def tile_scores(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
     """Scores [BLOCK_ROWS, BLOCK_COLS] of the keys from `col` on; every kernel gets the same bits.
 
@@ -283,8 +304,11 @@ def tile_scores(
     scores = tl.zeros([BLOCK_ROWS, BLOCK_COLS], dtype=tl.float32)
     if TANH and SIGMOID:
         scores += base[:, None]
+    if STACKED:
+        products = split_stack(tl.dot(queries[0], keys, input_precision=PRECISION), HI)
     for head in tl.static_range(HI):
-        logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
+        product = products[head] if STACKED else tl.dot(queries[head], keys, input_precision=PRECISION)
+        logits = product * scale
         if SIGMOID:
             logits += biases[head]
             activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
@@ -325,6 +349,7 @@ def _scores_kernel(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
     """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
     batch = tl.program_id(2).to(tl.int64)
@@ -351,19 +376,9 @@ def _scores_kernel(
         if first_col >= end_col:
             return
 
-    queries, weights, biases, base = load_queries(
-        q_ptr,
-        weight_ptr,
-        score_bias_ptr,
-        weight_bias_ptr,
-        tokens,
-        row_ok,
-        HI,
-        DI,
-        BLOCK_D,
-        BLOCK_ROWS,
-        SIGMOID,
-        TANH,
+    queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D, STACKED)
+    weights, biases, base = load_weights(
+        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
     )
     for col in range(first_col, end_col, BLOCK_COLS):
         scores = tile_scores(
@@ -383,6 +398,7 @@ def _scores_kernel(
             SIGMOID,
             TANH,
             PRECISION,
+            STACKED,
         )
         cols = col + tl.arange(0, BLOCK_COLS)
         out_ptrs = (

@@ -13,7 +13,15 @@ import torch
 from gsa_kernels import sampling
 from gsa_kernels.checks import beta_tensor, check_activation, check_at_least, check_shape, count_queries
 from gsa_kernels.kl.autograd import LossWithGradients, check_sampling, needs_gradients
-from gsa_kernels.kl.triton_launch import Blocks, Inputs, Outputs, choose_blocks, run_chunk, score_kind
+from gsa_kernels.kl.triton_launch import (
+    Blocks,
+    Inputs,
+    choose_blocks,
+    new_outputs,
+    run_chunk,
+    score_kind,
+    totals,
+)
 from gsa_kernels.sampling import RowSample, sample_rows
 from gsa_kernels.target_blocks import block_shape
 
@@ -148,8 +156,7 @@ def value_and_gradients(
         document_starts: [B, R], of the rows
         gradient_scale: factor of the gradients
     """
-    batch, num_rows, heads, _ = q_idx.shape
-    num_keys = k_idx.shape[1]
+    batch, num_keys = k_idx.shape[:2]
     inputs = Inputs(
         q_idx=q_idx.contiguous(),
         k_idx=k_idx.contiguous(),
@@ -166,17 +173,11 @@ def value_and_gradients(
         log_sum=None if log_sum is None else log_sum.detach().contiguous(),
     )
     chosen = choose_blocks(inputs) if blocks is None else blocks
-    # Rows that are left out have no gradient; without gradients only the KL of a row is written.
-    allocate = torch.empty_like if with_gradients and sample.every == 1 else torch.zeros_like
-    outputs = Outputs(
-        row_results=allocate(q_idx.new_empty(batch, num_rows, 1 + 3 * heads, dtype=torch.float32)),
-        dq=allocate(inputs.q_idx) if with_gradients else None,
-        dk=torch.zeros_like(inputs.k_idx, dtype=torch.float32) if with_gradients else None,
-        dw=allocate(inputs.weight_logits) if with_gradients else None,
-        gradient_scale=gradient_scale,
-    )
     unit = chosen.rows if sample.every == 1 else sampling.SAMPLED_ROWS
     chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
+    sampled = sample.every != 1
+    one_chunk = not sampled and sample.count <= chunk_rows
+    outputs = new_outputs(inputs, with_gradients, sampled, one_chunk, gradient_scale)
     for number in range(0, sample.count, chunk_rows):
         chunk = sample.chunk(number, chunk_rows)
         target = target_rows(chunk).detach()
@@ -184,23 +185,19 @@ def value_and_gradients(
         _check_target(target, batch, chunk.count, num_keys, q_idx.device)
         run_chunk(inputs, outputs, target, chunk, chosen)
 
-    # fp64: tens of thousands of rows, some of both signs.
-    sums = outputs.row_results.sum((0, 1), dtype=torch.float64)
-    kl_rows = outputs.row_results[..., 0]
-    if sample.every != 1:
-        kl_rows = _only_sampled(kl_rows, sample)
-    if outputs.dq is None or outputs.dk is None or outputs.dw is None:
-        return sums[0].float(), kl_rows, (None,) * 6
-    of_beta, of_weight, of_score = (gradient_scale * sums[1:]).split(heads)
+    sums = totals(inputs, outputs)
+    kl_rows = _only_sampled(outputs.kl_rows, sample) if sampled else outputs.kl_rows
+    if outputs.dk is None or sums.d_beta is None:
+        return sums.kl, kl_rows, (None,) * 6
     gradients = (
         outputs.dq,
         outputs.dk.to(k_idx.dtype),
         outputs.dw,
-        None if score_bias is None else of_score.to(score_bias.dtype),
-        None if weight_bias is None else of_weight.to(weight_bias.dtype),
-        of_beta.sum().to(beta.dtype).reshape(beta.shape) if beta.requires_grad else None,
+        sums.d_score_bias,
+        sums.d_weight_bias,
+        sums.d_beta.sum().to(beta.dtype).reshape(beta.shape) if beta.requires_grad else None,
     )
-    return sums[0].float(), kl_rows, gradients
+    return sums.kl, kl_rows, gradients
 
 
 def _only_sampled(kl_rows: torch.Tensor, sample: RowSample) -> torch.Tensor:

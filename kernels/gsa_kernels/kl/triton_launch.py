@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from gsa_kernels import sampling
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.kl import triton_scores as kinds
 from gsa_kernels.kl.triton_grad import grad_kernel
-from gsa_kernels.kl.triton_reduce import reduce_kernel
+from gsa_kernels.kl.triton_reduce import reduce_kernel, totals_kernel
 from gsa_kernels.kl.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.kl.triton_stacked_stats import stacked_stats_kernel
 from gsa_kernels.kl.triton_stats import stats_kernel
@@ -64,17 +64,50 @@ class Inputs:
 class Outputs:
     """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
-    row_results: torch.Tensor
-    """[B, R, 1 + 3 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j, d/d b_j. See `reduce_kernel`."""
+    kl_rows: torch.Tensor
+    """[B, R] fp32"""
+
+    partial_sums: torch.Tensor
+    """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: KL; by head d/d beta, d/d w_j, d/d b_j. See `totals`."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
-    """fp32, added to: the caller starts it at 0."""
-
     dw: torch.Tensor | None
 
+    adds_keys: bool = True
+    """Whether dk is fp32 and added to: the caller starts it at 0. Else it is written whole, by the only chunk."""
+
     gradient_scale: float = 1.0
-    """Factor of dq, dk and dw; the gradients in `row_results` are without it."""
+    """Factor of dq, dk and dw; `partial_sums` are without it."""
+
+
+SUMMED_ROWS = 16
+"""Neighbours whose sums are one element of `partial_sums`."""
+
+
+def new_outputs(
+    inputs: Inputs, with_gradients: bool, sampled: bool, one_chunk: bool, gradient_scale: float = 1.0
+) -> Outputs:
+    """Memory for the results.
+
+    Args:
+        sampled: rows may be left out, whose results are 0
+        one_chunk: there is one, of all rows
+    """
+    q_idx, k_idx, logits = inputs.q_idx, inputs.k_idx, inputs.weight_logits
+    batch, rows, heads, _ = q_idx.shape
+    device, fp32 = q_idx.device, torch.float32
+    create = partial(torch.zeros if sampled else torch.empty, device=device)
+    sums = (1 + 3 * heads if with_gradients else 1, batch, triton.cdiv(rows, SUMMED_ROWS))
+    dq = dk = dw = None
+    if with_gradients:
+        dq, dw = create(q_idx.shape, dtype=q_idx.dtype), create(logits.shape, dtype=logits.dtype)
+        if one_chunk:
+            dk = torch.empty(k_idx.shape, dtype=k_idx.dtype, device=device)
+        else:
+            dk = torch.zeros(k_idx.shape, dtype=fp32, device=device)
+    kl_rows, partial_sums = create(batch, rows, dtype=fp32), create(sums, dtype=fp32)
+    return Outputs(kl_rows, partial_sums, dq, dk, dw, not one_chunk, gradient_scale)
 
 
 FP32_WARPS = 8
@@ -274,11 +307,12 @@ def _reduction(
 ) -> Callable[[], object]:
     batch, num_rows, heads, dim = inputs.q_idx.shape
     with_gradients = outputs.dq is not None
-    block_rows, block_keys, block_dims = 16, 32, 16
+    block_keys, block_dims = 32, 16
     key_programs = 0
     if with_gradients:
-        key_programs = triton.cdiv(memory.num_keys, block_keys) * (memory.block_d // block_dims)
-    row_programs = memory.tiles * blocks.rows // block_rows * (heads if with_gradients else 1)
+        num_keys = memory.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
+        key_programs = triton.cdiv(num_keys, block_keys) * (memory.block_d // block_dims)
+    row_programs = memory.tiles * blocks.rows // SUMMED_ROWS * (heads if with_gradients else 1)
     absent = inputs.q_idx
     return partial(
         reduce_kernel[(key_programs + row_programs, batch)],
@@ -289,7 +323,8 @@ def _reduction(
         memory.row_sums,
         memory.dq_parts,
         memory.dk_parts,
-        outputs.row_results,
+        outputs.kl_rows,
+        outputs.partial_sums,
         outputs.dq if outputs.dq is not None else absent,
         outputs.dk if outputs.dk is not None else absent,
         outputs.dw if outputs.dw is not None else absent,
@@ -310,7 +345,7 @@ def _reduction(
         BLOCK_D=memory.block_d,
         BM=blocks.rows,
         BN=blocks.grad_keys,
-        BR=block_rows,
+        BR=SUMMED_ROWS,
         BK=block_keys,
         BD=block_dims,
         SEGMENT=blocks.segment,
@@ -320,9 +355,38 @@ def _reduction(
         WEIGHT_BIAS=inputs.weight_bias is not None,
         HAS_STARTS=inputs.document_starts is not None,
         STACKED=blocks.stacked,
+        ADDS=outputs.adds_keys,
         WITH_GRADIENTS=with_gradients,
         num_warps=4,
     )
+
+
+class Totals(NamedTuple):
+    """Over all rows. The gradients are scaled, and None without the bias or gradients."""
+
+    kl: torch.Tensor
+    """0-d fp32"""
+    d_beta: torch.Tensor | None
+    """[HI] fp64, of each head's part"""
+    d_weight_bias: torch.Tensor | None
+    d_score_bias: torch.Tensor | None
+
+
+def totals(inputs: Inputs, outputs: Outputs) -> Totals:
+    """One launch, in fp64 and a fixed order."""
+    heads, with_gradients = inputs.q_idx.shape[2], outputs.dq is not None
+    rows, size = outputs.partial_sums.shape[0], outputs.partial_sums[0].numel()
+    biases = (inputs.weight_bias, inputs.score_bias)
+    result = Totals(
+        inputs.q_idx.new_empty((), dtype=torch.float32),
+        inputs.q_idx.new_empty(heads, dtype=torch.float64) if with_gradients else None,
+        *(torch.empty_like(bias) if with_gradients and bias is not None else None for bias in biases),
+    )
+    block = min(triton.next_power_of_2(size), 2048)
+    totals_kernel[(rows,)](
+        outputs.partial_sums, *result, size, outputs.gradient_scale, HI=heads, BLOCK=block, num_warps=4
+    )
+    return result
 
 
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:

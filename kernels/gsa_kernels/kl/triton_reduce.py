@@ -1,4 +1,5 @@
-"""Third step of a chunk: add up the partial sums, in a fixed order, so that every run gives the same bits.
+"""Third step of a chunk: add up the partial sums, in a fixed order, so that every run gives the same bits. And behind
+the last chunk, the sums over all rows.
 
 The parts of dq, dk and d/d b_j carry log2(e) (see triton_grad), which is taken out here.
 """
@@ -7,9 +8,10 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import head_weight, head_weight_slope
-from gsa_kernels.kl.triton_stacked import by_key_as_held, held_by_key, place_in_stack
+from gsa_kernels.kl.triton_stacked import by_key_as_held, held_by_key
 from gsa_kernels.triton_constants import LN_2
 from gsa_kernels.triton_rows import last_row_of, number_of, row_of
+from gsa_kernels.triton_stacks import place_in_stack
 
 
 @triton.jit
@@ -21,8 +23,9 @@ def _reduce_rows(
     beta,  # [1] fp32
     first_keys,  # [B, tiles] int32
     row_sums,  # [1 + 2 HI, segments, B, tiles * BM] fp32
-    dq_parts,  # [segments, B, tiles, BLOCK_D, HEADS * BM] fp32
-    row_results,  # out: [B, R, 1 + 3 HI] fp32: KL; then by head d/d beta (to be summed), d/d w_j, d/d b_j
+    dq_parts,  # [segments, B, tiles, BLOCK_D, HEADS * BM] fp32; if STACKED the last two turned round
+    kl_rows,  # out: [B, R] fp32
+    partial_sums,  # out: [1 + 3 HI, B, ceil(R / BR)] fp32, of BR rows: KL; then by head d/d beta, d/d w_j, d/d b_j
     dq,  # out: [B, R, HI, DI]
     dw,  # out: [B, R, HI]
     R,
@@ -59,7 +62,8 @@ def _reduce_rows(
     local = group * BR + tl.arange(0, BR)
     tile = group * BR // BM
     valid = local < num_rows
-    row_index = b.to(tl.int64) * R + row_of(group * BR, row_start, RUN, SPACING) + tl.arange(0, BR)
+    first_row = row_of(group * BR, row_start, RUN, SPACING)
+    row_index = b.to(tl.int64) * R + first_row + tl.arange(0, BR)
     last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
     first = tl.load(first_keys + b * num_tiles + tile)
     first_segment = first // SEGMENT
@@ -68,13 +72,17 @@ def _reduce_rows(
     segment_stride = tl.num_programs(1).to(tl.int64) * padded_rows
     plane = num_segments * segment_stride
     row_offsets = b.to(tl.int64) * padded_rows + local
-    results = row_results + row_index * (1 + 3 * HI)
+    num_groups = tl.cdiv(R, BR)
+    sums_plane = tl.num_programs(1).to(tl.int64) * num_groups
+    partial_sums += b.to(tl.int64) * num_groups + first_row // BR
+    exists = group * BR < num_rows
 
     if head == 0:
         kl = tl.zeros([BR], tl.float32)
         for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
             kl += tl.load(row_sums + segment * segment_stride + row_offsets)
-        tl.store(results, kl, mask=valid)
+        tl.store(kl_rows + row_index, kl, mask=valid)
+        tl.store(partial_sums, tl.sum(tl.where(valid, kl, 0.0)), mask=exists)
 
     if WITH_GRADIENTS:
         d = tl.arange(0, BLOCK_D)
@@ -82,9 +90,11 @@ def _reduce_rows(
         grad_z = tl.zeros([BR], tl.float32)
         dq_head = tl.zeros([BLOCK_D, BR], tl.float32)
         row = group * BR % BM + tl.arange(0, BR)
-        columns = place_in_stack(head, row, HEADS, BM) if STACKED else head * BM + row
         dq_tile = dq_parts + (b.to(tl.int64) * num_tiles + tile) * (BLOCK_D * HEADS * BM)
-        dq_places = d[:, None] * (HEADS * BM) + columns[None, :]
+        if STACKED:
+            dq_places = place_in_stack(head, row, HEADS, BM)[None, :] * BLOCK_D + d[:, None]
+        else:
+            dq_places = d[:, None] * (HEADS * BM) + (head * BM + row)[None, :]
         for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
             offsets = segment * segment_stride + row_offsets
             grad_a += tl.load(row_sums + (1 + head) * plane + offsets)
@@ -96,9 +106,11 @@ def _reduce_rows(
             logit += tl.load(weight_bias + head).to(tl.float32)
         weight = head_weight(logit, KIND)
         grad_w = tl.load(beta) * grad_a * head_weight_slope(weight, KIND)
-        tl.store(results + 1 + head, weight * grad_a, mask=valid)
-        tl.store(results + 1 + HI + head, grad_w, mask=valid)
-        tl.store(results + 1 + 2 * HI + head, grad_z * LN_2, mask=valid)
+        partial_sums += (1 + head) * sums_plane
+        tl.store(partial_sums, tl.sum(tl.where(valid, weight * grad_a, 0.0)), mask=exists)
+        tl.store(partial_sums + HI * sums_plane, tl.sum(tl.where(valid, grad_w, 0.0)), mask=exists)
+        by_bias = tl.sum(tl.where(valid, grad_z, 0.0)) * LN_2
+        tl.store(partial_sums + 2 * HI * sums_plane, by_bias, mask=exists)
         scaled_w = grad_w * gradient_scale
         tl.store(dw + row_index * HI + head, scaled_w.to(dw.dtype.element_ty), mask=valid)
         tl.store(
@@ -114,7 +126,7 @@ def _reduce_keys(
     part,
     first_keys,  # [B, tiles] int32
     dk_parts,  # [B, tiles, ceil(L / BN), BLOCK_D, BN] fp32; if STACKED [.., BLOCK_D * BN], `as_held`
-    dk,  # in and out: [B, L, DI] fp32, of the chunks before
+    dk,  # out: [B, L, DI]; if ADDS in and out, of the chunks before, and fp32
     L,
     query_start,
     row_start,
@@ -132,6 +144,7 @@ def _reduce_keys(
     SPACING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     STACKED: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """BK keys from group * BK on, BD dimensions from part * BD on: over the row tiles that see any of them."""
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
@@ -142,7 +155,9 @@ def _reduce_keys(
     d = part * BD + tl.arange(0, BD)
     inside = (cols < L)[:, None] & (d < DI)[None, :]
     out = dk + (b * L + cols)[:, None] * DI + d[None, :]
-    total = tl.load(out, mask=inside, other=0.0)
+    total = tl.zeros([BK, BD], tl.float32)
+    if ADDS:
+        total = tl.load(out, mask=inside, other=0.0)
     if STACKED:
         tl.static_assert(BD == 16 and BK % 16 == 0 and BN % BK == 0, "whole pieces of 16 dimensions and keys")
         total = by_key_as_held(total)
@@ -166,7 +181,7 @@ def _reduce_keys(
         total += scale * tl.load(pointers, mask=written, other=0.0).to(tl.float32)
     if STACKED:
         total = held_by_key(total, BK)
-    tl.store(out, total, mask=inside)
+    tl.store(out, total.to(dk.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -178,7 +193,8 @@ def reduce_kernel(
     row_sums,
     dq_parts,
     dk_parts,
-    row_results,
+    kl_rows,
+    partial_sums,
     dq,
     dk,
     dw,
@@ -209,6 +225,7 @@ def reduce_kernel(
     WEIGHT_BIAS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     STACKED: tl.constexpr,
+    ADDS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
     """Both sums. Grid (key_programs + tiles * BM / BR * HI, B), the second term without HI if WITH_GRADIENTS is not
@@ -221,12 +238,47 @@ def reduce_kernel(
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
                 num_tiles, scale * LN_2 * gradient_scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, RUN, SPACING, HAS_STARTS,
-                STACKED,
+                STACKED, ADDS,
             )  # fmt: skip
     else:
         program -= key_programs
         _reduce_rows(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
-            row_results, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale, gradient_scale,
-            STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, STACKED, WITH_GRADIENTS,
+            kl_rows, partial_sums, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
+            gradient_scale, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, STACKED,
+            WITH_GRADIENTS,
         )  # fmt: skip
+
+
+@triton.jit
+def totals_kernel(
+    partial_sums,  # [1 + 3 HI, size] fp32
+    total,  # out: [1] fp32
+    d_beta,  # out: [HI] fp64, of each head's part
+    d_weight_bias,  # out: [HI]
+    d_score_bias,  # out: [HI]
+    size,
+    gradient_scale,  # of these three
+    HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: a row of `partial_sums`, in fp64: tens of thousands of numbers, some of both signs."""
+    row = tl.program_id(0)
+    sums = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, size, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        part = tl.load(partial_sums + row.to(tl.int64) * size + place, mask=place < size, other=0.0)
+        sums += part.to(tl.float64)
+    summed = tl.sum(sums)
+    if row == 0:
+        tl.store(total, summed.to(tl.float32))
+    else:
+        summed *= gradient_scale
+        head = (row - 1) % HI
+        if row <= HI:
+            tl.store(d_beta + head, summed)
+        elif row <= 2 * HI:
+            if d_weight_bias is not None:
+                tl.store(d_weight_bias + head, summed.to(d_weight_bias.dtype.element_ty))
+        elif d_score_bias is not None:
+            tl.store(d_score_bias + head, summed.to(d_score_bias.dtype.element_ty))

@@ -12,62 +12,10 @@ import triton.language as tl
 
 from gsa_kernels.kl.triton_scores import TANH, activate, head_weight
 from gsa_kernels.triton_constants import LN_2, LOG2_E
+from gsa_kernels.triton_stacks import unstack
 
 TINY = tl.constexpr(1e-37)
 """Stands for a target of 0 in a logarithm. A normal number."""
-
-
-@triton.jit
-def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
-    """Where (row, head) is in [B, R, HI], and whether it exists: [HEADS, BM] each, HEADS >= HI a power of two."""
-    heads = tl.arange(0, HEADS)
-    return row_index[None, :] * HI + heads[:, None], valid[None, :] & (heads < HI)[:, None]
-
-
-@triton.jit
-def stack(x):
-    """[HEADS, BM, columns] -> [HEADS * BM, columns], two heads in turn for each eight rows.
-
-    In the layout of a product the rows i and i + 8 of a warp's 16 are of one thread: these are two heads of one row. So
-    a thread has all heads of its rows from tiles of 32 rows on.
-    """
-    heads: tl.constexpr = x.shape[0]
-    rows: tl.constexpr = x.shape[1]
-    columns: tl.constexpr = x.shape[2]
-    pair: tl.constexpr = 2 if heads > 1 else 1
-    parts = tl.reshape(x, [heads // pair, pair, rows // 8, 8, columns])
-    return tl.reshape(tl.permute(parts, [0, 2, 1, 3, 4]), [heads * rows, columns])
-
-
-@triton.jit
-def unstack(x, HEADS: tl.constexpr):
-    """The inverse of `stack`."""
-    rows: tl.constexpr = x.shape[0] // HEADS
-    columns: tl.constexpr = x.shape[1]
-    pair: tl.constexpr = 2 if HEADS > 1 else 1
-    parts = tl.reshape(x, [HEADS // pair, rows // 8, pair, 8, columns])
-    return tl.reshape(tl.permute(parts, [0, 2, 1, 3, 4]), [HEADS, rows, columns])
-
-
-@triton.jit
-def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
-    """Which row of a stack is that of this head."""
-    pair: tl.constexpr = 2 if HEADS > 1 else 1
-    return head // pair * (pair * BM) + row // 8 * (pair * 8) + head % pair * 8 + row % 8
-
-
-@triton.jit
-def load_stacked_queries(
-    q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """[HEADS * BM, BLOCK_D], stacked: one product then gives the tiles of all heads."""
-    slots, exists = stack_slots(row_index, valid, HI, HEADS)
-    slots = tl.reshape(stack(slots[:, :, None]), [HEADS * row_index.shape[0]])
-    mask = stack(exists[:, :, None])
-    d = tl.arange(0, BLOCK_D)
-    if DI != BLOCK_D:
-        mask = mask & (d < DI)[None, :]
-    return tl.load(q_idx + slots[:, None] * DI + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

@@ -20,18 +20,16 @@ from gsa_kernels.kl.triton_stacked import (
     exp2_of,
     expand_support,
     load_stacked_biases,
-    load_stacked_queries,
     load_stacked_weights,
     load_support_words,
     log2_of_positive,
     stable_kl_terms,
-    stack,
-    stack_slots,
     stacked_activations,
     sum_in_lanes,
 )
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
+from gsa_kernels.triton_stacks import load_stacked_queries, stack, stack_slots
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def stacked_grad_kernel(
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
     row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
-    dq_parts,  # out: [segments, B, tiles, BLOCK_D, HEADS * BM] fp32, heads and rows as in a stack
+    dq_parts,  # out: [segments, B, tiles, HEADS * BM, BLOCK_D] fp32, heads and rows as in a stack
     dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D * BN] bf16 or fp32, `as_held`
     R,
     L,
@@ -146,14 +144,13 @@ def stacked_grad_kernel(
             lse -= factor * tl.sum(scaled, 0)
         scaled = scaled[:, :, None]
         biases = load_stacked_biases(score_bias, HI, HEADS, SCORE_BIAS)
-        dq = tl.zeros([BLOCK_D, HEADS * BM], tl.float32)
+        dq = tl.zeros([HEADS * BM, BLOCK_D], tl.float32)
         grad_a = tl.zeros([HEADS, BM, 4], tl.float32)
         grad_z = tl.zeros([HEADS, BM, 4], tl.float32)
         target_at = target_places(
             target, b, tile, target_stride_b, target_stride_row, BM, BN, TARGET_IN_BLOCKS
         )
         part_stride = tl.cast(target_stride_part, tl.int64)
-        d = tl.arange(0, BLOCK_D)
         dk_tile = dk_parts + (b.to(tl.int64) * num_tiles + tile) * (tl.cdiv(L, BN) * (BLOCK_D * BN))
         dk_places = tl.arange(0, BLOCK_D * BN)
 
@@ -182,7 +179,7 @@ def stacked_grad_kernel(
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
                 dz = stack(dz).to(keys.dtype)
-                dq = tl.dot(tl.trans(keys), tl.trans(dz), dq, input_precision=PRECISION)
+                dq = tl.dot(dz, keys, dq, input_precision=PRECISION)
                 dk_t = tl.dot(tl.trans(queries), dz, input_precision=PRECISION)
                 tl.store(dk_tile + key * BLOCK_D + dk_places, as_held(dk_t.to(dk_parts.dtype.element_ty)))
 
@@ -195,5 +192,5 @@ def stacked_grad_kernel(
             tl.store(of_heads + HI * plane, tl.sum(grad_z, 2), mask=heads < HI)
             dq_tile = (segment.to(tl.int64) * tl.num_programs(2) + b) * num_tiles + tile
             columns: tl.constexpr = HEADS * BM
-            place = d[:, None] * columns + tl.arange(0, columns)[None, :]
+            place = tl.arange(0, columns)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             tl.store(dq_parts + dq_tile * (BLOCK_D * columns) + place, dq)

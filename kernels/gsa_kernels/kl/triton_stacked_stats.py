@@ -8,15 +8,14 @@ from gsa_kernels.kl.triton_stacked import (
     exp2_of,
     expand_support,
     load_stacked_biases,
-    load_stacked_queries,
     load_stacked_weights,
     load_support_words,
-    stack_slots,
     stacked_activations,
     sum_in_lanes,
 )
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
+from gsa_kernels.triton_stacks import load_stacked_queries, stack_slots
 
 
 @triton.jit

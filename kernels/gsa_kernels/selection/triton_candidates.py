@@ -12,6 +12,7 @@ import triton.language as tl
 from gsa_kernels.indexer.triton_scores import (
     ScoreInputs,
     load_queries,
+    load_weights,
     score_options,
     score_tiles,
     tile_scores,
@@ -98,7 +99,7 @@ def write_candidates(
             dim**-0.5,
             TIED=is_tied,
             SPANS=spans,
-            **score_options(inputs) | _options(inputs),
+            **score_options(inputs, tiles) | _options(inputs),
         )
 
 
@@ -223,19 +224,9 @@ def _candidates_kernel(
         if first_col + SPANS * TILES * BLOCK_COLS <= first_start:  # before every query's document
             return
 
-    queries, weights, biases, base = load_queries(
-        q_ptr,
-        weight_ptr,
-        score_bias_ptr,
-        weight_bias_ptr,
-        tokens,
-        row_ok,
-        HI,
-        DI,
-        BLOCK_D,
-        BLOCK_ROWS,
-        SIGMOID,
-        TANH,
+    queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D, STACKED=False)
+    weights, biases, base = load_weights(
+        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
     )
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
@@ -278,6 +269,7 @@ def _candidates_kernel(
                 SIGMOID,
                 TANH,
                 PRECISION,
+                STACKED=False,
             )
             cols = col + tl.arange(0, BLOCK_COLS)
             edge = (col + BLOCK_COLS > first_position + 1) | (col < last_start)

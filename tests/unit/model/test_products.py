@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from gsa_train.model import weight_gradients
 from gsa_train.model.gates import GateProjection
 from gsa_train.model.gsa_attention import GSASelfAttention
 from gsa_train.model.weight_gradients import CublasAccumulation
@@ -76,21 +78,67 @@ def test_the_gates_alone() -> None:
     torch.testing.assert_close(hidden.grad, grads[1] @ gates_of(attention).weight)
 
 
-def test_gradients_that_the_product_adds_to_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-        main_grad += grad_output.t() @ inputs
-
-    monkeypatch.setattr(CublasAccumulation, "wgrad_gemm_accum_fp32", staticmethod(accumulate))
+def test_gradients_that_are_added_to_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_as_a_gpu_does(monkeypatch)
     attention = layer()
     hidden, grads = inputs_and_gradients(attention)
     gate = gates_of(attention)
     gate.gradient_accumulation_fusion = True
-    weight: Any = gate.weight
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+    add_buffers([gate.weight, gate.bias])
     for _ in range(2):  # micro-batches
         torch.autograd.backward(products(attention, hidden), grads)
-    torch.testing.assert_close(
-        weight.main_grad, 1 + 2 * torch.einsum("lbo,lbi->oi", grads[1], hidden.detach())
-    )
-    assert weight.grad_added_to_main_grad
-    assert weight.grad is not None  # for megatron-core's hook
+    of_weight, of_bias = torch.einsum("lbo,lbi->oi", grads[1], hidden.detach()), grads[1].sum((0, 1))
+    assert_added([gate.weight, gate.bias], [2 * of_weight, 2 * of_bias])
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_indexers_products(accumulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_as_a_gpu_does(monkeypatch)
+    attention = layer()
+    indexer = attention.indexer
+    assert indexer is not None
+    indexer.config = dataclasses.replace(indexer.config, gradient_accumulation_fusion=accumulates)
+    weights = [indexer.query_weight, indexer.key_weight, indexer.head_weight]
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+    hidden, _ = inputs_and_gradients(attention)
+    results = indexer(hidden)
+    expected = [torch.einsum("lbi,oi->blo", hidden, weight) for weight in weights]
+    grads = [torch.randn_like(result) for result in expected]
+    wanted = torch.autograd.grad(expected, [hidden, *weights], grads)
+    of_results = [grad.view_as(result) for grad, result in zip(grads, results, strict=True)]
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.flatten(2), other)
+    if accumulates:
+        add_buffers(weights)
+        torch.autograd.backward(results, of_results)
+        assert_added(weights, list(wanted[1:]))
+        torch.testing.assert_close(hidden.grad, wanted[0])
+    else:
+        found = torch.autograd.grad(results, [hidden, *weights], of_results)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def add_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain torch, for fp64 on CPUs."""
+    sums = pytest.importorskip("gsa_kernels.sums.op")
+
+    def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad += grad_output.t() @ inputs
+
+    monkeypatch.setattr(CublasAccumulation, "wgrad_gemm_accum_fp32", staticmethod(accumulate))
+    monkeypatch.setattr(weight_gradients, "fp32_product", torch.mm)
+    monkeypatch.setattr(sums, "add_column_sums", lambda rows, into: into.add_(rows.sum(0)))
+
+
+def add_buffers(tensors: list[Any]) -> None:
+    for tensor in tensors:
+        tensor.main_grad, tensor.grad_added_to_main_grad = torch.ones_like(tensor), False
+
+
+def assert_added(tensors: list[Any], gradients: list[torch.Tensor]) -> None:
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        torch.testing.assert_close(tensor.main_grad, 1 + gradient)
+        assert tensor.grad_added_to_main_grad
+        assert tensor.grad is not None  # for megatron-core's hook

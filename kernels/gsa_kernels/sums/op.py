@@ -1,0 +1,105 @@
+"""Sums that a step adds to what it has, in one or two launches each. Deterministic.
+
+torch has a launch for the sum, one before it for a cast to fp64, and one for the addition.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.checks import check_shape
+from gsa_kernels.devices import launching_on
+
+BLOCK, WARPS = 16384, 16
+"""Elements that the one program of `add_total` takes at a time, 32 a thread."""
+
+ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
+"""Tile of `add_column_sums`: eight loads of 16 bytes a thread in bf16."""
+
+PROGRAMS = 640
+"""About as many as an H200 holds at once, for all columns together."""
+
+
+def add_total(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """sums[0] += the sum of `values`, sums[1] += their number.
+
+    Args:
+        values: any shape, fp32, contiguous
+        sums: fp64 [2]
+    """
+    check_shape("sums", sums, "[2]", (2,))
+    if sums.dtype != torch.float64 or values.dtype != torch.float32 or not values.is_contiguous():
+        raise ValueError(
+            f"values is {values.dtype} with strides {values.stride()} and sums {sums.dtype}; "
+            "pass fp32, contiguous, and fp64"
+        )
+    with launching_on(values, "values"):
+        _total_kernel[(1,)](values, sums, values.numel(), BLOCK=BLOCK, num_warps=WARPS)
+
+
+def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
+    """sums[c] += sum over n of rows[n, c], added up in fp32.
+
+    Args:
+        rows: [N, C], bf16, fp16 or fp32, contiguous
+        sums: [C], fp32, contiguous
+    """
+    check_shape("rows", rows, "[N, C]", (None, None))
+    count, columns = rows.shape
+    check_shape("sums", sums, "[C]", (columns,))
+    if rows.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not rows.is_contiguous():
+        raise ValueError(
+            f"rows is {rows.dtype} with strides {rows.stride()}; pass bf16, fp16 or fp32, contiguous"
+        )
+    if sums.dtype != torch.float32 or not sums.is_contiguous():
+        raise ValueError(f"sums is {sums.dtype} with strides {sums.stride()}; pass fp32, contiguous")
+    if count == 0:
+        return
+    across = triton.cdiv(columns, COLUMNS)
+    height = triton.cdiv(count, max(PROGRAMS // across, 1) * ROWS) * ROWS  # of a program's stretch of rows
+    parts = triton.cdiv(count, height)
+    partial_sums = torch.empty(parts, columns, dtype=torch.float32, device=rows.device)
+    with launching_on(rows, "rows"):
+        _column_sums_kernel[(across, parts)](
+            rows, partial_sums, count, columns, height, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=COLUMN_WARPS
+        )
+        block = triton.next_power_of_2(parts)
+        _add_parts_kernel[(triton.cdiv(columns, 32),)](
+            partial_sums, sums, parts, columns, PARTS=block, COLUMNS=32, num_warps=4
+        )
+
+
+@triton.jit
+def _total_kernel(values, sums, size, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, size, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.load(values + place, mask=place < size, other=0.0).to(tl.float64)
+    tl.store(sums, tl.load(sums) + tl.sum(total))
+    tl.store(sums + 1, tl.load(sums + 1) + size)
+
+
+@triton.jit
+def _column_sums_kernel(
+    rows, partial_sums, count, columns, height, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * height
+    row = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, tl.minimum(first + height, count), ROWS):
+        exists = (start + row < count)[:, None] & (column < columns)[None, :]
+        pointers = rows + (start + row).to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
+    out = partial_sums + tl.program_id(1) * columns + column
+    tl.store(out, tl.sum(total, 0), mask=column < columns)
+
+
+@triton.jit
+def _add_parts_kernel(partial_sums, sums, parts, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    exists = (part < parts)[:, None] & (column < columns)[None, :]
+    values = tl.load(partial_sums + part[:, None] * columns + column[None, :], mask=exists, other=0.0)
+    before = tl.load(sums + column, mask=column < columns, other=0.0)
+    tl.store(sums + column, before + tl.sum(values, 0), mask=column < columns)

@@ -1,0 +1,65 @@
+"""Sums that are added to what is there: against torch, in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gsa_kernels.devices import interpreted
+from gsa_kernels.sums import op
+
+DEVICE = "cpu" if interpreted() else "cuda"
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,), (7, 9), (3, 50), (2, 64)])
+def test_total(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both signs, so that fp32 would lose most of it; fewer than a block, a block, and several."""
+    monkeypatch.setattr(op, "BLOCK", 64)
+    torch.manual_seed(0)
+    values = torch.randn(shape, device=DEVICE) * 1e4
+    sums = torch.tensor([2.0**-20, 5.0], dtype=torch.float64, device=DEVICE)
+    for _ in range(2):
+        op.add_total(values, sums)
+    expected = torch.stack([2.0**-20 + 2 * values.double().sum(), sums.new_tensor(5 + 2 * values.numel())])
+    torch.testing.assert_close(sums, expected, rtol=1e-13, atol=1e-11)
+
+
+def test_total_of_what_is_no_number() -> None:
+    sums = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    op.add_total(torch.tensor([1.0, float("nan")], device=DEVICE), sums)
+    assert sums[0].isnan()
+    assert sums[1] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (0, 3), (33, 40), (300, 70), (64, 32)])
+def test_column_sums(rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for all columns or for some, with one stretch of rows or several, the last of them short."""
+    monkeypatch.setattr(op, "COLUMNS", 32)
+    monkeypatch.setattr(op, "PROGRAMS", 12)
+    torch.manual_seed(0)
+    values = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    before = torch.randn(columns, device=DEVICE)
+    sums = before.clone()
+    op.add_column_sums(values, sums)
+    torch.testing.assert_close(sums.double(), before.double() + values.double().sum(0), rtol=1e-6, atol=1e-5)
+    again = before.clone()
+    op.add_column_sums(values, again)
+    assert torch.equal(again, sums)
+
+
+def test_bad_inputs() -> None:
+    rows, sums = torch.zeros(4, 6, device=DEVICE), torch.zeros(6, device=DEVICE)
+    with pytest.raises(ValueError, match=r"sums has shape .*pass.*\[C\]"):
+        op.add_column_sums(rows, sums[:5])
+    with pytest.raises(ValueError, match=r"rows is torch\.float64"):
+        op.add_column_sums(rows.double(), sums)
+    with pytest.raises(ValueError, match=r"rows is torch\.float32 with strides"):
+        op.add_column_sums(rows.t(), sums[:4])
+    with pytest.raises(ValueError, match=r"sums is torch\.bfloat16"):
+        op.add_column_sums(rows, sums.bfloat16())
+    total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"values is torch\.bfloat16"):
+        op.add_total(rows.bfloat16(), total)
+    with pytest.raises(ValueError, match=r"and sums torch\.float32"):
+        op.add_total(rows, total.float())
