@@ -51,8 +51,8 @@ def joined_weight_gradients(
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))
     parameters: Sequence[Any] = weights
     together = fp32_product(grad_output.t(), inputs)
-    torch._foreach_add_([p.main_grad for p in parameters], list(together[: sum(sizes)].split(sizes)))
-    for parameter in parameters:
+    for parameter, gradient in zip(parameters, together[: sum(sizes)].split(sizes), strict=True):
+        parameter.main_grad.add_(gradient)
         parameter.grad_added_to_main_grad = True
     return [torch.empty_like(weight) for weight in weights]
 

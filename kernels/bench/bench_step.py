@@ -43,7 +43,7 @@ PARTS = (
     ("selection", r"^_?(scores_kernel|select|best_groups)"),
     (
         "indexer KL",
-        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel)",
+        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|totals_kernel)",
     ),
     ("attention", r"^_?(forward_kernel|queries_(with_target_)?kernel|keys_kernel|rows_kernel)"),
     ("attention", r"^_?(sum_parts|transpose_kernel)"),
@@ -60,7 +60,7 @@ PARTS = (
         r"embedding|index|radix_?sort|sum_and_scatter|compute_grad_weight|gather_kernel|unique|scan",
     ),
     ("copies, fills", r"memcpy|memset|copy|fill|cat"),
-    ("elementwise, sums", r"elementwise|reduce"),
+    ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
 )
 """Part -> pattern of kernel names, the first that is found."""
 

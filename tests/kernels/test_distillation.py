@@ -140,12 +140,13 @@ def make_case(
 @dataclass
 class Results:
     out: torch.Tensor
-    rows: torch.Tensor
-    """KL of each query, [B, L]."""
+    rows: torch.Tensor | None
+    """KL of each query, [B, L]; None where nobody asked."""
     grads: dict[str, torch.Tensor]
 
     def items(self) -> dict[str, torch.Tensor]:
-        return {"out": self.out, "rows": self.rows, **self.grads}
+        rows = {} if self.rows is None else {"rows": self.rows}
+        return {"out": self.out, **rows, **self.grads}
 
 
 def distil(case: Case, loss_scale: float = LOSS_SCALE, **options: Any) -> Results:
@@ -166,6 +167,8 @@ def distil(case: Case, loss_scale: float = LOSS_SCALE, **options: Any) -> Result
     assert not lse.requires_grad
     assert seen == []
     grads = torch.autograd.grad(out, list(leaves.values()), case.grad)
+    if options.get("on_rows", seen) is None:
+        return Results(out.detach(), None, dict(zip(leaves, grads, strict=True)))
     assert len(seen) == 1
     assert not seen[0].requires_grad
     return Results(out.detach(), seen[0], dict(zip(leaves, grads, strict=True)))
@@ -338,6 +341,26 @@ def test_runs_agree_to_the_bit(device: str) -> None:
 
 
 @devices
+@dtypes
+@pytest.mark.parametrize("options", [{}, {"documents": True}, {"query_start": 64}], ids=name_of)
+def test_nobody_reads_the_loss(
+    device: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KL is not calculated then; a step whose loss is logged has the same gradients to the bit."""
+    sizes: dict[str, Any] = {"indexer_heads": 2, "indexer_size": 16}
+    if device == "cuda":  # as in training
+        sizes = {"heads": 16, "kv_heads": 4, "head_size": 128, "indexer_heads": 4, "indexer_size": 64}
+    case = make_case(70 if device == "cpu" else 1536, device=device, dtype=dtype, **sizes, **options)
+    for log_sum in (None, log_sum_of(case)):
+        read = distil(case, log_sum=log_sum)
+        poison_buffers(monkeypatch, kl_op, triton_launch)
+        unread = distil(case, log_sum=log_sum, on_rows=None)
+        monkeypatch.undo()
+        assert_equal({"rows": read.rows, **unread.items()}, read.items())
+        assert all(grad.isfinite().all() for grad in unread.grads.values())
+
+
+@devices
 def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All buffers begin as NaN; none reaches a result. The last tiles of queries see none of the first tile of keys."""
     case = make_case(130, device=device, documents=True)
@@ -445,17 +468,22 @@ def test_a_trace_tells_the_loss_from_attention(device: str) -> None:
     assert "kl" in around
 
 
-@devices
-def test_the_log_sum_spares_a_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the kernels for bf16. A wrong one shows in the gradients: it is read."""
-    case = make_case(70, device=device, heads=8, kv_heads=2, documents=True, query_start=20)
+def log_sum_of(case: Case) -> torch.Tensor:
+    """What selection gives of a sigmoid indexer."""
     scores = indexer_scores(
         *(case.inputs[name].double() for name in INDEXER[:3]),
         score_bias=case.inputs["score_bias"].double(),
         weight_bias=case.inputs["weight_bias"].double(),
     )
     scores = scores * case.inputs["inverse_temperature"].double()
-    log_sum = scores.masked_fill(~case.mask, float("-inf")).logsumexp(-1).float()
+    return scores.masked_fill(~case.mask, float("-inf")).logsumexp(-1).float()
+
+
+@devices
+def test_the_log_sum_spares_a_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the kernels for bf16. A wrong one shows in the gradients: it is read."""
+    case = make_case(70, device=device, heads=8, kv_heads=2, documents=True, query_start=20)
+    log_sum = log_sum_of(case)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
 

@@ -79,7 +79,7 @@ def distilling_attention(
         loss_scale: gradient with respect to the loss, which is not returned: it is known in the backward pass only
         row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes a query; the loss takes about as much again.
             At least one tile of queries is calculated at a time
-        on_rows: called in the backward pass with the KL of each query, fp32 [B, L]
+        on_rows: called in the backward pass with the KL of each query, fp32 [B, L], which is calculated for this only
 
     Returns:
         As `masked_attention`: out [B, L, H, D] and lse fp32 [B, H, L]
@@ -155,9 +155,11 @@ class _DistillingAttention(torch.autograd.Function):
                 sample=RowSample(0, q.shape[1]),
                 blocks=None,
                 with_gradients=True,
+                with_value=settings.on_rows is not None,
                 gradient_scale=settings.loss_scale,
             )
             if settings.on_rows is not None:
+                assert kl_rows is not None
                 settings.on_rows(kl_rows)
         return grad_q, grad_k, grad_v, grad_gate, *gradients, *(None,) * 4
 

@@ -147,12 +147,14 @@ def value_and_gradients(
     sample: RowSample,
     blocks: Blocks | None,
     with_gradients: bool,
+    with_value: bool = True,
     gradient_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
     """The sum over the sample, the KL of each row [B, R], and the sum's gradients in the order of the first six
     arguments, which `indexer_kl_loss` has checked.
 
     Args:
+        with_value: without it sum and KL are None; the gradients are the same to the bit
         document_starts: [B, R], of the rows
         gradient_scale: factor of the gradients
     """
@@ -177,7 +179,14 @@ def value_and_gradients(
     chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
     sampled = sample.every != 1
     one_chunk = not sampled and sample.count <= chunk_rows
-    outputs = new_outputs(inputs, with_gradients, sampled, one_chunk, gradient_scale)
+    outputs = new_outputs(
+        inputs,
+        with_value=with_value,
+        with_gradients=with_gradients,
+        sampled=sampled,
+        one_chunk=one_chunk,
+        gradient_scale=gradient_scale,
+    )
     for number in range(0, sample.count, chunk_rows):
         chunk = sample.chunk(number, chunk_rows)
         target = target_rows(chunk).detach()
@@ -186,7 +195,9 @@ def value_and_gradients(
         run_chunk(inputs, outputs, target, chunk, chosen)
 
     sums = totals(inputs, outputs)
-    kl_rows = _only_sampled(outputs.kl_rows, sample) if sampled else outputs.kl_rows
+    kl_rows = outputs.kl_rows
+    if sampled and kl_rows is not None:
+        kl_rows = _only_sampled(kl_rows, sample)
     if outputs.dk is None or sums.d_beta is None:
         return sums.kl, kl_rows, (None,) * 6
     gradients = (

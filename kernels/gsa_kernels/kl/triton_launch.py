@@ -64,8 +64,8 @@ class Inputs:
 class Outputs:
     """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
-    kl_rows: torch.Tensor
-    """[B, R] fp32"""
+    kl_rows: torch.Tensor | None
+    """[B, R] fp32. Without it the KL is not calculated, and the gradients are the same to the bit."""
 
     partial_sums: torch.Tensor
     """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: KL; by head d/d beta, d/d w_j, d/d b_j. See `totals`."""
@@ -86,11 +86,18 @@ SUMMED_ROWS = 16
 
 
 def new_outputs(
-    inputs: Inputs, with_gradients: bool, sampled: bool, one_chunk: bool, gradient_scale: float = 1.0
+    inputs: Inputs,
+    *,
+    with_value: bool = True,
+    with_gradients: bool,
+    sampled: bool,
+    one_chunk: bool,
+    gradient_scale: float = 1.0,
 ) -> Outputs:
     """Memory for the results.
 
     Args:
+        with_value: see `kl_rows`
         sampled: rows may be left out, whose results are 0
         one_chunk: there is one, of all rows
     """
@@ -106,8 +113,8 @@ def new_outputs(
             dk = torch.empty(k_idx.shape, dtype=k_idx.dtype, device=device)
         else:
             dk = torch.zeros(k_idx.shape, dtype=fp32, device=device)
-    kl_rows, partial_sums = create(batch, rows, dtype=fp32), create(sums, dtype=fp32)
-    return Outputs(kl_rows, partial_sums, dq, dk, dw, not one_chunk, gradient_scale)
+    kl_rows = create(batch, rows, dtype=fp32) if with_value else None
+    return Outputs(kl_rows, create(sums, dtype=fp32), dq, dk, dw, not one_chunk, gradient_scale)
 
 
 FP32_WARPS = 8
@@ -203,6 +210,7 @@ def chunk_launches(
     else:
         constants |= {"HEADS": memory.stacked_heads, "SUM_GIVEN": sum_given}
         given = {
+            "WITH_VALUE": outputs.kl_rows is not None,
             "log_sum": inputs.log_sum if lse_given else None,
             "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
         }
@@ -323,7 +331,7 @@ def _reduction(
         memory.row_sums,
         memory.dq_parts,
         memory.dk_parts,
-        outputs.kl_rows,
+        outputs.kl_rows if outputs.kl_rows is not None else absent,
         outputs.partial_sums,
         outputs.dq if outputs.dq is not None else absent,
         outputs.dk if outputs.dk is not None else absent,
@@ -357,6 +365,7 @@ def _reduction(
         STACKED=blocks.stacked,
         ADDS=outputs.adds_keys,
         WITH_GRADIENTS=with_gradients,
+        WITH_VALUE=outputs.kl_rows is not None,
         num_warps=4,
     )
 
@@ -364,8 +373,8 @@ def _reduction(
 class Totals(NamedTuple):
     """Over all rows. The gradients are scaled, and None without the bias or gradients."""
 
-    kl: torch.Tensor
-    """0-d fp32"""
+    kl: torch.Tensor | None
+    """0-d fp32; None without `kl_rows`"""
     d_beta: torch.Tensor | None
     """[HI] fp64, of each head's part"""
     d_weight_bias: torch.Tensor | None
@@ -378,7 +387,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
     rows, size = outputs.partial_sums.shape[0], outputs.partial_sums[0].numel()
     biases = (inputs.weight_bias, inputs.score_bias)
     result = Totals(
-        inputs.q_idx.new_empty((), dtype=torch.float32),
+        None if outputs.kl_rows is None else inputs.q_idx.new_empty((), dtype=torch.float32),
         inputs.q_idx.new_empty(heads, dtype=torch.float64) if with_gradients else None,
         *(torch.empty_like(bias) if with_gradients and bias is not None else None for bias in biases),
     )

@@ -24,7 +24,7 @@ def _reduce_rows(
     first_keys,  # [B, tiles] int32
     row_sums,  # [1 + 2 HI, segments, B, tiles * BM] fp32
     dq_parts,  # [segments, B, tiles, BLOCK_D, HEADS * BM] fp32; if STACKED the last two turned round
-    kl_rows,  # out: [B, R] fp32
+    kl_rows,  # out: [B, R] fp32, if WITH_VALUE
     partial_sums,  # out: [1 + 3 HI, B, ceil(R / BR)] fp32, of BR rows: KL; then by head d/d beta, d/d w_j, d/d b_j
     dq,  # out: [B, R, HI, DI]
     dw,  # out: [B, R, HI]
@@ -50,6 +50,7 @@ def _reduce_rows(
     WEIGHT_BIAS: tl.constexpr,
     STACKED: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
+    WITH_VALUE: tl.constexpr,
 ):
     """BR rows of one row tile, from group * BR on, and one head.
 
@@ -77,7 +78,7 @@ def _reduce_rows(
     partial_sums += b.to(tl.int64) * num_groups + first_row // BR
     exists = group * BR < num_rows
 
-    if head == 0:
+    if WITH_VALUE and head == 0:
         kl = tl.zeros([BR], tl.float32)
         for segment in tl.range(first_segment, last_segment + 1, loop_unroll_factor=4):
             kl += tl.load(row_sums + segment * segment_stride + row_offsets)
@@ -227,6 +228,7 @@ def reduce_kernel(
     STACKED: tl.constexpr,
     ADDS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
+    WITH_VALUE: tl.constexpr,
 ):
     """Both sums. Grid (key_programs + tiles * BM / BR * HI, B), the second term without HI if WITH_GRADIENTS is not
     set, and then without the first."""
@@ -246,7 +248,7 @@ def reduce_kernel(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
             kl_rows, partial_sums, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
             gradient_scale, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, STACKED,
-            WITH_GRADIENTS,
+            WITH_GRADIENTS, WITH_VALUE,
         )  # fmt: skip
 
 
@@ -271,7 +273,8 @@ def totals_kernel(
         sums += part.to(tl.float64)
     summed = tl.sum(sums)
     if row == 0:
-        tl.store(total, summed.to(tl.float32))
+        if total is not None:
+            tl.store(total, summed.to(tl.float32))
     else:
         summed *= gradient_scale
         head = (row - 1) % HI

@@ -45,7 +45,7 @@ def stacked_grad_kernel(
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
-    row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL, sum_s G a_j, sum_s dz_j
+    row_sums,  # out: [1 + 2 HI, segments, B, tiles * BM] fp32: KL if WITH_VALUE, sum_s G a_j, sum_s dz_j
     dq_parts,  # out: [segments, B, tiles, HEADS * BM, BLOCK_D] fp32, heads and rows as in a stack
     dk_parts,  # out: [B, tiles, ceil(L / BN), BLOCK_D * BN] bf16 or fp32, `as_held`
     R,
@@ -80,6 +80,7 @@ def stacked_grad_kernel(
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
+    WITH_VALUE: tl.constexpr,
 ):
     """Grid and segments as in the first pass."""
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
@@ -161,15 +162,17 @@ def stacked_grad_kernel(
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
-            scores = factor * tl.sum(scaled * a, 0)
+            scores = tl.sum(scaled * a, 0)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
             p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
-            p *= inverse_sum
-            log2_q = tl.where(support, scores - lse[:, None], NOT_A_SCORE)
-            g = exp2_of(log2_q, KIND) - p
-            log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)
-            kl += sum_in_lanes(stable_kl_terms(log2_q, log2_p, p, g))
+            # As one instruction each, or the compiler would choose by what the KL needs, and its last bit with it.
+            log2_q = tl.where(support, tl.fma(scores, factor, -lse[:, None]), NOT_A_SCORE)
+            g = tl.fma(p, -inverse_sum, exp2_of(log2_q, KIND))
+            if WITH_VALUE:
+                p *= inverse_sum
+                log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)
+                kl += sum_in_lanes(stable_kl_terms(log2_q, log2_p, p, g))
 
             if WITH_GRADIENTS:
                 g = g[None, :, :]
@@ -184,7 +187,8 @@ def stacked_grad_kernel(
                 tl.store(dk_tile + key * BLOCK_D + dk_places, as_held(dk_t.to(dk_parts.dtype.element_ty)))
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
-        tl.store(sums, tl.sum(kl, 1))
+        if WITH_VALUE:
+            tl.store(sums, tl.sum(kl, 1))
         if WITH_GRADIENTS:
             heads = tl.arange(0, HEADS)[:, None]
             of_heads = sums[None, :] + (1 + heads) * plane
