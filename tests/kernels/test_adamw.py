@@ -11,6 +11,7 @@ from gsa_kernels.adamw import op
 from gsa_kernels.devices import interpreted
 
 DEVICE = "cpu" if interpreted() else "cuda"
+pytestmark = [] if interpreted() else [pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -9,6 +9,7 @@ from gsa_kernels.devices import interpreted
 from gsa_kernels.sums import op
 
 DEVICE = "cpu" if interpreted() else "cuda"
+pytestmark = [] if interpreted() else [pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (7, 9), (3, 50), (2, 64)])
@@ -31,7 +32,7 @@ def test_total_of_what_is_no_number() -> None:
     assert sums[1] == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (0, 3), (33, 40), (300, 70), (64, 32)])
 def test_column_sums(rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program for all columns or for some, with one stretch of rows or several, the last of them short."""
