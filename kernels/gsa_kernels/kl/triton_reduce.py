@@ -272,16 +272,13 @@ def totals_kernel(
         part = tl.load(partial_sums + row.to(tl.int64) * size + place, mask=place < size, other=0.0)
         sums += part.to(tl.float64)
     summed = tl.sum(sums)
-    if row == 0:
-        if total is not None:
-            tl.store(total, summed.to(tl.float32))
-    else:
-        summed *= gradient_scale
-        head = (row - 1) % HI
-        if row <= HI:
-            tl.store(d_beta + head, summed)
-        elif row <= 2 * HI:
-            if d_weight_bias is not None:
-                tl.store(d_weight_bias + head, summed.to(d_weight_bias.dtype.element_ty))
-        elif d_score_bias is not None:
-            tl.store(d_score_bias + head, summed.to(d_score_bias.dtype.element_ty))
+    if total is not None:
+        tl.store(total, summed.to(tl.float32), mask=row == 0)
+    summed *= gradient_scale
+    which, head = (row + HI - 1) // HI, (row + HI - 1) % HI
+    if d_beta is not None:
+        tl.store(d_beta + head, summed, mask=which == 1)
+    if d_weight_bias is not None:
+        tl.store(d_weight_bias + head, summed.to(d_weight_bias.dtype.element_ty), mask=which == 2)
+    if d_score_bias is not None:
+        tl.store(d_score_bias + head, summed.to(d_score_bias.dtype.element_ty), mask=which == 3)

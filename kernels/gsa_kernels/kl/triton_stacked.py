@@ -49,6 +49,18 @@ def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECIS
 
 
 @triton.jit
+def rounded_product(x, y, KIND: tl.constexpr):
+    """x * y, elementwise; rounded by itself, also where it is added to something, if the scores are TANH."""
+    if KIND == TANH:
+        z = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        z = x * y
+    return z
+
+
+@triton.jit
 def exp2_of(x, KIND: tl.constexpr):
     """2^x, elementwise; results below 2^-126 are 0 where the scores are approximate too."""
     if KIND == TANH:

@@ -23,6 +23,7 @@ from gsa_kernels.kl.triton_stacked import (
     load_stacked_weights,
     load_support_words,
     log2_of_positive,
+    rounded_product,
     stable_kl_terms,
     stacked_activations,
     sum_in_lanes,
@@ -82,7 +83,12 @@ def stacked_grad_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Grid and segments as in the first pass."""
+    """Grid and segments as in the first pass.
+
+    The gradients are the same to the bit whether there is a KL to calculate or not. For that nothing is left to the
+    compiler that it could do in two ways, a product and a sum by one instruction or by two. (With ReLU it is
+    calculated in either case.)
+    """
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
         query_start = 0
     segment = tl.program_id(0)
@@ -135,15 +141,15 @@ def stacked_grad_kernel(
 
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
         queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D)
-        scaled = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
+        weights = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
         # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
-        scaled = scaled * (tl.load(beta) * (LOG2_E / factor))
+        beta_log2 = tl.load(beta) * (LOG2_E / factor)
         # It is that of the whole scores: those by tanh lack sum_j weight_j.
         by_tanh: tl.constexpr = KIND != SIGMOID and KIND != RELU
         if by_tanh and log_sum is not None:
-            lse -= factor * tl.sum(scaled, 0)
-        scaled = scaled[:, :, None]
+            lse -= factor * (tl.sum(weights, 0) * beta_log2)
+        scaled = (weights * beta_log2)[:, :, None]
         biases = load_stacked_biases(score_bias, HI, HEADS, SCORE_BIAS)
         dq = tl.zeros([HEADS * BM, BLOCK_D], tl.float32)
         grad_a = tl.zeros([HEADS, BM, 4], tl.float32)
@@ -166,19 +172,18 @@ def stacked_grad_kernel(
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
             p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
-            # As one instruction each, or the compiler would choose by what the KL needs, and its last bit with it.
             log2_q = tl.where(support, tl.fma(scores, factor, -lse[:, None]), NOT_A_SCORE)
             g = tl.fma(p, -inverse_sum, exp2_of(log2_q, KIND))
-            if WITH_VALUE:
+            if WITH_VALUE or KIND == RELU:
                 p *= inverse_sum
                 log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)
                 kl += sum_in_lanes(stable_kl_terms(log2_q, log2_p, p, g))
 
             if WITH_GRADIENTS:
                 g = g[None, :, :]
-                g_a = g * a
+                g_a = rounded_product(g, a, KIND)
                 grad_a += sum_in_lanes(g_a)
-                dz = scaled * (g - g_a * a if KIND == TANH else g * slope(a, KIND))
+                dz = rounded_product(scaled, g - g_a * a if KIND == TANH else g * slope(a, KIND), KIND)
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
                 dz = stack(dz).to(keys.dtype)
