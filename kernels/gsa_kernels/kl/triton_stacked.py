@@ -61,6 +61,17 @@ def rounded_product(x, y, KIND: tl.constexpr):
 
 
 @triton.jit
+def sum_of_heads(weights, a, KIND: tl.constexpr):
+    """sum_j weights_j * a_j, [BM, BN] of [HEADS, BM, 1] and [HEADS, BM, BN].
+
+    The first product is rounded by itself: of two to be added the compiler makes now one, now the other part of the
+    addition, and the last bit depends on it.
+    """
+    first = (tl.arange(0, weights.shape[0]) == 0)[:, None, None]
+    return tl.sum(tl.where(first, rounded_product(weights, a, KIND), weights * a), 0)
+
+
+@triton.jit
 def exp2_of(x, KIND: tl.constexpr):
     """2^x, elementwise; results below 2^-126 are 0 where the scores are approximate too."""
     if KIND == TANH:

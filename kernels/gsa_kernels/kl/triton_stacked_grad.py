@@ -27,6 +27,7 @@ from gsa_kernels.kl.triton_stacked import (
     stable_kl_terms,
     stacked_activations,
     sum_in_lanes,
+    sum_of_heads,
 )
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import last_row_of, row_of
@@ -168,7 +169,7 @@ def stacked_grad_kernel(
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
-            scores = tl.sum(scaled * a, 0)
+            scores = sum_of_heads(scaled, a, KIND)
             support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
             tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
             p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
