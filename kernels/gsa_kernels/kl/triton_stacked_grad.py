@@ -188,6 +188,7 @@ def stacked_grad_kernel(
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
                 dz = stack(dz).to(keys.dtype)
+                # From registers, while dz goes to shared memory, where the other product has it from.
                 dq = tl.dot(dz, keys, dq, input_precision=PRECISION)
                 dk_t = tl.dot(tl.trans(queries), dz, input_precision=PRECISION)
                 tl.store(dk_tile + key * BLOCK_D + dk_places, as_held(dk_t.to(dk_parts.dtype.element_ty)))
