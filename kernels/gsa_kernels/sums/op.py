@@ -25,33 +25,31 @@ def add_total(values: torch.Tensor, sums: torch.Tensor) -> None:
     """sums[0] += the sum of `values`, sums[1] += their number.
 
     Args:
-        values: any shape, fp32, contiguous
+        values: any shape, fp32; copied where it is not contiguous
         sums: fp64 [2]
     """
     check_shape("sums", sums, "[2]", (2,))
-    if sums.dtype != torch.float64 or values.dtype != torch.float32 or not values.is_contiguous():
+    if sums.dtype != torch.float64 or not sums.is_contiguous() or values.dtype != torch.float32:
         raise ValueError(
-            f"values is {values.dtype} with strides {values.stride()} and sums {sums.dtype}; "
-            "pass fp32, contiguous, and fp64"
+            f"values is {values.dtype} and sums {sums.dtype} with strides {sums.stride()}; pass fp32 and fp64, the "
+            "second contiguous"
         )
     with launching_on(values, "values"):
-        _total_kernel[(1,)](values, sums, values.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        _total_kernel[(1,)](values.contiguous(), sums, values.numel(), BLOCK=BLOCK, num_warps=WARPS)
 
 
 def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
     """sums[c] += sum over n of rows[n, c], added up in fp32.
 
     Args:
-        rows: [N, C], bf16, fp16 or fp32, contiguous
+        rows: [N, C], bf16, fp16 or fp32; copied where it is not contiguous
         sums: [C], fp32, contiguous
     """
     check_shape("rows", rows, "[N, C]", (None, None))
     count, columns = rows.shape
     check_shape("sums", sums, "[C]", (columns,))
-    if rows.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not rows.is_contiguous():
-        raise ValueError(
-            f"rows is {rows.dtype} with strides {rows.stride()}; pass bf16, fp16 or fp32, contiguous"
-        )
+    if rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"rows is {rows.dtype}; pass bf16, fp16 or fp32")
     if sums.dtype != torch.float32 or not sums.is_contiguous():
         raise ValueError(f"sums is {sums.dtype} with strides {sums.stride()}; pass fp32, contiguous")
     if count == 0:
@@ -62,7 +60,14 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
     partial_sums = torch.empty(parts, columns, dtype=torch.float32, device=rows.device)
     with launching_on(rows, "rows"):
         _column_sums_kernel[(across, parts)](
-            rows, partial_sums, count, columns, height, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=COLUMN_WARPS
+            rows.contiguous(),
+            partial_sums,
+            count,
+            columns,
+            height,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=COLUMN_WARPS,
         )
         block = triton.next_power_of_2(parts)
         _add_parts_kernel[(triton.cdiv(columns, 32),)](
