@@ -27,3 +27,33 @@ def number_of(row, row_start, RUN: tl.constexpr, SPACING: tl.constexpr):
     if SPACING != RUN:
         number = number // SPACING * RUN + tl.minimum(number % SPACING, RUN)
     return number
+
+
+@triton.jit
+def rows_of_program(
+    R,
+    query_start,
+    row_start,
+    num_rows,
+    STRIDE: tl.constexpr,
+    BM: tl.constexpr,
+    RUN: tl.constexpr,
+    SPACING: tl.constexpr,
+):
+    """The tile of BM rows of a program on a grid (anything, tiles, B). The last tiles see most keys and go first.
+
+    Returns:
+        tile, b; of each row its number in the chunk, whether it exists, its query's position (-1 if not) and
+        b * R + row, int64; the position of the last
+    """
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    b = tl.program_id(2)
+    local = tile * BM + tl.arange(0, BM)
+    valid = local < num_rows
+    in_sequence = row_of(tile * BM, row_start, RUN, SPACING) + tl.arange(0, BM)
+    positions = tl.where(valid, query_start + in_sequence * STRIDE, -1)
+    row_index = b.to(tl.int64) * R + in_sequence
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
+    return tile, b, local, valid, positions, row_index, last

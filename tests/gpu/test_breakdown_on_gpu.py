@@ -132,9 +132,13 @@ def test_communication_of_two_ranks(tmp_path: Path) -> None:
 
 
 ORDER = """
-import os, sys, torch
+import os, sys
+connections, when = sys.argv[1:]
+if when == "before torch":
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+import torch
 assert torch.cuda.is_available()  # as imports of megatron-core ask
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = sys.argv[1]
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
 one, other = torch.cuda.Stream(), torch.cuda.Stream()
 start, first_is_over, other_is_over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 torch.cuda._sleep(1)
@@ -153,11 +157,15 @@ print(start.elapsed_time(other_is_over), start.elapsed_time(first_is_over))
 
 
 @pytest.mark.skipif((compute_capability() or 0) >= 10, reason="from Blackwell on it may not matter")
-def test_cuda_reads_the_variable_after_it_was_asked_for_devices() -> None:
-    """With one queue a kernel waits behind another stream's, which waits for a third; with several it does not."""
+@pytest.mark.parametrize("when", ["before torch", "after it was asked for devices"])
+def test_cuda_reads_the_variable(when: str) -> None:
+    """With one queue a kernel waits behind another stream's, which waits for a third; with several it does not.
+
+    A training sets it before torch is there, `launch/bench_training.py` behind the imports.
+    """
     ends = {}
     for connections in ("8", "1"):
-        command = [sys.executable, "-c", ORDER, connections]
+        command = [sys.executable, "-c", ORDER, connections, when]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         ends[connections] = [float(ms) for ms in done.stdout.split()]

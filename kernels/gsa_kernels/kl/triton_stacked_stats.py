@@ -14,7 +14,7 @@ from gsa_kernels.kl.triton_stacked import (
     sum_in_lanes,
 )
 from gsa_kernels.triton_constants import LOG2_E
-from gsa_kernels.triton_rows import last_row_of, row_of
+from gsa_kernels.triton_rows import rows_of_program
 from gsa_kernels.triton_stacks import load_stacked_queries, stack_slots
 
 
@@ -65,18 +65,11 @@ def stacked_stats_kernel(
 
     Scores are in units of log 2, so that exp2 serves.
     """
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
-        query_start = 0
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
-    tile = num_tiles - 1 - tl.program_id(1)
-    b = tl.program_id(2)
-    local = tile * BM + tl.arange(0, BM)
-    valid = local < num_rows
-    in_sequence = row_of(tile * BM, row_start, RUN, SPACING) + tl.arange(0, BM)
-    rows = tl.where(valid, query_start + in_sequence * STRIDE, -1)
-    row_index = b.to(tl.int64) * R + in_sequence
-    last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
+    tile, b, local, valid, rows, row_index, last = rows_of_program(
+        R, query_start, row_start, num_rows, STRIDE, BM, RUN, SPACING
+    )
 
     first = 0
     starts = rows
