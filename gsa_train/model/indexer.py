@@ -109,14 +109,14 @@ class _JoinedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:
         together = torch.cat(weights)
-        ctx.save_for_backward(hidden, together, *weights[:-1])
+        ctx.save_for_backward(hidden, together if ctx.needs_input_grad[0] else None, *weights[:-1])
         ctx.accumulates = accumulates
         return hidden.matmul(together.t())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, together, *weights = ctx.saved_tensors
-        grad_hidden = grad.matmul(together) if ctx.needs_input_grad[0] else None
+        grad_hidden = None if together is None else grad.matmul(together)
         gradients: list[torch.Tensor] | tuple[None, ...] = (None,) * len(weights)
         if ctx.needs_input_grad[2]:
             rows, inputs = grad.flatten(0, 1), hidden.flatten(0, 1)

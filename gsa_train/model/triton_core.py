@@ -82,7 +82,7 @@ class TritonCore:
         )
         self._say_kernel(selection, query_start)
         if counted and not runtime.evaluating:
-            add_total(selection.variance, tracker.step_sum)
+            add_total(selection.variance, tracker.step_sum)  # `tracker.record` in one launch
         if sample is not None:
             self._measure(selection, tracker.ema, starts, query_start, sample)
         return selection.selected

@@ -58,6 +58,7 @@ def joined_weight_gradients(
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [n, k] b [k, m] of halves, not rounded to them. On CUDA devices."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 

@@ -35,9 +35,10 @@ def test_total_of_what_is_no_number() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (0, 3), (33, 40), (300, 70), (64, 32)])
 def test_column_sums(rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program for all columns or for some, with one stretch of rows or several, the last of them short."""
+    """A program for all columns or for some, with one stretch of rows or several (at most five), the last one short."""
     monkeypatch.setattr(op, "COLUMNS", 32)
     monkeypatch.setattr(op, "PROGRAMS", 12)
+    monkeypatch.setattr(op, "MOST_PARTS", 5)
     torch.manual_seed(0)
     values = torch.randn(rows, columns, device=DEVICE).to(dtype)
     before = torch.randn(columns, device=DEVICE)

@@ -5,6 +5,10 @@ precision inputs sigmoid(z) is 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (r
 fp32 inputs get the exact sigmoid and IEEE products.
 """
 
+# Tuples grow by addition, for Triton has no starred ones.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -227,12 +231,11 @@ def load_queries(
     else:
         dims = tl.arange(0, BLOCK_D)
         dim_ok = dims < DI
-        queries = ()  # type: ignore[assignment]
-        # Triton has no starred tuples: these grow by addition.
+        queries = ()
         for head in tl.static_range(HI):
             query_ptrs = q_ptr + (tokens[:, None] * HI + head) * DI + dims[None, :]
             query = tl.load(query_ptrs, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
-            queries = queries + (query,)  # type: ignore[assignment] # noqa: RUF005
+            queries = queries + (query,)
     return queries
 
 
@@ -265,8 +268,8 @@ def load_weights(
             weight = weight * 0.5
             bias = bias * 0.5
             base += weight
-        weights = weights + (weight,)  # type: ignore[assignment] # noqa: RUF005
-        biases = biases + (bias,)  # type: ignore[assignment] # noqa: RUF005
+        weights = weights + (weight,)
+        biases = biases + (bias,)
     return weights, biases, base
 
 

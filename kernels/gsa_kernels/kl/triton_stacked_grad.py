@@ -88,8 +88,9 @@ def stacked_grad_kernel(
 
     The gradients are the same to the bit whether there is a KL to calculate or not. For that nothing is left to the
     compiler that it could do in two ways, a product and a sum by one instruction or by two. (With ReLU it is
-    calculated in either case.)
+    calculated and stored in either case.)
     """
+    counts_kl: tl.constexpr = WITH_VALUE or KIND == RELU
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -168,7 +169,7 @@ def stacked_grad_kernel(
             p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
             log2_q = tl.where(support, tl.fma(scores, factor, -lse[:, None]), NOT_A_SCORE)
             g = tl.fma(p, -inverse_sum, exp2_of(log2_q, KIND))
-            if WITH_VALUE or KIND == RELU:
+            if counts_kl:
                 p *= inverse_sum
                 log2_p = log2_of_positive(tl.maximum(p, TINY), KIND)
                 kl += sum_in_lanes(stable_kl_terms(log2_q, log2_p, p, g))
@@ -187,7 +188,7 @@ def stacked_grad_kernel(
                 tl.store(dk_tile + key * BLOCK_D + dk_places, as_held(dk_t.to(dk_parts.dtype.element_ty)))
 
         sums = row_sums + segment.to(tl.int64) * segment_stride + row_offsets
-        if WITH_VALUE:
+        if counts_kl:
             tl.store(sums, tl.sum(kl, 1))
         if WITH_GRADIENTS:
             heads = tl.arange(0, HEADS)[:, None]

@@ -17,8 +17,8 @@ ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
 """Tile of `add_column_sums`: eight loads of 16 bytes a thread in bf16. In a step 51 us for 32,768 x 2560, where torch's
 sum takes 63 (H200)."""
 
-PROGRAMS = 640
-"""About as many as an H200 holds at once, for all columns together."""
+PROGRAMS, MOST_PARTS = 640, 128
+"""About as many as an H200 holds at once, for all columns together; of one column as many as a thread has room for."""
 
 
 def add_total(values: torch.Tensor, sums: torch.Tensor) -> None:
@@ -55,7 +55,8 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
     if count == 0:
         return
     across = triton.cdiv(columns, COLUMNS)
-    height = triton.cdiv(count, max(PROGRAMS // across, 1) * ROWS) * ROWS  # of a program's stretch of rows
+    wanted = min(max(PROGRAMS // across, 1), MOST_PARTS)
+    height = triton.cdiv(count, wanted * ROWS) * ROWS  # of a program's stretch of rows
     parts = triton.cdiv(count, height)
     partial_sums = torch.empty(parts, columns, dtype=torch.float32, device=rows.device)
     with launching_on(rows, "rows"):
