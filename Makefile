@@ -86,8 +86,10 @@ bench-node:
 		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS) && \
 		$(PYTHON) launch/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
 
-# Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase.
+# Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase, CUDA set up as for
+# tensor parallelism.
 layouts-gpu:
+	CUDA_DEVICE_MAX_CONNECTIONS=1 \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH \
 		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) \
 		tests/helpers/layouts_on_gpu.py --json $(RESULTS)/layouts_$(GPUS).json $(ARGS)

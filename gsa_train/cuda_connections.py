@@ -3,7 +3,10 @@
 With tensor parallelism megatron-core starts a collective and then the product that is to hide it, and relies on a
 single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run
 otherwise, but for Blackwell and later, which need it no more, and for weights gathered layer by layer, which want
-several queues (its training/arguments.py). CUDA reads the variable when it makes its context.
+several queues (its training/arguments.py).
+
+CUDA reads the variable when it is first asked for devices (seen on an H200): set behind `torch.cuda.is_available()`, it
+is there and has no effect. So launchers set it before they import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def prepare_connections(
 ) -> None:
     """Set the variable to 1 where one of the layouts wants that and nobody has set it. Rank 0 says so.
 
-    Call it before CUDA is initialised.
+    Call it before torch is imported.
 
     Args:
         layouts: that this process will have, of which CUDA's context sees the first only.

@@ -44,28 +44,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend(str(ROOT / folder) for folder in (".", "kernels", "data", "kernels/bench"))
 
-import harness  # noqa: E402  (kernels/bench)
-
 from gsa_train.bench.layout_names import layout_list  # noqa: E402
-from gsa_train.bench.megatron_peer import ATTENTIONS  # noqa: E402
-from gsa_train.bench.training import (  # noqa: E402
-    Result,
-    Sizes,
-    VariantFailed,
-    as_row,
-    run_variants,
-    scaling,
-    variants,
-)
+from gsa_train.bench.results import Result, VariantFailed, as_row, scaling  # noqa: E402
+from gsa_train.bench.variants import ATTENTIONS, Sizes, variants  # noqa: E402
 from gsa_train.cli import announced_world_size, refuse  # noqa: E402
 from gsa_train.config import ConfigError  # noqa: E402
 from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections  # noqa: E402
-from gsa_train.parallel import shutdown_parallel  # noqa: E402
 
 TRACED_STEPS = 2
 LAST_WORDS_SECONDS = 5
@@ -112,10 +99,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--steps and --sequences-per-device must be 1 or more")
     if any("=" not in each for each in arguments.checkpoint):
         parser.error("--checkpoint takes MODEL=FOLDER, as gsa_1.7b=runs/short/checkpoints/step_00000100")
-    if arguments.breakdown and not torch.cuda.is_available():
-        parser.error(
-            "--breakdown needs CUDA devices: on CPUs there is no device whose time could be looked at"
-        )
     return arguments
 
 
@@ -163,6 +146,17 @@ def measure(arguments: argparse.Namespace) -> int:
         return refuse(error)
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
+    # Behind it, as CUDA reads the variable when it is first asked for devices, and an import may ask.
+    import harness  # kernels/bench
+    import torch
+
+    from gsa_train.bench.training import run_variants
+    from gsa_train.parallel import shutdown_parallel
+
+    if arguments.breakdown and not torch.cuda.is_available():
+        return refuse(
+            "--breakdown needs CUDA devices: on CPUs there is no device whose time could be looked at"
+        )
     if is_main and not chosen and VARIABLE in os.environ and any(v.config.parallel.tensor == 1 for v in plan):
         print(f"{VARIABLE}=1 for all layouts, also those without tensor parallelism, which train without it:")
         print("to see their own speed, measure them in a run without tp")
@@ -209,6 +203,8 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool) -> None:
     """Model and layout, then numbers."""
+    import harness
+
     columns = {
         "model": "<20",
         "layout": "<28",
@@ -241,6 +237,8 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(few: Path, many: Path) -> int:
+    import harness
+
     rows = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (few, many)]
     try:
         found = scaling(*rows)

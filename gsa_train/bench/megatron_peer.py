@@ -30,12 +30,11 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from gsa_train.batches import MicroBatch
+from gsa_train.bench.variants import ATTENTIONS
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.named_parts import NamedGPTModel, NamedTransformerLayer
 from gsa_train.parallel import Parallel
 from gsa_train.profiling.spans import span
-
-ATTENTIONS = ("local", "sdpa")
 
 
 def unsupported_by_megatron(config: Config) -> str:

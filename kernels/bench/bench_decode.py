@@ -1,45 +1,44 @@
 """GSA decoding beside dense decoding: one token per sequence, each side in a CUDA graph, on one CUDA device.
 
-    python kernels/bench/bench_decode.py [--length 131072] [--batches 1 16] [--json FILE]
+    python kernels/bench/bench_decode.py [--length 131072] [--batches 1 16] [--selected 2048]
 
 A graph runs the attention of several layers in a row, each with its own caches, so that nothing is found in the
-second-level cache; times are medians in microseconds per layer. Dense: every torch SDPA backend that takes the
-case, and a split-key Triton kernel of the same structure as GSA's. step: scores, selection and attention. block:
-one selection for 32 tokens, so attention + (step - attention) / 32. bound: the bytes that must be read at the
-bandwidth that a device copy reaches. Shapes: 32 query heads, 8 key-value heads of 128, 4 indexer heads of 64, bf16.
+second-level cache; times are medians in microseconds per layer. Dense: the torch SDPA backends that take the
+case, and a split-key Triton kernel of the same structure as GSA's. GSA token: scores, selection and attention. GSA
+block: one selection for 32 tokens, so attention + (token - attention) / 32. bound_us: the bytes that must be read at
+the bandwidth that a device copy reaches. speedup: over the fastest dense one.
+Shapes: 32 query heads, 8 key-value heads of 128, 4 indexer heads of 64, bf16.
 """
 
-import argparse
-import json
-import statistics
-import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
+import harness
 import torch
 import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from gsa_kernels import decode_attention, select_top_k
 from gsa_kernels.decode.op import decode_attend, decode_step
-from gsa_kernels.decode.state import DecodeSelection, DecodeWorkspace, new_selection, new_workspace
+from gsa_kernels.decode.state import DecodeSelection, new_selection, new_workspace
 
 HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 4, 64
 BLOCK = 32
-REPLAYS = 15
-CACHE_BYTES = 10e9  # of all layers of a graph together
+CACHE_BYTES = 10e9
+"""Of all layers of a graph together."""
 MAX_LAYERS = 16
-BACKENDS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Not MATH: it copies the cache several times over, and takes 50 times as long."""
+TOLERANCE = 1e-2
+PROMISED_LENGTH, PROMISED_KEYS = 131072, 2048
+PROMISES = {"GSA token": 5.0, "GSA block": 10.0}
+"""Times as fast as the fastest dense decoding."""
+
+Decode = Callable[["Layer"], torch.Tensor]
 
 
 @dataclass
@@ -72,28 +71,6 @@ def make_layer(batch: int, length: int, k_max: int) -> Layer:
         selection=new_selection(batch, k_max, device="cuda"),
         out=torch.empty(batch, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16),
     )
-
-
-def median_us(run: Callable[[Layer], object], layers: list[Layer]) -> float:
-    """Time of one layer in a graph of all of them."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and plans; a capture must not
-        run(layers[0])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            run(layer)
-    times = []
-    for _ in range(3 + REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(layers))
-    return statistics.median(times[3:])
 
 
 def sdpa(backend: SDPBackend, layer: Layer) -> torch.Tensor:
@@ -156,15 +133,15 @@ def _dense_join_kernel(partial_ptr, stats_ptr, out_ptr, D: tl.constexpr, SPLITS:
     tl.store(out_ptr + head * D + dims, out.to(out_ptr.dtype.element_ty))
 
 
-def dense_decode(layer: Layer, partial: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
-    """The dense counterpart, without gate. partial fp32 [B, H, splits, D], stats fp32 [B, H, splits]."""
+def dense_decode(layer: Layer, partial_out: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    """The dense counterpart, without gate. partial_out fp32 [B, H, splits, D], stats fp32 [B, H, splits]."""
     batch, length = layer.k.shape[:2]
-    splits = partial.shape[2]
+    splits = partial_out.shape[2]
     _dense_part_kernel[(splits, KV_HEADS, batch)](
         layer.q,
         layer.k,
         layer.v,
-        partial,
+        partial_out,
         stats,
         length,
         HEAD_SIZE**-0.5 * 1.4426950408889634,
@@ -175,65 +152,34 @@ def dense_decode(layer: Layer, partial: torch.Tensor, stats: torch.Tensor) -> to
         num_warps=4,
         num_stages=3,
     )
-    _dense_join_kernel[(batch * HEADS,)](partial, stats, layer.out, D=HEAD_SIZE, SPLITS=splits)
+    _dense_join_kernel[(batch * HEADS,)](partial_out, stats, layer.out, D=HEAD_SIZE, SPLITS=splits)
     return layer.out
 
 
-def error(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((value.double() - wanted).norm() / wanted.norm()).item()
+class Gsa:
+    """Decoding steps of GSA, all with one workspace."""
 
+    def __init__(self, batch: int, length: int, selected: int) -> None:
+        self.selected = selected
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        self.ema = torch.zeros((), device="cuda")
+        self.workspace = new_workspace(
+            batch, length, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, device="cuda"
+        )
 
-def verdict(layer: Layer, workspace: DecodeWorkspace, run: Callable[[Layer], object], k: int) -> None:
-    """Exact selection given the kernel's scores; output to bf16's rounding. Sequence 0, in fp64."""
-    run(layer)
-    length = layer.k.shape[1]
-    every = torch.ones(1, 1, length, dtype=torch.bool, device="cuda")
-    budget = torch.full((1, 1), k, device="cuda")
-    wanted = select_top_k(workspace.scores[:1, None, :length], every, budget)[0, 0]
-    assert torch.equal(wanted.nonzero()[:, 0].int(), layer.selection.indices[0, :k]), "wrong selection"
-    lengths = torch.full((1,), k, device="cuda")
-    exact = decode_attention(
-        layer.q[:1].double(),
-        layer.k[:1, wanted].double(),
-        layer.v[:1, wanted].double(),
-        lengths,
-        torch.ones(1, k, dtype=torch.bool, device="cuda"),
-        output_gate_logits=layer.gate[:1].double(),
-    )
-    assert error(layer.out[:1], exact) < 1e-2, "wrong output"
-
-
-def bandwidth() -> float:
-    """Bytes per microsecond of a device copy, read and written."""
-    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    ms = triton.testing.do_bench(lambda: target.copy_(source), warmup=10, rep=60, return_mode="median")
-    return 2 * source.nbytes / (ms * 1e3)
-
-
-def measure(batch: int, length: int, k: int, bytes_per_us: float) -> dict[str, float]:
-    per_layer = batch * length * 2 * (2 * KV_HEADS * HEAD_SIZE + INDEXER_SIZE)
-    layers = [
-        make_layer(batch, length, k) for _ in range(max(2, min(MAX_LAYERS, int(CACHE_BYTES / per_layer))))
-    ]
-    lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-    ema = torch.zeros((), device="cuda")
-    workspace = new_workspace(
-        batch, length, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, device="cuda"
-    )
-
-    def step(x: Layer) -> None:
-        decode_step(
+    def step(self, x: Layer) -> torch.Tensor:
+        k = self.selected
+        return decode_step(
             x.q,
             x.k,
             x.v,
             x.q_idx,
             x.k_idx,
             x.weights,
-            lengths,
-            ema,
+            self.lengths,
+            self.ema,
             x.selection,
-            workspace,
+            self.workspace,
             **x.biases,
             k_base=k,
             k_min=min(256, k),
@@ -243,90 +189,143 @@ def measure(batch: int, length: int, k: int, bytes_per_us: float) -> dict[str, f
             out=x.out,
         )
 
-    def attend(x: Layer) -> None:
-        decode_attend(
+    def attend(self, x: Layer) -> torch.Tensor:
+        """To what `step` selected."""
+        return decode_attend(
             x.q,
             x.k,
             x.v,
-            lengths,
+            self.lengths,
             x.selection,
-            workspace,
+            self.workspace,
             local_window=BLOCK,
             output_gate_logits=x.gate,
             out=x.out,
         )
 
-    verdict(layers[0], workspace, step, k)
-    row = {"batch": batch, "step": median_us(step, layers), "attend": median_us(attend, layers)}
-    row["block"] = row["attend"] + (row["step"] - row["attend"]) / BLOCK
 
-    dense: dict[str, float] = {}
-    exact = decode_attention(
-        layers[0].q[:1].float(),
-        layers[0].k[:1].float(),
-        layers[0].v[:1].float(),
-        lengths[:1],
+def check_step(report: harness.Report, gsa: Gsa, layer: Layer) -> None:
+    """Of the first sequence: exact selection given the kernel's scores, and the output in fp64."""
+    output = gsa.step(layer)
+    length, k = layer.k.shape[1], gsa.selected
+    every = torch.ones(1, 1, length, dtype=torch.bool, device="cuda")
+    budget = torch.full((1, 1), k, device="cuda")
+    chosen = select_top_k(gsa.workspace.scores[:1, None, :length], every, budget)[0, 0]
+    if not torch.equal(chosen.nonzero()[:, 0].int(), layer.selection.indices[0, :k]):
+        report.fail(f"batch {len(layer.q)}: the selection is not the top {k} of its scores")
+    wanted = decode_attention(
+        layer.q[:1].double(),
+        layer.k[:1, chosen].double(),
+        layer.v[:1, chosen].double(),
+        torch.full((1,), k, device="cuda"),
+        torch.ones(1, k, dtype=torch.bool, device="cuda"),
+        output_gate_logits=layer.gate[:1].double(),
+    )
+    check_output(report, f"batch {len(layer.q)}, GSA", output, wanted)
+
+
+def check_output(report: harness.Report, what: str, output: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = harness.relative_error(output[:1], wanted)
+    if not error < TOLERANCE:
+        report.fail(f"{what}: relative error {error:.1e}")
+
+
+def dense_decoders(batch: int, layer: Layer) -> dict[str, Decode]:
+    """Those that take the case; says which do not."""
+    found: dict[str, Decode] = {}
+    for splits in (16, 64) if batch == 1 else (4, 16):
+        partial_out = torch.empty(batch, HEADS, splits, HEAD_SIZE, device="cuda")
+        stats = torch.empty(batch, HEADS, splits, device="cuda")
+        found[f"Triton x{splits}"] = partial(dense_decode, partial_out=partial_out, stats=stats)
+    for backend in BACKENDS:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a line for each backend that was not asked for
+                sdpa(backend, layer)
+        except RuntimeError as refusal:
+            print(f"batch {batch}, SDPA {backend.name}: {str(refusal).splitlines()[0]}")
+            continue
+        found[f"SDPA {backend.name}"] = partial(sdpa, backend)
+    return found
+
+
+def check_dense(report: harness.Report, decoders: dict[str, Decode], layer: Layer) -> None:
+    length = layer.k.shape[1]
+    wanted = decode_attention(
+        layer.q[:1].float(),
+        layer.k[:1].float(),
+        layer.v[:1].float(),
+        torch.full((1,), length, device="cuda"),
         torch.ones(1, length, dtype=torch.bool, device="cuda"),
     )
-    for splits in (16, 64) if batch == 1 else (4, 16):
-        partial = torch.empty(batch, HEADS, splits, HEAD_SIZE, device="cuda")
-        stats = torch.empty(batch, HEADS, splits, device="cuda")
-
-        def run(x: Layer, partial: torch.Tensor = partial, stats: torch.Tensor = stats) -> torch.Tensor:
-            return dense_decode(x, partial, stats)
-
-        assert error(run(layers[0])[:1], exact) < 1e-2, "wrong dense output"
-        dense[f"Triton x{splits}"] = median_us(run, layers)
-    for backend in BACKENDS:
-        if backend == SDPBackend.MATH and batch > 1:
-            continue  # copies the cache several times over
-        try:
-            sdpa(backend, layers[0])
-        except RuntimeError as refusal:
-            print(f"  SDPA {backend.name}: {str(refusal).splitlines()[0][:80]}")
-            continue
-        some = layers[: 1 if backend == SDPBackend.MATH else 2]
-        dense[f"SDPA {backend.name}"] = median_us(lambda x, b=backend: sdpa(b, x), some)
-    name = min(dense, key=lambda key: dense[key])
-    row |= dense
-    row["dense bound"] = batch * length * 4 * KV_HEADS * HEAD_SIZE / bytes_per_us
-    attended = batch * k * 4 * KV_HEADS * HEAD_SIZE
-    row["step bound"] = (batch * length * 2 * INDEXER_SIZE + attended) / bytes_per_us
-    row["attend bound"] = attended / bytes_per_us
-    row["dense / step"] = dense[name] / row["step"]
-    row["dense / block"] = dense[name] / row["block"]
-    print(f"batch {batch}, {length} tokens, k {k}, {len(layers)} layers; fastest dense: {name}")
-    for key, value in row.items():
-        print(f"  {key:28} {value:10.2f}", flush=True)
-    return row
+    for name, decode in decoders.items():
+        check_output(report, f"batch {len(layer.q)}, {name}", decode(layer), wanted)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--length", type=int, default=131072, help="tokens; a multiple of 4096")
+def bandwidth() -> float:
+    """Bytes per microsecond of a device copy, read and written."""
+    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    ms = harness.measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"].ms
+    return 2 * source.nbytes / (ms * 1e3)
+
+
+def measure(report: harness.Report, batch: int, length: int, selected: int, bytes_per_us: float) -> None:
+    per_layer = batch * length * 2 * (2 * KV_HEADS * HEAD_SIZE + INDEXER_SIZE)
+    count = max(2, min(MAX_LAYERS, int(CACHE_BYTES / per_layer)))
+    layers = [make_layer(batch, length, selected) for _ in range(count)]
+    gsa, dense = Gsa(batch, length, selected), dense_decoders(batch, layers[0])
+    check_step(report, gsa, layers[0])
+    check_dense(report, dense, layers[0])
+
+    def one_after_the_other(decode: Decode) -> None:
+        for layer in layers:
+            decode(layer)
+
+    decoders = {"GSA token": gsa.step, "GSA attention": gsa.attend, **dense}
+    graphs = {name: harness.capture(partial(one_after_the_other, each)) for name, each in decoders.items()}
+    times = harness.measure(graphs, flush_l2=False)
+    us = {name: timing.ms * 1e3 / count for name, timing in times.items()}
+    us["GSA block"] = us["GSA attention"] + (us["GSA token"] - us["GSA attention"]) / BLOCK
+
+    token_bytes = 4 * KV_HEADS * HEAD_SIZE
+    attended, indexed = batch * selected * token_bytes, batch * length * 2 * INDEXER_SIZE
+    read: dict[str, float] = dict.fromkeys(dense, batch * length * token_bytes)
+    read |= {"GSA token": indexed + attended, "GSA attention": attended}
+    read["GSA block"] = attended + indexed / BLOCK
+    fastest = min(us[name] for name in dense)
+    for name in read:
+        report.row(
+            batch=batch,
+            length=length,
+            selected=selected,
+            layers=count,
+            decoding=name,
+            us=us[name],
+            bound_us=read[name] / bytes_per_us,
+            speedup=fastest / us[name],
+        )
+    if (length, selected) == (PROMISED_LENGTH, PROMISED_KEYS):
+        for name, factor in PROMISES.items():
+            what = f"fastest dense decoding / {name}, batch {batch} at {length}"
+            report.bar(what, fastest / us[name], at_least=factor)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--length", type=int, default=PROMISED_LENGTH, help="tokens; a multiple of 4096")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--selected", type=int, default=2048, help="k")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--selected", type=int, default=PROMISED_KEYS, help="k")
     arguments = parser.parse_args()
+    harness.require_cuda()
     torch.manual_seed(0)
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    report = harness.Report("bench_decode", arguments)
     bytes_per_us = bandwidth()
-    about = {
-        "commit": revision.stdout.strip() or "unknown",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "copy_tb_per_s": round(bytes_per_us / 1e6, 2),
-    }
-    print(about)
-    rows = [measure(batch, arguments.length, arguments.selected, bytes_per_us) for batch in arguments.batches]
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    print(f"a copy moves {bytes_per_us / 1e6:.2f} TB/s")
+    for batch in arguments.batches:
+        measure(report, batch, arguments.length, arguments.selected, bytes_per_us)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

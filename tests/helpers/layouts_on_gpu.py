@@ -37,7 +37,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from gsa_train.bench.step_bench import release_memory
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.config.checks import check_config, check_packages
-from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.model.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from helpers.many_layouts import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3, train_case
@@ -271,7 +270,6 @@ def main() -> int:
     if unknown := set(arguments.only) - set(configs):
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 
-    prepare_connections([each.parallel for each in configs.values()], os.environ, compute_capability())
     mine = run_one_rank(rank, world_size, steps, tiny, precision, arguments.lr)
     one_rank: dict[str, Series] = {}
     rows = {}

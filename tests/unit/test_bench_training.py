@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from gsa_train.batches import to_micro_batch
 from gsa_train.bench import training
 from gsa_train.bench.failures import Failure, RankFailed, difference
 from gsa_train.bench.layout_names import layout_list, layout_overrides
+from gsa_train.bench.results import Result, as_row, scaling
 from gsa_train.bench.step_trace import in_columns
-from gsa_train.bench.training import Result, Sizes, Variant, as_row, plain, scaling, variants
+from gsa_train.bench.variants import Sizes, Variant, plain, variants
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, ConfigError
 from gsa_train.model.flops import count_parameters, flops_per_token
@@ -74,20 +76,20 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
     sizes = Sizes(2, seq_len_tokens=32, num_layers=1, overrides=overrides, text=True)
     (trained,) = variants([DEMO], None, (), ["tp=1"], sizes, 1)
     parallel = single_rank()
-    (first, second), again = (trained.batches(parallel) for _ in range(2))
+    (first, second), again = (training.batches_of(trained, parallel) for _ in range(2))
     assert first.tokens.shape == (1, 32)
     assert torch.equal(first.tokens, again[0].tokens)
     assert not torch.equal(first.tokens, second.tokens)
-    random = replace(trained, text=False).batches(parallel)
+    random = training.batches_of(replace(trained, text=False), parallel)
     assert not torch.equal(random[0].tokens, first.tokens)
     short = replace(trained.config.gsa, k_base=4)
     few = replace(trained, config=replace(trained.config, gsa=short))
-    assert few.mean_keys(random) == (33 / 2, (1 + 2 + 3 + 4 * 29) / 32)
+    assert training.mean_keys(few, random) == (33 / 2, (1 + 2 + 3 + 4 * 29) / 32)
     result = Result("demo", "tp=1", 1, sequences=2, seq_len_tokens=32)
     training._measure(result, few, 0, parallel, 1, 0, 0)
-    assert (result.visible_keys, result.attended_keys) == few.mean_keys([first, second])
+    assert (result.visible_keys, result.attended_keys) == training.mean_keys(few, [first, second])
 
-    trainee = trained.build(parallel)
+    trainee = training.build(trained, parallel)
     trainee.step([first, second])
     saver = CheckpointSaver(tmp_path, CheckpointConfig(async_save=False), parallel)
     (result,) = saver.begin(run_state(1, trained.config, parallel.layout), trainee.model, trainee.optimizer)
@@ -95,7 +97,7 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
     assert result.error is None
     checkpoints = {"demo": tmp_path / "step_00000001"}
     (loaded,) = variants([DEMO], None, (), ["tp=1"], sizes, 1, checkpoints)
-    again, fresh = loaded.build(parallel), trained.build(parallel)
+    again, fresh = training.build(loaded, parallel), training.build(trained, parallel)
     for name, weight in trainee.model.chunks[0].state_dict().items():
         if isinstance(weight, torch.Tensor):
             assert torch.equal(weight, again.model.chunks[0].state_dict()[name]), name
@@ -112,11 +114,14 @@ def test_keys_that_the_queries_of_a_text_see() -> None:
     ours, megatron = variants([DEMO], DEMO, ["sdpa"], ["tp=1"], sizes, 1)
     blocks = torch.tensor([[5, 6, 0, 7, 8, 9, 1, 1, 1], [5] * 9], dtype=torch.int32)
     batches = [to_micro_batch(part, 0, False) for part in blocks.split(1)]
-    assert ours.mean_keys(batches[:1]) == ((1 + 2 + 3 + 1 + 2 + 3 + 4 + 5) / 8, (1 + 2 + 2 + 1 + 4 * 2) / 8)
-    assert ours.mean_keys(batches) == ((21 + 36) / 16, (14 + 15) / 16)
+    assert training.mean_keys(ours, batches[:1]) == (
+        (1 + 2 + 3 + 1 + 2 + 3 + 4 + 5) / 8,
+        (1 + 2 + 2 + 1 + 4 * 2) / 8,
+    )
+    assert training.mean_keys(ours, batches) == ((21 + 36) / 16, (14 + 15) / 16)
     dense = replace(ours, config=plain(ours.config))
-    assert dense.mean_keys(batches) == ((21 + 36) / 16,) * 2
-    assert megatron.mean_keys(batches) == (9 / 2, 9 / 2)
+    assert training.mean_keys(dense, batches) == ((21 + 36) / 16,) * 2
+    assert training.mean_keys(megatron, batches) == (9 / 2, 9 / 2)
 
 
 def row(world_size: int, speed: float | None, **other: object) -> dict[str, object]:
@@ -166,13 +171,10 @@ def test_failed_ranks_go_on_only_where_nothing_is_half_done(
 def measure(error: RuntimeError) -> Result:
     """A variant of this process alone, whose model cannot be built."""
 
-    class Failing(Variant):
-        def build(self, parallel: Any) -> Any:
-            raise error
-
     config = Sizes(sequences_per_device=1, seq_len_tokens=64, num_layers=1).apply(DEMO, "tp=1", world_size=1)
     result = Result("demo", "tp=1", 1)
-    training._measure(result, Failing("demo", "tp=1", config), 7, single_rank(), 1, 0, 0)
+    with patch.object(training, "build", side_effect=error):
+        training._measure(result, Variant("demo", "tp=1", config), 7, single_rank(), 1, 0, 0)
     return result
 
 

@@ -1,18 +1,15 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS: when it is set, when it is left alone, and that it is before CUDA could start."""
+"""CUDA_DEVICE_MAX_CONNECTIONS: when it is set, when it is left alone, and that it is before torch is imported."""
 
 from __future__ import annotations
 
 import logging
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from gsa_train import cuda_connections
 from gsa_train.config import ParallelConfig
 from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections
 from helpers.runs import CONFIG, REPOSITORY
@@ -83,24 +80,52 @@ def test_no_driver_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute_capability() is None
 
 
-def test_the_launcher_sets_it_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[str | None] = []
-    monkeypatch.setattr(cuda_connections, "compute_capability", lambda: HOPPER)
-    train = SimpleNamespace(train=lambda *unused: seen.append(os.environ.get(VARIABLE)))
-    monkeypatch.setitem(sys.modules, "gsa_train.train", train)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv(VARIABLE, "")  # so that it is put back in the end
-    for layout in ("parallel.tensor=2", "parallel.context=2"):
-        monkeypatch.delenv(VARIABLE, raising=False)
-        monkeypatch.setattr(sys, "argv", ["pretrain.py", "--config", CONFIG, layout, f"run.dir={tmp_path}"])
-        with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(str(REPOSITORY / "launch" / "pretrain.py"), run_name="__main__")
-    assert seen == ["1", None]
+FIRST_TORCH = """
+import os, runpy, sys
+from gsa_train import cuda_connections
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print(os.environ.get(cuda_connections.VARIABLE, "not set"))
+            sys.stdout.flush()
+            os._exit(0)
+
+sys.meta_path.insert(0, Finder())
+cuda_connections.compute_capability = lambda: 9
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.exit("torch was not imported")
+"""
 
 
-def test_the_module_loads_no_torch() -> None:
-    """Whose import may start CUDA."""
-    program = "import sys, gsa_train.cuda_connections; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("command", "with_tensor", "without"),
+    [
+        (["pretrain.py", "--config", CONFIG], "parallel.tensor=2", "parallel.context=2"),
+        (["bench_training.py", "--config", CONFIG, "--layouts"], "tp=1;tp=2", "tp=1;pp=2"),
+        (["bench_training.py", "--config", CONFIG, "--breakdown"], "parallel.tensor=2", "parallel.context=2"),
+    ],
+)
+def test_launchers_set_it_before_torch_is_imported(
+    command: list[str], with_tensor: str, without: str, tmp_path: Path
+) -> None:
+    """An import may ask CUDA for devices, and behind that it is too late."""
+    environment = {
+        name: text for name, text in os.environ.items() if name not in (VARIABLE, "CUDA_VISIBLE_DEVICES")
+    }
+    environment |= {"RANK": "0", "WORLD_SIZE": "2"}
+    for layout, expected in ((with_tensor, "1"), (without, "not set")):
+        arguments = [f"launch/{command[0]}", *command[1:], layout]
+        if command[0] == "pretrain.py":
+            arguments.append(f"run.dir={tmp_path}")
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_TORCH, *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == expected
