@@ -1,7 +1,7 @@
 """One layer's attention at long contexts beside dense attention, on one CUDA device, with the promised figures.
 
     python kernels/bench/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
-                                       [--selection FILE]
+                                       [--selection FILE ...]
 
 torch cuDNN, torch flash: dense causal attention of q, k and v alone.
 GSA token: each query its own selection, k = 2048. forward and both (forward + backward) are select + attend.
@@ -13,8 +13,8 @@ kl_ms: value and gradients of the indexer loss; only both_kl_ms counts it, too.
 mean_k: of the budgets of `selected`; the random lists have k = 2048.
 peak_gib: most memory of a forward and backward pass beside its inputs, the lists where the pass makes them.
 
---selection: instead of these, selections of a trained model's layers in real text; a file that
-launch/export_indexer.py wrote, which says the length.
+--selection: instead of these, selections of a trained model's layers in real text; files that
+launch/export_indexer.py wrote, of one length each, which they say.
 """
 
 import sys
@@ -300,23 +300,21 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
     parser.add_argument("--ratios", type=float, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--selection", type=Path, metavar="FILE")
+    parser.add_argument("--selection", type=Path, nargs="+", default=[], metavar="FILE")
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
 
-    lengths = arguments.lengths
-    trained: dict[int, Indexer] = {}
-    if arguments.selection:
-        length, trained = read_indexers(arguments.selection)
-        lengths = [length]
+    trained = dict(map(read_indexers, arguments.selection))
+    if len(trained) < len(arguments.selection):
+        parser.error("--selection: two files of one length")
     report = harness.Report("bench_long_trained" if trained else "bench_long", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:
         check(report, shape)
-    for length in lengths:
+    for length in trained or arguments.lengths:
         for shape in shapes:
-            measure(report, shape, length, arguments.ratios, trained)
+            measure(report, shape, length, arguments.ratios, trained.get(length, {}))
     return report.finish()
 
 

@@ -3,7 +3,8 @@
     python kernels/bench/plots.py [DIR] [--format svg]
 
 long_length: time over the length, from bench_long.json. long_union: time over the union ratio r of the
-selections at the greatest length. gsa: the whole training operation over dense attention, from bench_gsa.json.
+selections at the greatest length. Both with a trained model's layers where bench_long_trained.json is there.
+gsa: the whole training operation over dense attention, from bench_gsa.json.
 """
 
 import argparse
@@ -26,6 +27,7 @@ COLORS = {
     "GSA token selected": "#8a4fa3",
     "GSA block selected": "#b03060",
 }
+TRAINED_COLOR = "#111111"
 R = 4
 """Union ratio of the random selections drawn over the length."""
 PARTS = {"forward_ms": "forward (ms)", "both_ms": "forward + backward (ms)"}
@@ -33,7 +35,7 @@ PARTS = {"forward_ms": "forward (ms)", "both_ms": "forward + backward (ms)"}
 Rows = list[dict[str, Any]]
 
 
-def draw_length(content: dict[str, Any]) -> Figure:
+def draw_length(content: dict[str, Any], trained: dict[str, Any] | None = None) -> Figure:
     """A panel for each shape and part, a line for each kind of attention."""
     rows = [row for row in attention_rows(content) if row["attention"] != "GSA token" or row["r"] == R]
     figure, panels = _panels(rows, f"One layer's attention over the length · {_machine(content)}")
@@ -41,13 +43,14 @@ def draw_length(content: dict[str, Any]) -> Figure:
         for name, mine in _by_attention(rows, shape).items():
             label = f"{name}, r = {R}" if name == "GSA token" else name
             _line(ax, [(row["length"], row[part]) for row in mine], label, COLORS.get(name, "black"))
+        _stars(ax, [(row["length"], row[part]) for row in trained_layers(trained, shape)])
         _log_axes(ax, sorted({row["length"] for row in rows}), _thousands)
         ax.set_xlabel("tokens")
     _legend(figure, panels)
     return figure
 
 
-def draw_union(content: dict[str, Any]) -> Figure:
+def draw_union(content: dict[str, Any], trained: dict[str, Any] | None = None) -> Figure:
     """A panel for each shape and part at the greatest length; what has no r is a horizontal line."""
     rows = attention_rows(content)
     longest = max(row["length"] for row in rows)
@@ -61,6 +64,8 @@ def draw_union(content: dict[str, Any]) -> Figure:
                 ax.axhline(mine[0][part], color=color, linestyle="--", label=name)
             else:
                 _line(ax, [(row["r"], row[part]) for row in mine], name, color)
+        stars = [row for row in trained_layers(trained, shape) if row["length"] == longest]
+        _stars(ax, [(row["r"], row[part]) for row in stars])
         _log_axes(ax, [1, 2, 4, 8], _plain)
         ax.set_xlabel("r: keys of 32 queries' union / keys of one")
     _legend(figure, panels)
@@ -94,16 +99,22 @@ def draw_gsa(content: dict[str, Any]) -> Figure:
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
-    "long_length": ("bench_long.json", draw_length),
-    "long_union": ("bench_long.json", draw_union),
-    "gsa": ("bench_gsa.json", draw_gsa),
+FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
+    "long_length": (("bench_long.json", "bench_long_trained.json"), draw_length),
+    "long_union": (("bench_long.json", "bench_long_trained.json"), draw_union),
+    "gsa": (("bench_gsa.json",), draw_gsa),
 }
+"""Name -> its files, of which only the first must be there, and what draws their contents."""
 
 
 def attention_rows(content: dict[str, Any]) -> Rows:
     """The rows of whole attentions; a file also has rows of parts, of memory and of checks."""
     return [row for row in content["rows"] if "attention" in row and "both_ms" in row]
+
+
+def trained_layers(content: dict[str, Any] | None, shape: str) -> Rows:
+    rows = attention_rows(content) if content else []
+    return [row for row in rows if row["shape"] == shape and row["attention"].startswith("GSA layer")]
 
 
 def _panels(rows: Rows, title: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
@@ -142,6 +153,11 @@ def _line(
         ax.plot(*zip(*drawn, strict=True), style, color=color, label=name, marker="o", markersize=4)
 
 
+def _stars(ax: Axes, points: list[tuple[float, float]]) -> None:
+    if points:
+        ax.plot(*zip(*points, strict=True), "*", color=TRAINED_COLOR, label="a trained model's layers")
+
+
 def _log_axes(ax: Axes, ticks: list[float], text: Callable[[float, int | None], str]) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks)
@@ -177,11 +193,12 @@ def _machine(content: dict[str, Any]) -> str:
 def write_plots(folder: Path, suffix: str = "png") -> list[Path]:
     """One file per figure whose JSON file is in `folder`."""
     written = []
-    for name, (source, draw) in FIGURES.items():
-        if (folder / source).is_file():
-            content = json.loads((folder / source).read_text(encoding="utf-8"))
+    for name, (sources, draw) in FIGURES.items():
+        found = [folder / source for source in sources if (folder / source).is_file()]
+        if folder / sources[0] in found:
+            contents = [json.loads(path.read_text(encoding="utf-8")) for path in found]
             path = folder / f"{name}.{suffix}"
-            draw(content).savefig(path)
+            draw(*contents).savefig(path)
             written.append(path)
     return written
 
@@ -195,7 +212,7 @@ def main() -> int:
     arguments = parser.parse_args()
     written = write_plots(arguments.folder, arguments.format)
     if not written:
-        names = ", ".join(sorted({source for source, _ in FIGURES.values()}))
+        names = ", ".join(sorted({sources[0] for sources, _ in FIGURES.values()}))
         print(f"{arguments.folder} has none of {names}; run the benches first", file=sys.stderr)
         return 1
     print("\n".join(map(str, written)))

@@ -121,11 +121,19 @@ def test_plots(tmp_path: Path) -> None:
     ]
     rows += [{"part": "selection", "ms": 1.0}]
     (tmp_path / "bench_long.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    without_trained = plots.write_plots(tmp_path)[0].stat().st_size
+    rows = [
+        row | {"attention": f"GSA layer {row['length']} selected", "r": 2.5}
+        for row in rows
+        if row.get("r") == 4
+    ]
+    (tmp_path / "bench_long_trained.json").write_text(json.dumps({"environment": environment, "rows": rows}))
     rows = [{"shape": "7B", "batch": 1, "length": n, "mode": "graph", "ratio": 2.0} for n in (4096, 8192)]
     (tmp_path / "bench_gsa.json").write_text(json.dumps({"environment": environment, "rows": rows}))
     written = plots.write_plots(tmp_path)
     assert [path.name for path in written] == ["long_length.png", "long_union.png", "gsa.png"]
     assert all(path.stat().st_size > 10_000 for path in written)
+    assert written[0].stat().st_size > without_trained
     assert plots.write_plots(tmp_path / "nothing") == []
 
 
@@ -188,7 +196,7 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("tiny")
-def test_bench_long_reads_the_export(tmp_path: Path) -> None:
+def test_bench_long_reads_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_long
 
     inputs = cases.indexer_inputs(1, 72)
@@ -204,6 +212,16 @@ def test_bench_long_reads_the_export(tmp_path: Path) -> None:
     selection = indexers[3].select()
     assert selection.budget.shape == (1, 3)
     assert selection.lists.length == 72
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    files = [str(tmp_path / "layers.pt")] * 2
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--out", str(tmp_path), "--selection", *files])
+    with pytest.raises(SystemExit, match="2"):
+        bench_long.main()
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    assert bench_long.main() == 0
+    row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
+    assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
 
 
 @pytest.mark.gpu
