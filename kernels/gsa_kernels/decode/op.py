@@ -88,17 +88,9 @@ def decode_step(
         mode=mode,
         selection_block=selection_block,
     )
-    return decode_attend(
-        q,
-        k,
-        v,
-        lengths,
-        selection,
-        workspace,
-        local_window=local_window,
-        output_gate_logits=output_gate_logits,
-        softmax_scale=softmax_scale,
-        out=out,
+    chained = _can_chain(q)
+    return _attend(
+        q, k, v, lengths, selection, workspace, local_window, output_gate_logits, softmax_scale, out, chained
     )
 
 
@@ -168,7 +160,7 @@ def decode_select(
     given = {"k_idx": k_idx, "weight_logits": weight_logits, "variance_ema": variance_ema, **biases}
     _check_device(q_idx, lengths, selection, workspace, given)
 
-    chained = _chained(q_idx)
+    chained = _can_chain(q_idx)
     budget_rule = (k_base, min(k_min, max_length), k_max, mode)
     with launching_on(q_idx, "the query"):
         score_keys(
@@ -220,6 +212,26 @@ def decode_attend(
     Returns:
         out: [B, H, D] in the dtype of q; zeros where the length is 0
     """
+    # Not chained: it would read q while the kernel in front, which is the caller's, may still write it.
+    return _attend(
+        q, k, v, lengths, selection, workspace, local_window, output_gate_logits, softmax_scale, out, False
+    )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    selection: DecodeSelection,
+    workspace: DecodeWorkspace,
+    local_window: int,
+    output_gate_logits: torch.Tensor | None,
+    softmax_scale: float | None,
+    out: torch.Tensor | None,
+    chained: bool,
+) -> torch.Tensor:
+    """Arguments as in `decode_attend`. chained: the kernel in front is the selection's."""
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape
     check_shape("k", k, "[B, L_max, Hkv, D]", (batch, None, None, dim))
@@ -263,7 +275,7 @@ def decode_attend(
             output_gate_logits,
             scale,
             out,
-            _chained(q),
+            chained,
         )
     return out
 
@@ -318,6 +330,6 @@ def _check_device(
             )
 
 
-def _chained(tensor: torch.Tensor) -> bool:
+def _can_chain(tensor: torch.Tensor) -> bool:
     """Programmatic dependent launch: a kernel is in place before the one in front of it ends. Hopper has it."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9

@@ -28,6 +28,9 @@ class Tile(NamedTuple):
 ONE_TILE = (Tile(64, 4, 1), Tile(128, 4, 1))
 LONG_TILE = Tile(64, 4, 2)
 FLOAT_TILE = Tile(32, 4, 1)
+STRIP = 16
+"""Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how
+many there are: their indices are asked for beside the count."""
 
 
 def attend_to_indices(
@@ -49,7 +52,7 @@ def attend_to_indices(
     group = heads // kv_heads
     splits = workspace.splits
     k_cap = selection.indices.shape[1]
-    tile = _tile(q.dtype, triton.cdiv(k_cap + local_window, splits))
+    tile = _tile(q.dtype, triton.cdiv(k_cap + local_window, splits * STRIP) * STRIP)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -77,6 +80,7 @@ def attend_to_indices(
         D=dim,
         KEYS=tile.keys,
         SPLITS=splits,
+        STRIP=STRIP,
         HAS_GATE=gate_logits is not None,
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
@@ -129,6 +133,7 @@ def _attend_kernel(
     D: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    STRIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -144,33 +149,36 @@ def _attend_kernel(
     dims = tl.arange(0, D)
     q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
     q_tile = tl.load(q_ptr + rows[:, None] * stride_qh + dims[None, :], mask=row_ok[:, None], other=0.0)
-    if CHAINED:
-        gdc_wait()
-    count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+    out_rows = tl.arange(0, ROWS if SPLITS == 1 else BLOCK_G)
+    gate = tl.zeros([ROWS if SPLITS == 1 else BLOCK_G, D], tl.float32)
+    if HAS_GATE:
+        gate_ptr += batch * stride_gb + kv_head * GROUP * stride_gh
+        gate_ptrs = gate_ptr + out_rows[:, None] * stride_gh + dims[None, :]
+        gate = tl.load(gate_ptrs, mask=(out_rows < GROUP)[:, None], other=0.0).to(tl.float32)
     # Slots: the top-k, of which those inside the window are masked, then the window.
-    window_first = tl.maximum(length - local_window, 0)
-    slots = count + length - window_first
-    part = tl.cdiv(slots, SPLITS)
-    begin = split * part
-    end = tl.minimum(begin + part, slots)
-
+    lane = tl.arange(0, KEYS)
+    slot = (lane // STRIP) * (STRIP * SPLITS) + split * STRIP + lane % STRIP
+    indices_ptr += batch * k_cap
     k_ptr += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
-    indices_ptr += batch * k_cap
+    window_first = tl.maximum(length - local_window, 0)
+    if CHAINED:
+        gdc_wait()
+    top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
+    count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+    slots = count + length - window_first
 
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    slot = begin + tl.arange(0, KEYS)
-    top = tl.load(indices_ptr + slot, mask=slot < tl.minimum(end, count), other=0)
-    for _ in range(begin, end, KEYS):
+    for _ in range(split * STRIP, slots, KEYS * SPLITS):
         of_top = slot < count
-        hit = (slot < end) & ((of_top == 0) | (top < window_first))
+        hit = (slot < slots) & ((of_top == 0) | (top < window_first))
         index = tl.where(of_top, top, window_first + slot - count).to(tl.int64)
         k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
         v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
-        slot += KEYS
-        top = tl.load(indices_ptr + slot, mask=slot < tl.minimum(end, count), other=0)
+        slot += KEYS * SPLITS
+        top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         logits = tl.where(hit[None, :], logits, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
@@ -180,11 +188,9 @@ def _attend_kernel(
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
 
-    if HAS_GATE:
-        gate_ptr += batch * stride_gb + kv_head * GROUP * stride_gh
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh
     if SPLITS == 1:
-        _store_gated(acc, total, gate_ptr, stride_gh, out_ptr, stride_oh, GROUP, ROWS, D, HAS_GATE)
+        _store_gated(acc, total, gate, out_ptr, stride_oh, GROUP, ROWS, D, HAS_GATE)
     else:
         head = batch * tl.num_programs(1) + kv_head
         mine = (head * SPLITS + split) * GROUP + rows
@@ -197,9 +203,7 @@ def _attend_kernel(
             sum_all, out_all = _join_parts(
                 partial_out_ptr, partial_max_ptr, partial_sum_ptr, head * SPLITS, SPLITS, GROUP, BLOCK_G, D
             )
-            _store_gated(
-                out_all, sum_all, gate_ptr, stride_gh, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE
-            )
+            _store_gated(out_all, sum_all, gate, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE)
 
 
 @triton.jit
@@ -247,8 +251,7 @@ def _join_parts(
 def _store_gated(
     acc,
     total,
-    gate_ptr,
-    stride_gh,
+    gate,
     out_ptr,
     stride_oh,
     GROUP: tl.constexpr,
@@ -256,12 +259,11 @@ def _store_gated(
     D: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """acc [ROWS, D] / total [ROWS], times the gate; the pointers are to the first head of the group."""
+    """acc [ROWS, D] / total [ROWS], times the sigmoid of `gate` [ROWS, D]; out_ptr: of the group's first head."""
     rows = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, D)[None, :]
     # A sequence without keys gives 0 and not NaN.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if HAS_GATE:
-        gate = tl.load(gate_ptr + rows * stride_gh + dims, mask=rows < GROUP, other=0.0)
-        out = out * tl.sigmoid(gate.to(tl.float32))
+        out = out * tl.sigmoid(gate)
     tl.store(out_ptr + rows * stride_oh + dims, out.to(out_ptr.dtype.element_ty), mask=rows < GROUP)

@@ -20,6 +20,8 @@ _SAMPLES_ABOVE = tl.constexpr(6)  # beyond those expected: in random order, not 
 _LEAST_HEADS = 8  # columns of the smallest product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more in registers
+_COPIED_BYTES = 64 * 1024
+"""Of keys on their way to shared memory, at most: several programs share a multiprocessor."""
 
 
 def score_keys(
@@ -42,6 +44,7 @@ def score_keys(
     batch, heads, dim = q_idx.shape
     max_length = k_idx.shape[1]
     half = q_idx.dtype in HALF_DTYPES
+    block_d = triton.next_power_of_2(dim)
     _score_kernel[(triton.cdiv(max_length, CHUNK), batch)](
         q_idx,
         k_idx,
@@ -65,7 +68,7 @@ def score_keys(
         HI=heads,
         DI=dim,
         BLOCK_H=max(_LEAST_HEADS, triton.next_power_of_2(heads)),
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=block_d,
         CHUNK=CHUNK,
         SAMPLE=SAMPLE,
         BINS=BINS,
@@ -75,6 +78,7 @@ def score_keys(
         TANH=half and q_idx.is_cuda,
         PRECISION="tf32" if half else "ieee",
         CHAINED=chained,
+        STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * q_idx.element_size()) + 1),
         num_warps=_WARPS if half else _FLOAT_WARPS,
     )
 
@@ -115,6 +119,7 @@ def _score_kernel(
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program: CHUNK keys of one sequence."""
     if CHAINED:
@@ -122,22 +127,9 @@ def _score_kernel(
     chunk = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
-    first = chunk * CHUNK
-    if (first >= length) | ((length - 1) % selection_block != 0):
-        return
-
-    # The program's own keys first: they are what takes time, and the sample is scored while they come.
-    keys = first + tl.arange(0, CHUNK)
-    valid = keys < length
+    # What depends on no length comes beside it.
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
-    k_ptr += batch * stride_kb
-    own_ptrs = k_ptr + keys.to(tl.int64)[:, None] * stride_kl + dims[None, :]
-    own = tl.load(own_ptrs, mask=valid[:, None] & dim_ok[None, :], other=0.0)
-    sampled = tl.arange(0, SAMPLE).to(tl.int64) * length // SAMPLE
-    sample_ptrs = k_ptr + sampled[:, None] * stride_kl + dims[None, :]
-    sample = tl.load(sample_ptrs, mask=dim_ok[None, :], other=0.0)
-
     heads = tl.arange(0, BLOCK_H)
     head_ok = heads < HI
     query_ptrs = q_ptr + batch * stride_qb + heads[None, :] * stride_qh + dims[:, None]
@@ -150,33 +142,59 @@ def _score_kernel(
         weights = tl.where(head_ok, tl.sigmoid(weights), 0.0)
         if score_bias_ptr is not None:
             bias = tl.load(score_bias_ptr + heads, mask=head_ok, other=0.0).to(tl.float32)
+    first = chunk * CHUNK
+    if (first >= length) | ((length - 1) % selection_block != 0):
+        return
 
-    # The floor: about twice as many keys as the top-k may have are expected above it, and a few more.
-    samples = order_key(_score_tile(sample, queries, weights, bias, scale, SIGMOID, TANH, PRECISION))
-    above = tl.sum((samples[None, :] > samples[:, None]).to(tl.int32), axis=1)
-    rank = 2 * SAMPLE * k_max // length + _SAMPLES_ABOVE
-    floor_key = tl.min(tl.where(above < rank, samples, INT_MAX))
-    floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key) - 1, 0), 0)
+    # The sample is a tile like those of the program's own keys. In a loop, so that Triton asks for all tiles before it
+    # uses the first: the floor is found while the own keys, which are what takes time, come.
+    lanes = tl.arange(0, SAMPLE)
+    sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
+    k_ptr += batch * stride_kb
+    floor = length * 0
+    origin = 0.0
+    total = tl.zeros([SAMPLE], tl.float32)
+    squares = tl.zeros([SAMPLE], tl.float32)
+    for tile in tl.range(0, CHUNK // SAMPLE + 1, num_stages=STAGES):
+        keys = tl.where(tile == 0, sampled, first + (tile - 1) * SAMPLE + lanes)
+        valid = keys < length
+        key_ptrs = k_ptr + keys.to(tl.int64)[:, None] * stride_kl + dims[None, :]
+        key_tile = tl.load(key_ptrs, mask=valid[:, None] & dim_ok[None, :], other=0.0)
+        scores = _score_tile(key_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
+        ordered = order_key(scores)
+        if tile == 0:
+            # The floor: about twice as many keys as the top-k may have are expected above it, and a few more.
+            above = tl.sum((ordered[None, :] > ordered[:, None]).to(tl.int32), axis=1)
+            rank = 2 * SAMPLE * k_max // length + _SAMPLES_ABOVE
+            floor_key = tl.min(tl.where(above < rank, ordered, INT_MAX))
+            floor = tl.where(rank < SAMPLE, tl.maximum(score_bin(floor_key) - 1, 0), 0)
+            origin = tl.sum(scores) / SAMPLE
+        else:
+            tl.store(scores_ptr + batch * columns + keys, scores, mask=valid)
+            # Integers: their sums do not depend on the order.
+            bin = score_bin(ordered)
+            slots = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
+            tl.atomic_add(slots, 1, mask=valid & (bin > floor), sem="relaxed")
+            distance = tl.where(valid, scores - origin, 0.0)
+            total += distance
+            squares += distance * distance
+
     if chunk == 0:
         tl.store(list_counts_ptr + batch, 0)
         tl.store(plan_ptr + batch * 3, floor)
-
-    scores = _score_tile(own, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
-    tl.store(scores_ptr + batch * columns + keys, scores, mask=valid)
-    # Integers: their sums do not depend on the order.
-    bin = score_bin(order_key(scores))
-    slots = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
-    tl.atomic_add(slots, 1, mask=valid & (bin > floor), sem="relaxed")
-
-    # Two passes, from the first score: equal scores have variance 0 to the bit.
-    origin = tl.sum(tl.where(keys == first, scores, 0.0))
+    # About the sample's mean, at most sqrt(length / SAMPLE) standard deviations from the row's. Of equal scores it is
+    # theirs to the bit, so that their variance is 0.
     count = tl.minimum(length - first, CHUNK).to(tl.float32)
-    distance = tl.where(valid, scores - origin, 0.0)
-    mean = tl.sum(distance) / count
-    deviation = tl.where(valid, distance - mean, 0.0)
+    total_sum, squares_sum = tl.reduce((total, squares), 0, _add_pairs)
+    mean = total_sum / count
     slot = batch * (columns // CHUNK) + chunk
     tl.store(means_ptr + slot, origin + mean)
-    tl.store(squares_ptr + slot, tl.sum(deviation * deviation))
+    tl.store(squares_ptr + slot, tl.maximum(squares_sum - total_sum * mean, 0.0))
+
+
+@triton.jit
+def _add_pairs(a, b, more_a, more_b):
+    return a + more_a, b + more_b
 
 
 @triton.jit

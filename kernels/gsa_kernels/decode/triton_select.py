@@ -6,6 +6,10 @@ kernel searches that list for the exact cut, and writes the indices. Each progra
 it is counted from the spans' totals and the list, so that no program waits for another. The list's order depends on
 timing, the result does not. Many equal scores, or a floor that was too high, make a long list, which costs time
 and nothing else.
+
+Each kernel lets the next one start when about half of its own work is done. At once, a step of 131072 keys takes
+25.4 us instead of 23.6 (H200), likely because programs that wait hold registers, more of them on one multiprocessor
+than on another.
 """
 
 import torch
@@ -152,7 +156,6 @@ def _find_bin_kernel(
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     if CHAINED:
-        gdc_launch_dependents()
         gdc_wait()
     first = span * SPAN
     if (length <= 0) & (span == 0):
@@ -196,6 +199,8 @@ def _find_bin_kernel(
     threshold_bin = octave * BINS_PER_OCTAVE + in_octave
     wanted = k - tl.sum(tl.where(within == in_octave, after_bin, 0))
 
+    if CHAINED:
+        gdc_launch_dependents()
     keys = order_key(scores)
     bin = bin_above(keys, floor)
     tl.store(
@@ -241,7 +246,6 @@ def _write_indices_kernel(
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     if CHAINED:
-        gdc_launch_dependents()
         gdc_wait()
     first = span * SPAN
     if (first >= length) | ((length - 1) % selection_block != 0):
@@ -275,6 +279,8 @@ def _write_indices_kernel(
         length,
         SPAN,
     )
+    if CHAINED:
+        gdc_launch_dependents()
     earlier = above_cut(list_keys, list_positions, cut, last) & (list_positions < first)
     offset = tl.sum(before) + tl.sum(earlier.to(tl.int32))
     for start in range(SPAN, size, SPAN):
