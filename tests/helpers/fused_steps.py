@@ -1,0 +1,90 @@
+"""One step of a tiny model on the fused core or on the reference core, and how the two are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_kernels.indexer.split_op import split_projection
+from gsa_kernels.prologue import op as prologue_op
+from gsa_train.config import PhaseConfig
+from gsa_train.model.triton_core import TritonCore
+from gsa_train.sequence_cut import QueryRun
+from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "window, rope and reuse": {
+        "local_window": 5,
+        "indexer_rope": True,
+        "selection_reuse": 2,
+        "adaptive_k": "direct",
+    },
+    "sparse-only": {
+        "indexer_activation": "relu",
+        "value_gate": False,
+        "output_gate": False,
+        "adaptive_k": "off",
+    },
+    "learned temperature": {"indexer_temperature": "learned"},
+    "lists": {"attention_kernel": "gathered", "local_window": 3},
+    "blocks": {
+        "selection_block": 16,
+        "local_window": 17,
+        "selection_reuse": 2,
+        "indexer_temperature": "learned",
+    },
+}
+
+
+def one_step(
+    gsa: dict[str, Any],
+    phase: PhaseConfig,
+    fused: bool,
+    recompute: str = "none",
+    cuts: Sequence[int] = (0, 24),
+    heads: int = 4,
+    attend_across: bool = False,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
+    """Loss, gradients, statistics and moving averages of a step, on the fused or the reference core."""
+    layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
+    config = tiny_config(
+        [phase],
+        model={"num_layers": layers, "num_heads": heads, "head_dim": 32, "init_std": 0.2},
+        gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
+        train={"seq_len_tokens": 24, "global_batch_size": 2, "recompute": recompute},
+    )
+    model = tiny_model(config, variance_ema=0.01)
+    if fused:
+        for attention in model.attentions:
+            attention.core = TritonCore(attention)
+            attention.heads_op = prologue_op.fused_split_rotate_gate
+            if attention.indexer is not None and not config.gsa.indexer_rope:
+                attention.indexer.split_op = split_projection
+    if len(cuts) > 2:  # as under context parallelism, with all runs on this rank
+        runs = [QueryRun(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
+        for attention in model.attentions:
+            attention._runs = lambda length: runs  # type: ignore[method-assign]
+    model.runtime.measuring = True
+    batches = random_batches(config, attend_across=attend_across)
+    result, gradients = step_gradients(model, phase, batches, config)
+    averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
+    return result.loss_sum, gradients, read_stats(model), averages
+
+
+def assert_same_step(fused: tuple, reference: tuple) -> None:
+    loss, gradients, stats, averages = fused
+    expected_loss, expected_gradients, expected_stats, expected_averages = reference
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    for name, expected in expected_gradients.items():
+        error = (gradients[name] - expected).norm() / expected.norm()
+        assert error < 1e-4, (name, error)
+    counted = stats.keys() - {"union_density"}  # the reference has no lists to count
+    assert counted == expected_stats.keys(), counted ^ expected_stats.keys()
+    for name, expected in expected_stats.items():
+        assert stats[name] == pytest.approx(expected, rel=1e-4, nan_ok=True), (name, stats[name], expected)
+    torch.testing.assert_close(averages, expected_averages, rtol=1e-5, atol=0)

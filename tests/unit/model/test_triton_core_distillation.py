@@ -1,0 +1,236 @@
+"""The indexer loss in attention's backward pass: when it is there, and what it trains and measures there."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_kernels import target_blocks
+from gsa_kernels.distillation import op as distillation_op
+from gsa_kernels.kl import op as kl_op
+from gsa_kernels.kl.triton_launch import Blocks, Inputs
+from gsa_train.config import PhaseConfig
+from gsa_train.model import query_sample, supports, triton_core
+from gsa_train.model.build import Model
+from gsa_train.model.stats import LayerStats
+from gsa_train.model.supports import AllVisible, SelectedBits, SelectedLists
+from gsa_train.model.triton_core import TritonCore
+from gsa_train.phases import enter_phase
+from helpers.fused_steps import VARIANTS, assert_same_step, one_step
+from helpers.single_rank import (
+    SPARSE,
+    WARM_UP,
+    random_batches,
+    read_stats,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+
+@pytest.fixture
+def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many queries each call has of the attention whose backward pass gives the indexer's gradients.
+
+    Here it takes fp32, and its target is fp32, to show more digits: in fp16, and over these few tokens, the
+    gradient of `head_weight` is off by up to half a percent.
+    """
+    for module in (triton_core, distillation_op):
+        monkeypatch.setattr(module, "can_distil", lambda q, k: True)
+    wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
+    wide.float16 = torch.float32
+    monkeypatch.setattr(target_blocks, "torch", wide)
+    calls: list[int] = []
+
+    def recorded(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(q.shape[1])
+        return distillation_op.distilling_attention(q, *arguments, **options)
+
+    monkeypatch.setattr(supports, "distilling_attention", recorded)
+    return calls
+
+
+@pytest.fixture
+def counted_kl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each addition to the statistic of the indexer loss has."""
+    counts: list[int] = []
+    add = LayerStats.add
+
+    def recorded(self: LayerStats, name: str, layer: int, values: torch.Tensor) -> None:
+        if name == "indexer_kl":
+            counts.append(values.numel())
+        add(self, name, layer, values)
+
+    monkeypatch.setattr(LayerStats, "add", recorded)
+    return counts
+
+
+BEHIND = [("window, rope and reuse", False), ("sparse-only", True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "attend_across"), BEHIND, ids=[variant for variant, _ in BEHIND])
+def test_the_loss_in_attentions_backward_pass_is_that_of_the_reference(
+    variant: str, attend_across: bool, distillations: list[int]
+) -> None:
+    options: dict[str, Any] = {"heads": 8, "attend_across": attend_across}
+    reference = one_step(VARIANTS[variant], SPARSE, fused=False, **options)
+    assert distillations == []
+    fused = one_step(VARIANTS[variant], SPARSE, fused=True, **options)
+    assert distillations == [24]  # once, though two layers may share the selection
+    assert_same_step(fused, reference)
+
+
+@pytest.mark.slow
+def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
+    distillations: list[int], counted_kl: list[int]
+) -> None:
+    """The first pass has no graph, and is plain attention; each query's loss is counted once."""
+    reference = one_step({}, SPARSE, fused=False, heads=8)
+    assert counted_kl == [48]
+    counted_kl.clear()
+    once = one_step({}, SPARSE, fused=True, heads=8)
+    assert (distillations, counted_kl) == ([24], [48])
+    twice = one_step({}, SPARSE, fused=True, heads=8, recompute="selective")
+    assert (distillations, counted_kl) == ([24, 24], [48, 48])
+    assert_same_step(once, reference)
+    assert torch.equal(once[0], twice[0])
+    assert all(torch.equal(once[1][name], twice[1][name]) for name in once[1])
+    assert once[2] == twice[2]
+
+
+@pytest.mark.slow
+def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
+    distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under context parallelism, with a learned temperature, recomputation, and the kernels that take the
+    sums from selection and attention."""
+    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+        monkeypatch.setattr(query_sample, name, value)
+    blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
+    seen: list[Inputs] = []
+    monkeypatch.setattr(kl_op, "choose_blocks", lambda inputs: (seen.append(inputs), blocks)[1])
+    gsa = {"indexer_temperature": "learned", "local_window": 3}
+    whole = one_step(gsa, SPARSE, fused=False, heads=8)
+    counted_kl.clear()
+    runs = one_step(gsa, SPARSE, fused=True, recompute="selective", cuts=(0, 7, 24), heads=8)
+    assert distillations == [7, 17]
+    assert sorted(counted_kl) == [2 * 7, 2 * 17]
+    for inputs in seen:
+        assert inputs.log_sum is not None
+        assert inputs.log_sum.shape == inputs.q_idx.shape[:2]
+        assert inputs.target_sum == 8
+    assert len(seen) == 2
+    for name in ("adjacent_overlap", "union_ratio_32"):  # not across runs
+        runs[2][name] = whole[2][name]
+    assert_same_step(runs, whole)
+
+
+def model_of_kernels(phase: PhaseConfig, gsa: dict[str, Any]) -> tuple[Model, Any]:
+    """One layer that measures, in this phase; and the configuration."""
+    config = tiny_config(
+        [phase],
+        model={"num_layers": 1, "num_heads": 8, "head_dim": 32, "init_std": 0.2},
+        gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
+        train={"micro_batch_size": 1, "global_batch_size": 1},
+    )
+    model = tiny_model(config, variance_ema=0.01)
+    enter_phase(model, phase)
+    for attention in model.attentions:
+        attention.core = TritonCore(attention)
+    model.runtime.measuring = True
+    return model, config
+
+
+FROZEN_INDEXER = dataclasses.replace(SPARSE, name="frozen indexer", train="base")
+ELSEWHERE = [
+    (WARM_UP, {}, 16),
+    (FROZEN_INDEXER, {}, 16),
+    (SPARSE, {"attention_kernel": "gathered"}, 16),
+    (SPARSE, {"selection_block": 16, "local_window": 16}, 1),
+    (SPARSE, {"indexer_loss_row_fraction": 0.25}, 1),  # of some rows the mean alone
+]
+
+
+@pytest.mark.parametrize(
+    ("phase", "gsa", "count"), ELSEWHERE, ids=[f"{p.name}-{'-'.join(gsa)}" for p, gsa, _ in ELSEWHERE]
+)
+def test_the_loss_stays_in_the_forward_pass(
+    phase: PhaseConfig, gsa: dict[str, Any], count: int, distillations: list[int], counted_kl: list[int]
+) -> None:
+    """Where not all queries of selections as bits teach the indexer."""
+    model, config = model_of_kernels(phase, gsa)
+    token_losses(model, random_batches(config)[0])
+    assert distillations == []
+    assert counted_kl == [count]
+
+
+def test_the_loss_is_measured_without_a_backward_pass_in_validation(
+    distillations: list[int], counted_kl: list[int]
+) -> None:
+    model, config = model_of_kernels(SPARSE, {})
+    batch = random_batches(config)[0]
+    with torch.no_grad():
+        token_losses(model, batch)  # what a recomputed pass does first
+        assert counted_kl == []
+        model.runtime.evaluating = True
+        token_losses(model, batch)
+    assert distillations == []
+    assert counted_kl == [16]
+    model.runtime.evaluating = False
+    losses = token_losses(model, batch)
+    assert (distillations, counted_kl) == ([16], [16])
+    losses.sum().backward()
+    assert (distillations, counted_kl) == ([16], [16, 16])
+    mean = read_stats(model)["indexer_kl"][0]  # of twice the same
+    assert mean > 0
+    stats = model.runtime.stats
+    stats.reset()
+    model.runtime.evaluating = True
+    with torch.no_grad():
+        token_losses(model, batch)
+    assert read_stats(model)["indexer_kl"][0] == pytest.approx(mean, rel=1e-5)
+
+
+def test_when_attention_distils(distillations: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """All that it depends on, one by one."""
+    model, _ = model_of_kernels(SPARSE, {})
+    attention, runtime = model.attentions[0], model.runtime
+    core = attention.core
+    assert isinstance(core, TritonCore)
+    bits: Any = SelectedBits(torch.zeros(1, 1, 1, dtype=torch.int32))
+    q, k = torch.zeros(1, 1, 8, 32), torch.zeros(1, 1, 2, 32)
+
+    def distils(support: Any = bits) -> bool:
+        return core._distils_behind(support, q, k)
+
+    with caplog.at_level("INFO"):
+        assert distils()
+        assert distils()
+    said = "layer 0: the indexer loss in attention's backward pass"
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+    assert not distils(AllVisible(1))
+    assert not distils(SelectedLists(None, 1))  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert not distils()
+    for name, value in {"train_indexer": False, "row_fraction": 0.25}.items():
+        before = getattr(runtime, name)
+        setattr(runtime, name, value)
+        assert not distils()
+        setattr(runtime, name, before)
+    groups = attention.groups
+    attention.groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    assert not distils()
+    attention.groups = groups
+    assert distils()
+
+
+def test_kernels_that_do_not_take_the_model_leave_the_loss_in_the_forward_pass(counted_kl: list[int]) -> None:
+    """fp32 here, as nothing says otherwise."""
+    model, config = model_of_kernels(SPARSE, {})
+    token_losses(model, random_batches(config)[0])
+    assert counted_kl == [16]
