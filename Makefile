@@ -12,7 +12,7 @@ CONFIG ?= configs/demo.yaml
 ARGS ?=
 
 # The packages by name, as pyproject.toml has them; then what users start.
-TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py
+TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py kernels/bench/*.py
 
 .PHONY: setup pretrain check test test-slurm test-gpu chaos bench bench-node layouts-gpu clean
 

@@ -9,6 +9,7 @@ of all queries, and all of it in one call, `select_block_lists`, from the host a
 """
 
 import sys
+from typing import Any
 
 import harness
 import torch
@@ -93,7 +94,12 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
         for rows, view in views:
             select_chunk(view, rows, outputs, scored, ema, (K_BASE, K_MIN, min(k_max, length), "inverse"), 0)
 
-    options = {"length": length, "selection_block": block, "local_window": window, "document_starts": None}
+    options: dict[str, Any] = {
+        "length": length,
+        "selection_block": block,
+        "local_window": window,
+        "document_starts": None,
+    }
     candidates = {
         "scores": scores_pass,
         "selection": selection_pass,
@@ -134,7 +140,8 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
         def target_rows(chunk: RowSample) -> torch.Tensor:
             return target[:, chunk.start : chunk.start + chunk.count]
 
-        total = indexer_kl_loss(*leaves, target_rows, selection_block=block)
+        total = indexer_kl_loss(leaves[0], leaves[1], leaves[2], target_rows, selection_block=block)
+        assert isinstance(total, torch.Tensor)
         torch.autograd.grad(total, leaves)
 
     times = harness.measure(
@@ -160,7 +167,7 @@ def is_correct(
     for start in (0, (blocks - sample) // 2, blocks - sample):
         rows = torch.arange(start, start + sample, device="cuda")
         visible = visible_mask(length, query_positions=rows * block)
-        scores = score_rows(*inputs, start, start + sample, selection_block=block)
+        scores = score_rows(inputs[0], inputs[1], inputs[2], start, start + sample, selection_block=block)
         scores = torch.where(visible, scores, 0)
         budget = adaptive_budget(
             selection.variance[:, rows],

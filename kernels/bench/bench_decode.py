@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import harness
 import torch
@@ -50,7 +51,7 @@ class Layer:
     q_idx: torch.Tensor
     k_idx: torch.Tensor
     weights: torch.Tensor
-    biases: dict[str, torch.Tensor]
+    biases: dict[str, Any]
     selection: DecodeSelection
     out: torch.Tensor
 

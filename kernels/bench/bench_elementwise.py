@@ -56,8 +56,8 @@ def main() -> int:
 def run_both(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Results and the gradients of what has any, for an upstream gradient of ones."""
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    results = op(*leaves)
-    results = list(results) if isinstance(results, tuple) else [results]
+    result = op(*leaves)
+    results = list(result) if isinstance(result, tuple) else [result]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = torch.autograd.grad(results, wanted, [torch.ones_like(x) for x in results])
     return [*(x.detach() for x in results), *gradients]
@@ -135,7 +135,10 @@ def written_out_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def split(
-    op: Op, tables: tuple[torch.Tensor, torch.Tensor], qkv: torch.Tensor, gate_logits: torch.Tensor
+    op: Callable[..., object],
+    tables: tuple[torch.Tensor, torch.Tensor],
+    qkv: torch.Tensor,
+    gate_logits: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     found = op(qkv, gate_logits, *tables, kv_heads=KV_HEADS, value_gate=True, output_gate=True)
     assert isinstance(found, tuple)

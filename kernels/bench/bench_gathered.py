@@ -76,7 +76,7 @@ def time_parts(run: harness.Run) -> dict[str, float]:
     return {column: sum(spent.get(name, 0.0) for name in names) for column, names in PARTS.items()}
 
 
-def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: float) -> None:
+def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: int) -> None:
     lists = make_lists(selection, length, ratio)
     x = cases.attention_inputs(shape, 1, length)
     leaves = [x.q, x.k, x.v, x.output_gate]

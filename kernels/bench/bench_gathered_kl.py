@@ -96,7 +96,7 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
             report.fail(f"{shape.name} {selection}, {name}: relative error {error:.1e}")
 
 
-def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: float) -> None:
+def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: int) -> None:
     block = BLOCK if selection == "block" else 1
     lists = make_lists(selection, length, ratio)
     attention, x = Attention(shape, length, cases.K_BASE), cases.indexer_inputs(1, length, block=block)

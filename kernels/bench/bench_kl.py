@@ -16,6 +16,7 @@ import argparse
 import sys
 from dataclasses import astuple, dataclass
 from itertools import product
+from typing import Any
 
 import harness
 import torch
@@ -67,10 +68,10 @@ class Case:
 def make_case(args: argparse.Namespace, length: int, support: str, blocks: Blocks | None) -> Case:
     """`blocks`: those of `choose_blocks` if None"""
     leaves = make_leaves(length, args.heads, args.dim, getattr(torch, args.dtype))
-    *tensors, beta = (leaf.detach() for leaf in leaves.values())
+    q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (leaf.detach() for leaf in leaves.values())
     words = make_words(length, 2048 / length) if support == "sparse" else None
-    kind = score_kind(tensors[0].dtype, "sigmoid", beta.device)
-    inputs = Inputs(*tensors, beta.reshape(1), words, None, kind)
+    kind = score_kind(q_idx.dtype, "sigmoid", beta.device)
+    inputs = Inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta.reshape(1), words, None, kind)
     chosen = blocks or choose_blocks(inputs)
     shown = ",".join(str(int(value)) for value in astuple(chosen))  # as --blocks takes them
     labels = {"length": length, "support": support, "dtype": args.dtype, "blocks": shown}
@@ -185,7 +186,8 @@ def measure(report: harness.Report, case: Case) -> None:
 
 
 def read_blocks(text: str) -> Blocks:
-    return Blocks(*map(int, text.split(",")))
+    fields: list[Any] = [int(field) for field in text.split(",")]
+    return Blocks(*fields)
 
 
 def main() -> int:
