@@ -203,7 +203,7 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool) -> None:
     """Model and layout, then numbers."""
-    import harness
+    import harness  # loads torch
 
     columns = {
         "model": "<20",
@@ -237,7 +237,7 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(few: Path, many: Path) -> int:
-    import harness
+    import harness  # loads torch
 
     rows = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (few, many)]
     try:

@@ -44,7 +44,7 @@ MUFU_PER_SECOND = 132 * 16 * 1.755e9
 
 @dataclass(frozen=True)
 class Case:
-    leaves: dict[str, torch.Tensor]
+    leaves: dict[str, Any]
     """Arguments of the loss, with gradients, in the order of `Inputs`."""
     inputs: Inputs
     """The same for the kernels."""
@@ -56,7 +56,7 @@ class Case:
 
     def loss(self) -> torch.Tensor:
         loss = indexer_kl_loss(
-            **self.leaves,  # type: ignore[arg-type]
+            **self.leaves,
             target_rows=lambda rows: self.target[:, rows.start : rows.start + rows.count],
             words=self.inputs.words,
             blocks=self.blocks,
@@ -78,7 +78,7 @@ def make_case(args: argparse.Namespace, length: int, support: str, blocks: Block
     return Case(leaves, inputs, make_target(length), chosen, labels)
 
 
-def make_leaves(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def make_leaves(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
     rng = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -307,7 +307,7 @@ def main() -> int:
 
     trained = dict(map(read_indexers, arguments.selection))
     if len(trained) < len(arguments.selection):
-        parser.error("--selection: two files of one length")
+        parser.error("--selection: two files are of one length; pass one for each length")
     report = harness.Report("bench_long_trained" if trained else "bench_long", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:

@@ -9,7 +9,8 @@ step its loss, KL or gradient norm is further from one rank's than FACTOR times 
 or in the first three steps of any phase: few runs of one step may agree by chance.
 
 The one-rank runs are shared out over the ranks, each of which is alone in its world for them; then all join, and go
-from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo.
+from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo. `make` sets
+CUDA_DEVICE_MAX_CONNECTIONS as a training with tensor parallelism does (gsa_train/cuda_connections.py).
 """
 
 from __future__ import annotations

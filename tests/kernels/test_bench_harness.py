@@ -121,7 +121,6 @@ def test_plots(tmp_path: Path) -> None:
     ]
     rows += [{"part": "selection", "ms": 1.0}]
     (tmp_path / "bench_long.json").write_text(json.dumps({"environment": environment, "rows": rows}))
-    without_trained = plots.write_plots(tmp_path)[0].stat().st_size
     rows = [
         row | {"attention": f"GSA layer {row['length']} selected", "r": 2.5}
         for row in rows
@@ -133,7 +132,11 @@ def test_plots(tmp_path: Path) -> None:
     written = plots.write_plots(tmp_path)
     assert [path.name for path in written] == ["long_length.png", "long_union.png", "gsa.png"]
     assert all(path.stat().st_size > 10_000 for path in written)
-    assert written[0].stat().st_size > without_trained
+    long, trained = (json.loads((tmp_path / f"bench_{n}.json").read_text()) for n in ("long", "long_trained"))
+    for draw in (plots.draw_length, plots.draw_union):
+        stars = [line for ax in draw(long, trained).axes for line in ax.lines if line.get_marker() == "*"]
+        assert [len(line.get_xdata()) for line in stars] == [2 if draw is plots.draw_length else 1] * 4
+        assert not [line for ax in draw(long).axes for line in ax.lines if line.get_marker() == "*"]
     assert plots.write_plots(tmp_path / "nothing") == []
 
 

@@ -65,6 +65,12 @@ def test_heads_and_splits(device: str, heads: tuple[int, int], splits: int) -> N
     check(make_case(device, [77], 80, heads=heads, indexer=(3, 24), gate=True), 5, splits)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_parts_of_several_tiles(device: str, splits: int) -> None:
+    """More keys than the parts take at once, fewer than the selection has room for, the last tile short."""
+    check(make_case(device, [300, 149], 300, gate=True), 9, splits, k_base=120, k_max=150, mode="off")
+
+
 def test_last_row_of_the_prefill(device: str) -> None:
     """Every operation of the prefill on its last row, from the same inputs."""
     length, window = 150, 6

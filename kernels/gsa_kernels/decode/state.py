@@ -17,7 +17,7 @@ BINS, BINS_PER_OCTAVE = 4096, 128
 """Of the histogram of scores."""
 
 SAMPLE = 64
-"""Keys from which the lowest score worth counting is guessed."""
+"""Keys from which the lowest score worth counting is guessed, and of a tile of the scores: a divisor of CHUNK."""
 
 _PROGRAMS_PER_SM = 4  # of the attention kernel; measured on an H200 at 16 sequences
 _MAX_SPLITS = 32  # more take longer to join than they save
