@@ -5,16 +5,20 @@ BIN := .venv/bin
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
-# Processes for the tests that start none of their own. Those that start up to four ranks often wait: three at a time, in
-# the order of tests/conftest.py, so that no long file is left for the end.
+# Processes for the quick tests. For all tests one more, since those that start ranks often wait; a file goes to one
+# process, in the order of tests/conftest.py, so that no long file is left for the end.
 CORES ?= $(shell nproc)
+WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
+TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
+# Style, then the arrows between packages.
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 # The packages by name, as pyproject.toml has them; then what users start.
-TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py kernels/bench/*.py
+TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py
 
-.PHONY: setup pretrain check test test-slurm test-gpu chaos bench bench-node layouts-gpu clean
+.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -29,19 +33,33 @@ pretrain: setup
 
 # Lint, format, types and the quick tests: before each commit.
 check: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(LINT)
 	$(TYPES)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
 
 test: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(LINT)
 	{ $(TYPES); } & types=$$!; \
-		OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not gpu' --durations=15 tests/unit tests/kernels; \
+		OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu' \
+			--durations=15 $(TESTS); \
 		tests=$$?; wait $$types && exit $$tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu' --durations=15 \
-		tests/distributed tests/resume tests/e2e
+
+# The page of all config fields, from the dataclasses that hold them.
+docs: setup
+	$(BIN)/python -m gsa_train.config.reference > docs/reference/config.md
+
+# Today's code beside what an earlier commit gave, to the last bit (tests/golden/README.md). PARTS: cpu, gpu_runs,
+# gpu_kernels; by itself all that this machine can run.
+REFERENCE ?= tests/golden/results
+PARTS ?=
+GOLDEN = PYTHONPATH=$(CURDIR)/tests:$$PYTHONPATH $(or $(wildcard $(BIN)/python),$(PYTHON)) -m golden
+golden:
+	$(GOLDEN) compare --results $(REFERENCE) $(if $(PARTS),--parts $(PARTS))
+
+# The same of another revision on this machine, where the golden files are of another one: REV=b86c6f6
+golden-reference: REFERENCE = runs/golden
+golden-reference:
+	$(GOLDEN) reference --rev $(REV) --results $(REFERENCE) $(if $(PARTS),--parts $(PARTS))
 
 # A real Slurm of two nodes in a temporary folder; installs Debian's packages where they are missing (as root).
 test-slurm: setup
@@ -58,13 +76,13 @@ test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
 
 # All benches one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
-BENCHES ?= $(patsubst kernels/bench/bench_%.py,%,$(wildcard kernels/bench/bench_*.py))
+BENCHES ?= $(filter-out training reading memory,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH; failed=; \
-	$(PYTHON) kernels/bench/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
+	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
 	for name in $(BENCHES); do \
 		printf '\n== bench_%s\n' "$$name"; \
-		$(PYTHON) "kernels/bench/bench_$$name.py" || failed="$$failed bench_$$name"; \
+		$(PYTHON) "benchmarks/bench_$$name.py" || failed="$$failed bench_$$name"; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
 
@@ -75,7 +93,7 @@ GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
 LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full;tp=1,mbs=4,opt=off
 TP_LAYOUTS ?= tp=2,mbs=4;tp=2,sp,mbs=4
-BENCH_NODE = launch/bench_training.py --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml \
+BENCH_NODE = benchmarks/bench_training.py --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml \
 	--megatron configs/standard_1.7b.yaml
 bench-node:
 	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=1 $(BENCH_NODE) \
@@ -84,7 +102,7 @@ bench-node:
 		--layouts "$(LAYOUTS)" --json $(RESULTS)/bench_$(GPUS).json $(ARGS) && \
 		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) $(BENCH_NODE) \
 		--layouts "$(TP_LAYOUTS)" --json $(RESULTS)/bench_$(GPUS)_tp.json $(ARGS) && \
-		$(PYTHON) launch/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
+		$(PYTHON) benchmarks/bench_training.py --scaling $(RESULTS)/bench_1.json $(RESULTS)/bench_$(GPUS).json; }
 
 # Every layout that fits the GPUs of this machine against one rank, in bf16, ten steps of each phase, CUDA set up as for
 # tensor parallelism.

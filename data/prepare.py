@@ -1,14 +1,12 @@
-"""Build a corpus and a tokenizer from what is on this machine.
+"""Build the bundled sample, train a tokenizer, tokenize shards once.
 
     python data/prepare.py sample --out data/sample
     python data/prepare.py tokenizer --shards data/sample/train --out data/sample/tokenizer.model
     python data/prepare.py tokens --data data/sample/train --tokenizer data/sample/tokenizer.model --out DIR
-    python data/prepare.py corpus --from-machine --out DIR --workers 2
 
 `sample` collects the Python standard library and the Rust books, drops exact duplicates, and writes shards in
-SlimPajama's layout with a manifest.json and the licences. `tokenizer` trains a sentencepiece BPE model.
-`tokens` tokenizes shards once, into files that training maps into memory.
-`corpus` collects the text of the installed software (machine_text.py says how), for training only: not to be passed on.
+SlimPajama's layout with a manifest.json and the licences. `tokenizer` and `tokens` are those of gsa_data/prepare.py,
+which an installation has as `gsa-prepare`.
 """
 
 from __future__ import annotations
@@ -22,20 +20,19 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics as python_topics
 
 import orjson
-import prepare_tokens
-import sentencepiece
 import zstandard
 from html_text import html_to_text
-from machine_text import Options, build_corpus, summary
 
-from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading
-from gsa_data.shards import DataFault, build_manifest
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_data.documents import Document
+from gsa_data.prepare import add_commands, run_command
+from gsa_data.shards import DataFault
 
 MIN_CHARACTERS = 200  # shorter files are redirects and empty packages
 VALIDATION_FRACTION = 0.025
@@ -56,8 +53,6 @@ RUST_BOOKS = (
 RUST_LEFT_OUT = re.compile(r"(^|/)(print|toc|404|test-summary)\.html$|^rust-by-example/(es|ja|ko|zh)/")
 
 RUST_OLD_EDITION = "edition of the book is no longer distributed"  # hundreds of such pages, all alike
-
-CORPUS_OPTIONS = {field.name for field in fields(Options)} - {"roots"}
 
 
 @dataclass(frozen=True)
@@ -197,37 +192,6 @@ def build_sample(out: Path, rust_docs: Path, train_shards: int) -> None:
     (out / "manifest.json").write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
-    """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2."""
-    manifest, reading = build_manifest(shards), Reading(max_bad_line_fraction=0.0)
-
-    def lines() -> Iterator[str]:
-        for relpath, _ in manifest.shards:
-            for document in read_documents(manifest, relpath, reading, Counter()):
-                if isinstance(document, Document):
-                    yield from (line for line in document.text_utf8.decode().split("\n") if line)
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
-            model_writer=file,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            num_threads=1,
-            minloglevel=1,
-        )
-
-
 def default_rust_docs() -> Path:
     return _only(Path.home(), ".rustup/toolchains/stable-*/share/doc/rust")
 
@@ -241,34 +205,6 @@ def _only(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def add_corpus_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    corpus = commands.add_parser("corpus", help="build a large corpus, not to be redistributed")
-    corpus.add_argument(
-        "--from-machine", action="store_true", required=True, help="from the text of the installed software"
-    )
-    corpus.add_argument("--out", type=Path, required=True, help="a new folder")
-    corpus.add_argument(
-        "--root", type=Path, action="append", default=[], help="a folder to walk; repeat it for several"
-    )
-    corpus.add_argument(
-        "--tokenizer", type=Path, default=Path(__file__).parent / "sample" / "tokenizer.model"
-    )
-    corpus.add_argument("--seed", type=int, default=Options.seed, help="of the splits and shards")
-    corpus.add_argument("--train-shards", type=int, default=Options.train_shards)
-    corpus.add_argument("--holdout-shards", type=int, default=Options.holdout_shards)
-    corpus.add_argument("--validation-fraction", type=float, default=Options.validation_fraction)
-    corpus.add_argument("--test-fraction", type=float, default=Options.test_fraction)
-    corpus.add_argument("--max-document-bytes", type=int, default=Options.max_document_bytes)
-    corpus.add_argument(
-        "--max-repeated",
-        type=float,
-        default=Options.max_repeated,
-        help="leave out documents with a larger share of paragraphs that earlier ones hold; 1 keeps them",
-    )
-    corpus.add_argument("--workers", type=int, default=Options.workers, help="processes that read")
-    corpus.add_argument("--overwrite", action="store_true", help="replace a corpus that this command made")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -280,27 +216,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--rust-docs", type=Path, help="a toolchain's share/doc/rust (default: rustup's stable)"
     )
     sample.add_argument("--train-shards", type=int, default=20)
-    tokenizer = commands.add_parser("tokenizer", help="train a sentencepiece BPE tokenizer")
-    tokenizer.add_argument("--shards", required=True, help="folder of jsonl.zst shards")
-    tokenizer.add_argument("--out", type=Path, required=True)
-    tokenizer.add_argument("--vocab-size", type=int, default=4096)
-    tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
-    prepare_tokens.add_arguments(tokens)
-    add_corpus_command(commands)
-    options = parser.parse_args(arguments)
-    try:
-        if options.command == "tokens":
-            return prepare_tokens.run(options)
-        if options.command == "sample":
-            build_sample(options.out, options.rust_docs or default_rust_docs(), options.train_shards)
-        elif options.command == "corpus":
-            chosen = {key: value for key, value in vars(options).items() if key in CORPUS_OPTIONS}
-            print(summary(build_corpus(Options(**chosen, roots=tuple(options.root)))))
-        else:
-            train_tokenizer(options.shards, options.out, options.vocab_size)
-    except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
-        print(f"error: {fault}", file=sys.stderr)
-        return 1
+    sample.set_defaults(run=run_sample)
+    add_commands(commands)
+    return run_command(parser.parse_args(arguments))
+
+
+def run_sample(options: argparse.Namespace) -> int:
+    build_sample(options.out, options.rust_docs or default_rust_docs(), options.train_shards)
     return 0
 
 

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
 from gsa_data import Tokenizer
 from gsa_data.best_fit import best_fit, packing_shares
 from gsa_data.documents import Document, read_documents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import time
@@ -45,11 +46,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         argv: the words after the script's name; those of this process if None.
     """
     parser = argparse.ArgumentParser(
-        prog="pretrain.py",
+        prog=program_name(),
         description="Pretrain a language model with Gated Sparse Attention.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run, see configs/")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="YAML file of the run, or the name of one in configs/"
+    )
     resume = parser.add_mutually_exclusive_group()
     resume.add_argument("--resume-from", metavar="DIR", help="start from this checkpoint folder")
     resume.add_argument("--no-resume", action="store_true", help="ignore the checkpoints of the run folder")
@@ -66,6 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--dry-run", action="store_true", help="print layout, sizes and costs, and stop")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to plan for, with --dry-run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.grad_clip=0.5")
+    refuse_dashed_fields(parser, argv)
     arguments = parser.parse_intermixed_args(argv)
 
     if arguments.world_size is not None and not arguments.dry_run:
@@ -92,6 +96,22 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         dry_run=arguments.dry_run,
         world_size=world_size,
     )
+
+
+def program_name() -> str:
+    """What stands in messages for this program: pretrain.py, gsa-pretrain or python -m gsa_train."""
+    name = Path(sys.argv[0]).name
+    return "python -m gsa_train" if name == "__main__.py" else name
+
+
+def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
+    """`--model.num_layers=2` ends the program with the right form; other wrong words are argparse's."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        dashed = re.fullmatch(r"--([a-z_]+\.[^=]+)(?:=(.*))?", word)
+        if dashed:
+            value = following if dashed[2] is None else dashed[2]
+            parser.error(f"{word}: fields of the config have no dashes; write {dashed[1]}={value or 'VALUE'}")
 
 
 def announced_world_size(needs_rank: bool = True) -> int:

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from gsa_train.config import Config
 from gsa_train.config.file_checks import check_files
 from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.config.pipeline_layout import stage_chunks, stage_layers
 from gsa_train.memory.estimate import checkpoint_bytes, estimate_memory, fields_of
 from gsa_train.model.flops import count_parameters, flops_per_token
-from gsa_train.pipeline_layout import stage_chunks, stage_layers
 
 MAX_LAYOUT_LINES = 32
 GIB = 2**30

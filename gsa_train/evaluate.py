@@ -16,7 +16,7 @@ from gsa_data.validation import ScoredText, ValidationSet
 from gsa_train.batches import MicroBatch, replay_training_blocks, to_micro_batch
 from gsa_train.config import Config
 from gsa_train.metrics.record import Reduced, attention_metrics, reduce_step
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel
 from gsa_train.step import evaluation_step
 
@@ -54,9 +54,7 @@ def evaluate(
     for each in sets:
         is_first = each is sets[0]
         prefix = "validation" if is_first else f"validation_{each.name}"
-        model.runtime.measuring = is_first
-        reduced = _score(model, each.text, eos_id, config, parallel, before_each)
-        model.runtime.measuring = False
+        reduced = _score(model, each.text, eos_id, config, parallel, before_each, measures=is_first)
         scores = _scores(reduced.loss, each.text)
         record |= {f"{prefix}_{score}": scores[score] for score in SCORES}
         if is_first:
@@ -100,6 +98,7 @@ def _score(
     config: Config,
     parallel: Parallel,
     before_each: Callable[[], None],
+    measures: bool = False,
 ) -> Reduced:
     """`loss` is the mean over all scored labels of the text, however they are dealt."""
     micro_batches = _deal(text, eos_id, config, parallel)
@@ -109,7 +108,7 @@ def _score(
     for first in range(0, len(micro_batches), most):
         before_each()
         part = micro_batches[first : first + most]
-        loss_sum += evaluation_step(model, part, config, parallel)[0]
+        loss_sum += evaluation_step(model, part, config, parallel, measures)[0]
     return reduce_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)
 
 

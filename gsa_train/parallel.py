@@ -75,7 +75,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        from gsa_kernels.wrong_sums import refuse_wrong_sums  # imports Triton
+        from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # imports Triton
 
         refuse_wrong_sums()
     if not dist.is_initialized():  # a process may change its layout
@@ -111,7 +111,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
 
 
 def collective_timeout(config: ParallelConfig) -> timedelta:
-    """A little later than `Watch`, which says more."""
+    """A little later than `HangWatchdog`, which says more."""
     return timedelta(minutes=config.timeout_minutes) * 1.25
 
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gsa_train.config import PhaseConfig
-from gsa_train.model.build import Model
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.mcore.build import Model
 
 
 @dataclass(frozen=True)
-class PhaseSpan:
+class PhaseRange:
     """A phase and the optimizer steps `start` (inclusive) to `end` (exclusive) that belong to it."""
 
     index: int
@@ -19,17 +20,17 @@ class PhaseSpan:
     end: int
 
 
-def phase_spans(phases: Sequence[PhaseConfig]) -> list[PhaseSpan]:
+def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
     """Lay the phases end to end."""
-    spans, start = [], 0
+    ranges, start = [], 0
     for index, phase in enumerate(phases):
-        spans.append(PhaseSpan(index, phase, start, start + phase.steps))
+        ranges.append(PhaseRange(index, phase, start, start + phase.steps))
         start += phase.steps
-    return spans
+    return ranges
 
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:
-    """Freeze what the phase does not train, and set the attention's mode.
+    """Freeze what the phase does not train, and say what kind of pass its steps make.
 
     train=indexer: the base runs without a graph, so the indexer is all that can be trained.
     """
@@ -38,7 +39,7 @@ def enter_phase(model: Model, phase: PhaseConfig) -> None:
         trained = {"all": True, "base": not is_indexer, "indexer": is_indexer}[phase.train]
         parameter.requires_grad_(trained)
         parameter.grad = None
-    runtime = model.runtime
-    runtime.sparse = phase.attention == "sparse"
-    runtime.train_indexer = model.num_indexers > 0 and phase.train in ("all", "indexer")
-    runtime.shared_selection = None
+    model.runtime.attention_pass = AttentionPass(
+        sparse=phase.attention == "sparse",
+        trains_indexer=model.num_indexers > 0 and phase.train in ("all", "indexer"),
+    )

@@ -22,8 +22,8 @@ from gsa_train.config import Config
 from gsa_train.monitor.monitor import MonitorState, state_of
 from gsa_train.monitor.stop import refuse_same_spike
 from gsa_train.parallel import Parallel
-from gsa_train.phases import PhaseSpan
-from gsa_train.run.launch import is_restart
+from gsa_train.phases import PhaseRange
+from gsa_train.run.job_start import is_restart
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,11 @@ class Start:
         return self.state.tokens if self.state else 0
 
     @property
+    def saved_phase(self) -> str:
+        """Name of the phase that the checkpoint was written in; empty at step 0."""
+        return self.state.phase_name if self.state else ""
+
+    @property
     def monitor(self) -> MonitorState:
         return state_of(self.state.monitor) if self.state else MonitorState()
 
@@ -79,11 +84,11 @@ def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], parallel: Parallel) -> Start:
+def choose_start(config: Config, arguments: Arguments, ranges: list[PhaseRange], parallel: Parallel) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
     What is damaged keeps its name until nothing refuses the start (`set_damaged_aside`). These options are for a
-    launch's first start; its restarts go on from the run folder once that has a checkpoint.
+    job's first start; its restarts go on from the run folder once that has a checkpoint.
 
     Raises:
         SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
@@ -117,7 +122,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
         checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums)
     if checkpoint is None:
         return Start()
-    start = start_from(checkpoint, config, spans, damaged)
+    start = start_from(checkpoint, config, ranges, damaged)
     if not start.same_run and (own / "checkpoints").resolve() in checkpoint.resolve().parents:
         raise ResumeError(
             f"--resume-from {resume_from}: lies in {own / 'checkpoints'}, which moves to previous/ when the run starts "
@@ -127,7 +132,7 @@ def choose_start(config: Config, arguments: Arguments, spans: list[PhaseSpan], p
 
 
 def start_from(
-    checkpoint: Path, config: Config, spans: list[PhaseSpan], damaged: Sequence[tuple[str, str]]
+    checkpoint: Path, config: Config, ranges: list[PhaseRange], damaged: Sequence[tuple[str, str]]
 ) -> Start:
     """The start that a checkpoint means.
 
@@ -142,9 +147,9 @@ def start_from(
     except ValueError as error:
         raise ResumeError(str(error)) from error
     _check_same_model(config, state, checkpoint)
-    _check_same_phases(state, spans, checkpoint)
-    finished = state.step == spans[state.phase_index].end
-    stays = state.phase_index == len(spans) - 1 or state.validation_due
+    _check_same_phases(state, ranges, checkpoint)
+    finished = state.step == ranges[state.phase_index].end
+    stays = state.phase_index == len(ranges) - 1 or state.validation_due
     return Start(
         checkpoint=checkpoint,
         state=state,
@@ -273,30 +278,31 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
         )
 
 
-def _check_same_phases(state: RunState, spans: list[PhaseSpan], checkpoint: Path) -> None:
+def _check_same_phases(state: RunState, ranges: list[PhaseRange], checkpoint: Path) -> None:
     remedy = (
         "Keep the phases up to this one as they were, or start a new run (another run.name, or --no-resume)."
     )
-    if state.phase_index >= len(spans):
+    if state.phase_index >= len(ranges):
         raise ResumeError(
             f"{checkpoint} was written in phase {state.phase_index} ({state.phase_name}), but the config has "
-            f"{len(spans)} phases. {remedy}"
+            f"{len(ranges)} phases. {remedy}"
         )
-    span = spans[state.phase_index]
-    if span.phase.name != state.phase_name or span.start != state.phase_start:
+    phase_range = ranges[state.phase_index]
+    phase = phase_range.phase
+    if phase.name != state.phase_name or phase_range.start != state.phase_start:
         raise ResumeError(
             f"{checkpoint} was written in phase {state.phase_name}, which began at step {state.phase_start}; "
-            f"in the config phase {state.phase_index} is {span.phase.name} and begins at step {span.start}. "
+            f"in the config phase {state.phase_index} is {phase.name} and begins at step {phase_range.start}. "
             f"{remedy}"
         )
     trained = yaml.safe_load(state.config_yaml)["phases"][state.phase_index]["train"]
-    if trained != span.phase.train:
+    if trained != phase.train:
         raise ResumeError(
             f"{checkpoint} was written while phase {state.phase_name} trained {trained}; in the config "
-            f"phases.{state.phase_index}.train = {span.phase.train}, which its optimizer does not fit. {remedy}"
+            f"phases.{state.phase_index}.train = {phase.train}, which its optimizer does not fit. {remedy}"
         )
-    if state.step > span.end:
+    if state.step > phase_range.end:
         raise ResumeError(
-            f"{checkpoint} stands at step {state.step}, but phase {span.phase.name} now ends at {span.end}. "
+            f"{checkpoint} stands at step {state.step}, but phase {phase.name} now ends at {phase_range.end}. "
             f"{remedy}"
         )

@@ -24,3 +24,13 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
     decay_steps = max(phase.steps - 1 - phase.warmup_steps, 1)
     progress = min((phase_step - phase.warmup_steps) / decay_steps, 1.0)
     return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress))
+
+
+def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
+    """Learning rate of each trained group over the phase's learning rate, under the names of the metrics."""
+    if phase.train == "indexer":
+        return {"indexer": 1.0}
+    multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}
+    if phase.train == "all":
+        multipliers["indexer"] = phase.indexer_lr_mult
+    return multipliers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gsa_train.batches import MicroBatch, mean_visible_keys
 from gsa_train.config import Config
-from gsa_train.losses import indexer_kl_grad_scale
+from gsa_train.context_sharding import ContextSharding
+from gsa_train.loss_injection import indexer_kl_grad_scale
+from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import update_variance_emas
-from gsa_train.model.build import Model
 from gsa_train.model.context_parallel import local_part
+from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.corruption import Computed, CorruptionCheck
 from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
-from gsa_train.sequence_cut import SequenceCut
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,12 @@ class StepResult:
 
 
 def train_step(
-    training: Training, micro_batches: Sequence[MicroBatch], lr: float, step: int, saves: bool = False
+    training: Training,
+    micro_batches: Sequence[MicroBatch],
+    lr: float,
+    step: int,
+    saves: bool = False,
+    measures: bool = False,
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
@@ -66,6 +72,7 @@ def train_step(
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
         saves: what the step makes of the weights will be saved.
+        measures: record the statistics of the attention: this step is logged.
     """
     model, optimizer, config = training.model, training.optimizer, training.config
     detector, check, groups = training.detector, training.check, training.parallel.groups
@@ -76,7 +83,8 @@ def train_step(
     model.work_time.begin()
     optimizer.set_learning_rate(lr, config.train.weight_decay)
 
-    compute = partial(_compute, training, micro_batches, loss_tokens, step)
+    attention_pass = _training_pass(training, step, measures)
+    compute = partial(_compute, training, micro_batches, loss_tokens, attention_pass)
     computed = compute() if check is None else check.compute(step + 1, compute)
     verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
     if check is not None:  # looks for wrong bits before the update
@@ -87,14 +95,42 @@ def train_step(
         check.compare_replicas(step + 1, saves)
     with model.work_time.part("optimizer"):
         optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
-        update_variance_emas(model.attentions, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied)
-    model.runtime.shared_selection = None
-    visible_keys = mean_visible_keys(micro_batches) if model.runtime.measuring else None
+        update_variance_emas(
+            model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied
+        )
+    visible_keys = mean_visible_keys(micro_batches) if measures else None
     return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, visible_keys)
 
 
+def _training_pass(training: Training, step: int, measures: bool) -> AttentionPass:
+    """What kind of pass this step's micro-batches make through the attention layers."""
+    model, config, parallel = training.model, training.config, training.parallel
+    of_phase = model.runtime.attention_pass
+    kl_grad_scale = 0.0
+    if of_phase.trains_indexer:
+        blocks_per_sequence = -(-config.train.seq_len_tokens // config.gsa.selection_block)
+        kl_grad_scale = indexer_kl_grad_scale(
+            training.optimizer.phase.kl_coeff,
+            model.num_indexers,
+            config.train.global_batch_size * blocks_per_sequence,
+            parallel.data_size * parallel.context_size,
+        )
+    rank = parallel.data_rank * parallel.context_size + parallel.context_rank
+    return replace(
+        of_phase,
+        base_has_graph=not training.optimizer.local_backward,
+        measuring=measures,
+        kl_grad_scale=kl_grad_scale,
+        row_fraction=config.gsa.indexer_loss_row_fraction,
+        row_key=f"{config.run.seed} {step} {rank}",
+    )
+
+
 def _compute(
-    training: Training, micro_batches: Sequence[MicroBatch], loss_tokens: torch.Tensor, step: int
+    training: Training,
+    micro_batches: Sequence[MicroBatch],
+    loss_tokens: torch.Tensor,
+    attention_pass: AttentionPass,
 ) -> Computed:
     """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
     model, optimizer, config, parallel = (
@@ -103,24 +139,12 @@ def _compute(
         training.config,
         training.parallel,
     )
-    runtime, phase, local = model.runtime, optimizer.phase, optimizer.local_backward
-    runtime.evaluating, runtime.local_backward = False, local
-    runtime.begin_step(
-        f"{config.run.seed} {step} {parallel.data_rank * parallel.context_size + parallel.context_rank}"
-    )
-    if runtime.train_indexer:
-        blocks_per_sequence = -(-config.train.seq_len_tokens // config.gsa.selection_block)
-        runtime.kl_grad_scale = indexer_kl_grad_scale(
-            phase.kl_coeff,
-            model.num_indexers,
-            config.train.global_batch_size * blocks_per_sequence,
-            parallel.data_size * parallel.context_size,
-        )
+    local = optimizer.local_backward
     optimizer.begin_step()
     # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with model.work_time.part("forward_backward"):
-        with torch.no_grad() if local else nullcontext():
+        with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():
             modules = optimizer.modules
             losses = _run_schedule(modules, micro_batches, loss_tokens, config, parallel, forward_only=local)
         if local:
@@ -134,20 +158,27 @@ def _compute(
 
 @torch.no_grad()
 def evaluation_step(
-    model: Model, micro_batches: Sequence[MicroBatch], config: Config, parallel: Parallel
+    model: Model,
+    micro_batches: Sequence[MicroBatch],
+    config: Config,
+    parallel: Parallel,
+    measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of this rank's scored tokens (0 off the last stage) and the number of its replica's."""
-    runtime = model.runtime
-    runtime.evaluating, runtime.local_backward = True, False
+    """Summed loss of this rank's scored tokens (0 off the last stage) and the number of its replica's.
+
+    Args:
+        measures: record the statistics of the attention.
+    """
+    attention_pass = replace(model.runtime.attention_pass, evaluating=True, measuring=measures)
     for module in model.modules:
         module.eval()
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
-    losses = _run_schedule(
-        model.modules, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
-    )
+    with model.runtime.during(attention_pass):
+        losses = _run_schedule(
+            model.modules, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
+        )
     for module in model.modules:
         module.train()
-    runtime.evaluating, runtime.shared_selection = False, None
     return _sum_of(losses, parallel), loss_tokens
 
 
@@ -163,7 +194,7 @@ def _run_schedule(
     # averages gradients over these and the replicas; undoing all this gives the mean over the scored tokens of the
     # global batch, however they are spread.
     loss_scale = len(micro_batches) * parallel.data_size / loss_tokens
-    cut = SequenceCut(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
+    cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     iterators = [iter(micro_batches) for _ in modules]
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss_scale=loss_scale, cut=cut),
@@ -180,7 +211,7 @@ def _forward_step(
     micro_batches: Iterator[MicroBatch],
     module: torch.nn.Module,
     loss_scale: torch.Tensor,
-    cut: SequenceCut,
+    cut: ContextSharding,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(micro_batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)

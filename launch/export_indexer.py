@@ -1,4 +1,4 @@
-"""Save what a checkpoint's indexers make of real text, for `kernels/bench/bench_long.py --selection FILE`:
+"""Save what a checkpoint's indexers make of real text, for `benchmarks/bench_long.py --selection FILE`:
 
 python launch/export_indexer.py RUN_DIR --seq-len-tokens 131072 --layers 0 5 11 --out FILE.pt
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
 from gsa_train.config import ConfigError, load_config
 

@@ -13,7 +13,10 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.wandb_sink import has_wandb_key
@@ -25,7 +28,9 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name is None or not missing.name.startswith("wandb_workspaces"):
         raise
-    sys.exit("launch/wandb_workspace.py needs wandb-workspaces: pip install 'gsa-train[workspace]'")
+    sys.exit(
+        "launch/wandb_workspace.py needs wandb-workspaces; run in the checkout: pip install '.[workspace]'"
+    )
 
 AXIS = "tokens"
 

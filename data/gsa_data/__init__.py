@@ -13,6 +13,8 @@ from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_bloc
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet, read_validation_set, validation_blocks
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BlockStream",
     "DataFault",

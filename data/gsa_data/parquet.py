@@ -1,4 +1,4 @@
-"""The rows of a Parquet shard, through pyarrow (optional: `pip install 'gsa-train[parquet]'`)."""
+"""The rows of a Parquet shard, through pyarrow (the extra `parquet`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def require_pyarrow(shard: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataFault(f"shard {shard} needs pyarrow; run: pip install 'gsa-train[parquet]'") from error
+        raise DataFault(
+            f"shard {shard} needs pyarrow; run in the checkout: pip install '.[parquet]'"
+        ) from error
     return pyarrow
 
 

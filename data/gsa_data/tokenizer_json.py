@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, through the library `tokenizers` (optional: `pip install 'gsa-train[hf]'`)."""
+"""Hugging Face's tokenizer.json, through the library `tokenizers` (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TokenizerJson:
             import tokenizers
         except ImportError as error:
             raise TokenizerError(
-                f"tokenizer file {path!r} needs the package tokenizers; run: pip install 'gsa-train[hf]'"
+                f"tokenizer file {path!r} needs the package tokenizers; run in the checkout: pip install '.[hf]'"
             ) from error
         self._path = path
         try:

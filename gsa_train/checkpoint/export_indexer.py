@@ -16,8 +16,8 @@ from gsa_train.batches import load_tokenizer, open_validation_corpus, reading_of
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.model.build import Model, build_model
-from gsa_train.model.indexer import IndexerProjections
+from gsa_train.model.mcore.build import Model, build_model
+from gsa_train.model.projected import IndexerProjections
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
@@ -105,7 +105,8 @@ def capture_indexers(
 
 
 def _keep(kept: dict[str, torch.Tensor | None], module: Any, inputs: Any, output: IndexerProjections) -> None:
-    kept.update({name: _to_cpu(tensor) for name, tensor in output._asdict().items()})
+    named = zip(("queries", "keys", "weight_logits"), output, strict=True)
+    kept.update({name: _to_cpu(tensor) for name, tensor in named})
 
 
 def _to_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from gsa_train.checkpoint.load import (
     weights_to_load,
 )
 from gsa_train.config import Config
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
 from gsa_train.resume import ResumeError, named_checkpoint

@@ -37,7 +37,7 @@ from gsa_train.checkpoint.optimizer_state import (
     step_count,
     wanted_state,
 )
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 from gsa_train.parallel import Parallel
 

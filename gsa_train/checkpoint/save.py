@@ -37,7 +37,7 @@ from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -28,6 +28,7 @@ from gsa_train.config.parallel import ParallelConfig
 from gsa_train.config.phases import PhaseConfig
 from gsa_train.config.profile import ProfileConfig
 from gsa_train.config.run import RunConfig
+from gsa_train.config.sections import Config
 from gsa_train.config.train import TrainConfig
 
 __all__ = [
@@ -48,24 +49,6 @@ __all__ = [
     "config_to_yaml",
     "load_config",
 ]
-
-
-@dataclass(frozen=True)
-class Config:
-    """The sections; each is described in a file of its name."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    gsa: GSAConfig = field(default_factory=GSAConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    phases: list[PhaseConfig] = field(default_factory=list)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def load_config(

@@ -10,8 +10,9 @@ import importlib.util
 import math
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gsa_train.config.data import DataConfig
 from gsa_train.config.file_checks import longest_read_seconds, validation_fields
 from gsa_train.config.kernel_checks import check_kernels
 from gsa_train.config.layout_checks import (
@@ -23,9 +24,8 @@ from gsa_train.config.layout_checks import (
 )
 from gsa_train.config.load import problem_line
 from gsa_train.config.monitor_checks import check_monitor
-
-if TYPE_CHECKING:
-    from gsa_train.config import Config, DataConfig, PhaseConfig
+from gsa_train.config.phases import PhaseConfig
+from gsa_train.config.sections import Config
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -76,7 +76,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
 def check_packages(config: Config) -> list[str]:
     """Packages beyond the required ones that a run needs and that are missing."""
     if config.parallel.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        remedy = "pip install 'gsa-train[deepspeed]', or set parallel.strategy to megatron"
+        remedy = "run pip install '.[deepspeed]' in the checkout, or set parallel.strategy to megatron"
         return [
             problem_line("parallel.strategy", "deepspeed", "the package deepspeed is not installed", remedy)
         ]
@@ -104,7 +104,7 @@ def _check_order(data: DataConfig) -> list[str]:
 
 
 def _check_reading(config: Config) -> list[str]:
-    """Reading is given up before the watch gives up the rank that reads: what data.on_bad_shard says is done."""
+    """Reading is given up before the watchdog gives up the rank that reads: what data.on_bad_shard says is done."""
     data, limit_minutes = config.data, config.parallel.timeout_minutes
     longest_seconds = longest_read_seconds(data)
     if data.read_timeout_seconds <= 0 or not 0 < limit_minutes * 60 < longest_seconds < math.inf:

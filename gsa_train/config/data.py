@@ -9,54 +9,59 @@ from typing import Literal
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training shards: all `*.jsonl`, `*.jsonl.zst`,
-    `*.jsonl.gz` and `*.parquet` below it, mixed as they come; or of tokens that `prepare.py tokens` made of them,
-    or of megatron-core's indexed datasets (`*.bin` and `*.idx`)."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text: all `*.jsonl`, `*.jsonl.zst`,
+    `*.jsonl.gz` and `*.parquet` below it. Or tokens made of them by `prepare.py tokens`, or megatron-core's indexed
+    datasets (`*.bin` and `*.idx`)."""
     validation_dir: str = "data/sample/validation"
-    """The same for validation: one set, named `validation`. Not read when `validation_sets` names any."""
+    """The same for validation: one set, named `validation`. Not read where `validation_sets` names any."""
     validation_sets: dict[str, str] = field(default_factory=dict)
-    """Several validation sets, `name: folder`, each scored apart; they take the place of `validation_dir`. A name is
-    letters, digits and _. `validation_loss`, the attention's statistics and the n-gram baselines are of the first."""
+    """Several validation sets, `name: folder`, each scored by itself; they replace `validation_dir`. A name has
+    letters, digits and _. `validation_loss`, the statistics of attention and the n-gram baselines are of the first
+    set."""
     tokenizer: str = "data/sample/tokenizer.model"
     """Sentencepiece model or Hugging Face tokenizer.json, also at an fsspec address."""
     eos_token: str = ""
-    """Token that ends each document; empty: sentencepiece's EOS, or tokenizer.json's `</s>`, `<|endoftext|>`, ..."""
+    """Token that ends each document. Empty: sentencepiece's EOS, or of a tokenizer.json `</s>`, `<|endoftext|>`,
+    ..."""
     text_field: str = "text"
     """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
     seed: int = 0
-    """Seed of the order of shards and documents, and of which documents a weight leaves out."""
+    """Seed of the order of shards and documents, and of which documents a source weight leaves out."""
     num_lanes: int = 8
-    """Interleaved streams that fix the global order; a multiple of data-parallel ranks x workers. Fixed for a run."""
+    """Interleaved streams of documents that fix the global order; a multiple of data-parallel ranks x workers. Fixed
+    for a run."""
     shuffle_documents: bool = True
-    """Shuffle the documents of each shard."""
+    """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
     """How often each document of a source (`meta.redpajama_set_name`; `unknown` where a line names none) comes in an
-    epoch: 0 leaves the source out, 0.5 takes it every other epoch, 2 twice; sources without a weight come once. May
-    change at a resume. Text and tokens of `prepare.py tokens` only."""
+    epoch: 0 never, 0.5 every other epoch, 2 twice; without a weight once. May change at a resume. For text and for
+    tokens of `prepare.py tokens`."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    """Training sequences: documents in a row, cut where a sequence ends; or whole documents chosen to fill it, so that
-    only those longer than a sequence are cut (data/gsa_data/best_fit.py). Fixed for a run."""
+    """How documents fill training sequences. `concatenate`: one after another, cut where a sequence ends. `best_fit`:
+    whole documents chosen to fill the sequence, so that only longer ones are cut. Fixed for a run."""
     packing_pool_documents: int = 128
-    """Documents of each lane among which `best_fit` chooses; each resume reads them again. Fixed for a run."""
+    """Documents of each lane among which `best_fit` chooses. A resume reads them again. Fixed for a run."""
     attend_across_documents: bool = False
-    """False: attention, selection and variance stop at the document's start, and an EOS predicts nothing."""
+    """False: attention, selection and score variance stop at the start of the document, and an EOS predicts nothing.
+    True: a sequence is one context."""
     num_workers: int = 0
     """Reader processes per data-parallel rank; 0 reads in the training process."""
     prefetch_blocks: int = 64
-    """Blocks that each rank reads ahead when it has workers, all of them together."""
+    """Sequences that the workers of a rank together read ahead."""
     on_bad_shard: Literal["fail", "skip"] = "fail"
-    """What a shard does that is missing, unreadable, damaged, a copy of another or too full of bad lines: stop the
-    run, or be left out as far as it is bad, with a log line and in `data_skipped_shards`. Validation always fails."""
+    """What to do with a shard that is missing, unreadable, damaged, a copy of another, or too full of bad lines.
+    `fail`: stop the run. `skip`: leave out what is bad, log it, and count it in `data_skipped_shards`. Validation
+    always fails."""
     max_bad_line_fraction: float = 0.01
-    """Lines without readable text are left out and counted; a shard with a larger share of them is a bad shard."""
+    """Lines without readable text are left out and counted. A shard with a larger share of them is a bad shard."""
     max_document_bytes: int = 33554432
-    """Longer documents are left out and counted; one MiB takes a reader about a second."""
+    """Documents of more bytes are left out and counted; a MiB takes a reader about a second."""
     read_retries: int = 5
-    """Times that a read which failed or timed out is tried again, after 0.5, 1, 2, 4, ... seconds."""
+    """How often a read that failed or timed out is tried again, after 0.5, 1, 2, 4, ... seconds."""
     read_timeout_seconds: float = 60.0
-    """A read, an opening or a listing that brings nothing for so long has failed. All tries together take less than
-    `parallel.timeout_minutes`. A reader process that hangs stops the run a minute after the last retry must have
-    ended."""
+    """Seconds without an answer after which a read, an opening or a listing has failed. All tries together must take
+    less than `parallel.timeout_minutes`. A reader process that hangs ends the run a minute after its last try should
+    have ended."""
 
     @property
     def validation_folders(self) -> dict[str, str]:

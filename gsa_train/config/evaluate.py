@@ -10,8 +10,10 @@ class EvaluateConfig:
     every_steps: int = 0
     """Steps between validations; 0 = only at the end of the run."""
     max_blocks: int = 64
-    """Sequences used of each validation set."""
+    """Sequences scored of each validation set."""
     split_by_source: bool = False
-    """Score the documents of these sequences again, packed by `meta.redpajama_set_name`: a perplexity per source."""
+    """Score the documents of these sequences once more, packed by `meta.redpajama_set_name`, for a perplexity per
+    source."""
     ngram_baselines: bool = False
-    """At the end, score unigram and bigram models of the same training tokens (reads them again: small runs)."""
+    """At the end, score unigram and bigram models of the same training tokens. They read these again: for small
+    runs."""

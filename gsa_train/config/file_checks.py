@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from gsa_train.config.data import DataConfig
 from gsa_train.config.load import problem_line
-
-if TYPE_CHECKING:
-    from gsa_train.config import Config, DataConfig
+from gsa_train.config.sections import Config
 
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
@@ -55,7 +53,11 @@ def check_initial_weights(config: Config) -> list[str]:
 
     def ask() -> list[str]:
         remedy = "name a checkpoint or a run, or leave it out"
-        return [] if Path(folder).is_dir() else [problem_line(field, folder, "no such folder", remedy)]
+        return (
+            []
+            if Path(folder).is_dir()
+            else [problem_line(field, folder, f"no such folder{_in_full(folder)}", remedy)]
+        )
 
     return _answers([_Question(field, folder, ask)], config.data)
 
@@ -115,9 +117,11 @@ def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
 
 def _folder_problems(field: str, folder: str) -> list[str]:
     if not Path(folder).is_dir():
-        return [problem_line(field, folder, "no such folder", f"create it, or set {field}")]
+        return [
+            problem_line(field, folder, f"no such folder{_in_full(folder)}", f"create it, or set {field}")
+        ]
     if not _holds_text(Path(folder)):
-        wanted = f"holds no *{', *'.join(DATA_FORMATS)}"
+        wanted = f"holds no *{', *'.join(DATA_FORMATS)}{_in_full(folder)}"
         return [problem_line(field, folder, wanted, f"put shards there, or set {field}")]
     return []
 
@@ -125,7 +129,14 @@ def _folder_problems(field: str, folder: str) -> list[str]:
 def _file_problems(field: str, path: str) -> list[str]:
     if Path(path).is_file():
         return []
-    return [problem_line(field, path, "no such file", "set it to a tokenizer file")]
+    return [problem_line(field, path, f"no such file{_in_full(path)}", "set it to a tokenizer file")]
+
+
+def _in_full(path: str) -> str:
+    """What a relative path of the config was taken for."""
+    if Path(path).is_absolute():
+        return ""
+    return f" ({Path.cwd() / path}: relative paths start where the command was given)"
 
 
 def _holds_text(folder: Path) -> bool:

@@ -11,48 +11,51 @@ class GSAConfig:
     attention: Literal["dense", "sparse"] = "sparse"
     """`dense` builds no indexer (the baselines standard and gated-only); `sparse` builds one."""
     value_gate: bool = True
-    """G2: V * sigmoid(h W + b) (eq. 9)."""
+    """G2: V * sigmoid(h W + b), before attention (eq. 9)."""
     output_gate: bool = True
-    """G1: O * sigmoid(h W + b), elementwise and head-specific (eq. 10)."""
+    """G1: O * sigmoid(h W + b), after attention, elementwise and head-specific (eq. 10)."""
     gate_bias_init: float = 0.0
-    """Initial bias of both gates; 0 opens them to 0.5 (section 3.5 of the paper)."""
+    """Initial bias b of both gates; with 0 their mean opening is 0.5 (section 3.5 of the paper)."""
     indexer_heads: int = 4
-    """Heads H_I of the lightning indexer."""
+    """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
     """Head size d_I of the indexer."""
     indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
-    """`sigmoid` = GSA (eq. 7); `relu` with unbounded weights = DSA."""
+    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights: DSA."""
     indexer_rope: bool = False
     """Rotary embedding on the indexer's queries and key, as DeepSeek's indexer has."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
-    """beta in softmax(beta * I) of the indexer loss: a number, or `learned` (starts at 1)."""
+    """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. 1 = the paper."""
     indexer_loss_row_fraction: float = 1.0
-    """Share of the queries, 1 / n, from which training estimates the indexer loss without bias: every n-th run of 128,
-    begun anew per micro-batch and layer. 1 = the paper, below it is cheaper and noisier. Validation uses all."""
+    """Share of the queries, 1 / n, on which the indexer loss is computed in training: every n-th stretch of 128
+    queries, from an offset drawn anew for each micro-batch and layer. The estimate has no bias. 1 = the paper; below 1
+    is cheaper and noisier. Validation uses all queries."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    """Budget rule (eq. 8): `inverse` k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""
+    """Budget of keys of a query (eq. 8), with var the variance of its scores and ema their moving average: `inverse`
+    k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""
     k_base: int = 2048
     """Keys per query before adaptation."""
     k_min: int = 256
-    """Smallest budget k_t."""
+    """Smallest budget k_t, in keys per query."""
     k_max: int = 4096
-    """Largest budget k_t."""
+    """Largest budget k_t, in keys per query."""
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
-    """The last `local_window` keys are always selected, beside the budget; 0 = the paper."""
+    """Number of latest keys that are always selected, beside the budget; 0 = the paper."""
     selection_block: int = 1
-    """Aligned blocks of this many queries share the selection of their first query; 1 = the paper."""
+    """Queries in aligned blocks of this many share the selection of the first of them; 1 = the paper."""
     selection_reuse: int = 1
-    """Layers in groups of this many share the selection of the group's first layer; 1 = the paper."""
+    """Layers in groups of this many share the selection of the first of them; 1 = the paper."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
-    """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: triton on a GPU where its
-    kernels cover the config, else reference; the run says at its start which it is."""
+    """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU where its
+    kernels can do what the config asks, else `reference`. The start of the run logs the choice."""
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
-    """Of the fused kernels for selections: `masked` visits all tiles of keys under a mask of bits, `gathered` fetches
-    the keys that each 32 queries selected. `auto`: masked below 16384 tokens, from there what the selection's measured
-    density favours, gathered above 32768 tokens and for shared selections."""
+    """Which fused kernel attends to the selected keys. `masked`: every tile of keys, under a packed mask. `gathered`:
+    only the keys that any of 32 neighbouring queries selected, from key lists. `auto`: masked below 16384 tokens; from
+    there on what the measured density of the selection favours; gathered above 32768 tokens and for shared
+    selections."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
-    """Beside the fused kernels, what runs dense passes from which no indexer learns: our kernel, torch's cuDNN or
-    FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at documents; not all of them repeat bit
-    for bit. `auto` is triton."""
+    """What runs dense attention where no indexer learns from it and the fused kernels are in use: our kernel
+    (`triton`), torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at the
+    borders of documents; the others may not repeat bit for bit. `auto` is `triton`."""

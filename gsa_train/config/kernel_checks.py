@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from gsa_kernels import limits
 from gsa_train.config.load import problem_line
-
-if TYPE_CHECKING:
-    from gsa_train.config import Config
-
-KERNEL_HEAD_SIZES = (32, 64, 128)
-KERNEL_SELECTION_BLOCKS = (1, 16, 32, 64, 128)
-KERNEL_INDEXER_HEADS = range(1, 9)
-KERNEL_INDEXER_SIZES = range(16, 129)
-MASKED_MAX_TOKENS = 32768
-"""Longest sequence for which the kernels hold a bit per pair of tokens."""
+from gsa_train.config.sections import Config
 
 
 def check_kernels(config: Config) -> list[str]:
@@ -29,18 +19,34 @@ def check_kernels(config: Config) -> list[str]:
 def unsupported_by_kernels(config: Config) -> list[str]:
     """Why the fused kernels cannot run this config, as `field = value: reason`; empty when they can."""
     reasons = []
-    if config.model.head_dim not in KERNEL_HEAD_SIZES:
-        reasons.append(f"model.head_dim = {config.model.head_dim}: the kernels have 32, 64 and 128")
+    if config.model.head_dim not in limits.HEAD_SIZES:
+        reasons.append(
+            f"model.head_dim = {config.model.head_dim}: the kernels have {_listed(limits.HEAD_SIZES)}"
+        )
     gsa = config.gsa
     if gsa.attention == "dense":
         return reasons
-    if gsa.selection_block not in KERNEL_SELECTION_BLOCKS:
-        reasons.append(f"gsa.selection_block = {gsa.selection_block}: the kernels have 1, 16, 32, 64 and 128")
-    if gsa.indexer_heads not in KERNEL_INDEXER_HEADS:
-        reasons.append(f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have 1 to 8")
-    if gsa.indexer_dim not in KERNEL_INDEXER_SIZES:
-        reasons.append(f"gsa.indexer_dim = {gsa.indexer_dim}: the kernels have 16 to 128")
+    if gsa.selection_block not in limits.SELECTION_BLOCKS:
+        reasons.append(
+            f"gsa.selection_block = {gsa.selection_block}: the kernels have {_listed(limits.SELECTION_BLOCKS)}"
+        )
+    if gsa.indexer_heads not in limits.INDEXER_HEADS:
+        reasons.append(
+            f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have {_range(limits.INDEXER_HEADS)}"
+        )
+    if gsa.indexer_dim not in limits.INDEXER_HEAD_SIZES:
+        reasons.append(
+            f"gsa.indexer_dim = {gsa.indexer_dim}: the kernels have {_range(limits.INDEXER_HEAD_SIZES)}"
+        )
     return reasons
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers[0]} to {numbers[-1]}"
 
 
 def _check_implementation(config: Config) -> list[str]:
@@ -62,10 +68,9 @@ def _check_attention_kernel(config: Config) -> list[str]:
     if name == "masked" and config.gsa.selection_block > 1:
         wrong = f"does not take shared selections, and gsa.selection_block = {config.gsa.selection_block}"
         return [problem_line(field, name, wrong, "set it to auto, or gsa.selection_block to 1")]
-    if name == "masked" and config.train.seq_len_tokens > MASKED_MAX_TOKENS:
-        wrong = (
-            f"ends at {MASKED_MAX_TOKENS} tokens, and train.seq_len_tokens = {config.train.seq_len_tokens}"
-        )
+    if name == "masked" and config.train.seq_len_tokens > limits.PACKED_MASK_MAX_TOKENS:
+        most, length = limits.PACKED_MASK_MAX_TOKENS, config.train.seq_len_tokens
+        wrong = f"ends at {most} tokens, and train.seq_len_tokens = {length}"
         return [problem_line(field, name, wrong, "set it to auto")]
     return []
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from gsa_train.config.load import problem_line
-from gsa_train.pipeline_layout import chunk_layers
-
-if TYPE_CHECKING:
-    from gsa_train.config import Config
+from gsa_train.config.pipeline_layout import chunk_layers
+from gsa_train.config.sections import Config
 
 
 def check_layout(config: Config, world_size: int) -> list[str]:

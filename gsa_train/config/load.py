@@ -106,18 +106,29 @@ class _TextLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
+"""Folder of the project's configs: in an installation, in a checkout."""
+
+
+def find_config(path: str | Path) -> Path:
+    """The file itself; for a bare name such as `demo` the project's config of that name, unless a file has it."""
+    bare = Path(path).name == str(path) and not Path(path).exists()
+    named = [folder / f"{path}.yaml" for folder in SHIPPED if bare]
+    return next((file for file in named if file.is_file()), Path(path))
+
+
 def read_yaml(path: str | Path) -> dict[Any, Any]:
-    """The tree of a YAML file.
+    """The tree of a YAML file, or of a config of the project by its name.
 
     Raises:
         ConfigError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        content = Path(path).read_bytes()
+        content = find_config(path).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            path, [f"cannot be read: {error.strerror}; give the path of a YAML file"]
-        ) from error
+        names = ", ".join(sorted({file.stem for folder in SHIPPED for file in folder.glob("*.yaml")}))
+        wrong = f"cannot be read: {error.strerror} ({Path(path).absolute()})"
+        raise ConfigError(path, [f"{wrong}; give the path of a YAML file, or a name: {names}"]) from error
     try:
         tree = yaml.load(content, _TextLoader)
     except yaml.YAMLError as error:

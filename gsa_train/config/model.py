@@ -8,19 +8,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ModelConfig:
     num_layers: int = 4
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: int = 256
     """Width d of the residual stream."""
     num_heads: int = 4
-    """Query heads n_h."""
+    """Number of query heads n_h."""
     num_kv_heads: int = 2
-    """Key-value heads n_kv; each is shared by num_heads / num_kv_heads query heads."""
+    """Number of key-value heads n_kv; each serves num_heads / num_kv_heads query heads."""
     head_dim: int = 64
     """Size d_k of one head."""
     ffn_hidden_size: int = 704
     """Inner width of the SwiGLU feed-forward layer."""
     vocab_size: int = 4096
-    """Rows of the embedding; at least the tokenizer's size."""
+    """Rows of the embedding; at least the number of the tokenizer's tokens."""
     rope_base: float = 10000.0
     """Base of the rotary embedding on Q and K."""
     qk_norm: bool = False
@@ -30,4 +30,4 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 num_layers)."""
     tie_embeddings: bool = False
-    """Share the input embedding with the output layer."""
+    """Use the input embedding's weights in the output layer, too."""

@@ -9,55 +9,60 @@ from typing import Literal
 @dataclass(frozen=True)
 class MonitorConfig:
     action: Literal["log", "skip", "lower_lr", "rewind", "stop"] = "log"
-    """What a spike does. `log`: it is recorded; a loss or gradient that is not finite stops the run. The others leave
-    out the update of each spiking step and then: `skip`, nothing else; `lower_lr`, a lower learning rate for a while;
-    `rewind`, back to an earlier checkpoint, on without the batches around the spike; `stop`, end with exit code 13."""
+    """What to do about a spike. `log`: record it; only a loss or gradient that is not finite stops the run. The other
+    actions leave out the update of each spiking step. `skip`: nothing more. `lower_lr`: lower the learning rate for a
+    while. `rewind`: go back to an earlier checkpoint and on without the batches around the spike. `stop`: end with
+    exit code 13."""
     detector: Literal["robust", "sigma"] = "robust"
-    """`robust`: loss and log of the gradient norm against running medians, also a smaller rise that lasts or is one of
-    both. `sigma`: OLMo-core's rule, mean + sigmas * standard deviation."""
+    """`robust`: loss and log of the gradient norm against running medians; smaller rises count where they last, or
+    where both rise. `sigma`: OLMo-core's rule, mean + `sigmas` standard deviations."""
     window_steps: int = 128
-    """Steps of history that a step is judged by."""
+    """Steps of history against which a step is judged."""
     min_history_steps: int = 64
     """Steps of a phase before the first one is judged."""
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
-    """Rise that makes a spike when it lasts `lasting_steps`; its least rises are half of those of a single step."""
+    """Rise, in standard deviations of the noise, that makes a spike when it lasts `lasting_steps`. Loss and norm must
+    rise by at least half of what a single step must."""
     lasting_steps: int = 8
-    """Steps in a row above `lasting_sigmas`, the last of which is a spike. Batches of the same lanes are alike for some
-    steps, and text alone kept them above for 6."""
+    """Steps in a row above `lasting_sigmas` that make a spike of the last one. The text alone can raise up to 6 steps
+    in a row, since neighbouring batches come from the same shards."""
     loss_min_rise_nats: float = 0.2
-    """A loss that rises by less is no spike, however quiet it was."""
+    """Smallest rise of the loss, in nats, that can be a spike, however little it varied before."""
     grad_norm_min_ratio: float = 4.0
-    """A gradient norm that rises by a smaller factor is no spike. AdamW's second moment with beta 2 = 0.95 remembers 20
-    steps, which a norm 20^0.5 = 4.5 times as large outweighs; rare documents alone make factors of 3. Where
-    `train.grad_clip` leaves less of it, a norm alone is a spike from this factor's square on, or when it lasts."""
+    """Smallest factor by which a gradient norm rises in a spike. AdamW's second moment with beta 2 = 0.95 averages
+    about 20 steps, and a norm 20^0.5 = 4.5 times as large outweighs them; rare documents alone make factors of 3.
+    Where `train.grad_clip` scales the gradient down, a large norm by itself is a spike only from the square of this
+    factor on, or when it lasts."""
     patience_steps: int = 3
-    """lower_lr, rewind and stop act after this many spiking steps in a row, whose updates are left out."""
+    """Spiking steps in a row before lower_lr, rewind and stop act; their updates are left out."""
     max_skips_in_a_row: int = 50
-    """skip and lower_lr stop the run when they have left out this many updates in a row."""
+    """Updates left out in a row after which skip and lower_lr stop the run."""
     lower_lr_factor: float = 0.5
-    """Factor on all learning rates after a spike, with lower_lr."""
+    """With lower_lr: factor on all learning rates after a spike."""
     lower_lr_steps: int = 200
-    """Steps for which it holds; another spike starts them anew."""
+    """With lower_lr: steps for which the factor holds; another spike starts them anew."""
     rewind_min_steps: int = 100
-    """The checkpoint gone back to is at least this much older than the spike's first step."""
+    """With rewind: steps by which the checkpoint gone back to must be older than the spike's first step."""
     rewind_skip_before_steps: int = 100
-    """Batches left out before the spike's first step, as far as they come after that checkpoint."""
+    """With rewind: batches left out before the spike's first step, as far as they come after that checkpoint."""
     rewind_skip_after_steps: int = 100
-    """Batches left out behind the last spiking step seen."""
+    """With rewind: batches left out after the last spiking step."""
     max_rewinds: int = 3
-    """The spike after that many rewinds stops the run."""
+    """With rewind: number of rewinds; the next spike stops the run."""
     recheck_every_steps: int = 0
-    """Steps between those computed twice, forward and backward: loss and each rank's gradients must be equal to the
-    last bit. 0: none."""
+    """Compute forward and backward of every so many steps twice; loss and each rank's gradients must be equal to the
+    last bit. 0 = never."""
     recheck_spikes: bool = False
-    """Compute each spiking step twice before anything is done about it; the host waits for the device at every step."""
+    """Compute each spiking step twice before anything is done about it. The host then waits for the device at every
+    step."""
     compare_replicas_every_steps: int = 0
-    """Steps between comparisons of the data-parallel replicas' weights, bit by bit; also before each save. 0: none."""
+    """Steps between bit-for-bit comparisons of the data-parallel replicas' weights; also done before each save. 0 =
+    never."""
     on_corruption: Literal["stop", "log"] = "stop"
-    """When bits differ: end the run with exit code 14, to go on from the last checkpoint, or only record it (event
-    `corruption`); of a step computed twice the second numbers then count."""
+    """What to do when bits differ. `stop`: end the run with exit code 14, to go on from the last checkpoint. `log`:
+    record it (event `corruption`) and go on; of a step computed twice the second result counts."""
 
     @property
     def reach_steps(self) -> int | None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gsa_train.config.load import problem_line
-
-if TYPE_CHECKING:
-    from gsa_train.config import Config
+from gsa_train.config.sections import Config
 
 UNREPEATABLE = ("cudnn", "flash_sdpa")
 """Of `gsa.dense_attention`: their backward passes add with atomics."""

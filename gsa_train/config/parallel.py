@@ -9,42 +9,46 @@ from typing import Literal
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: heads, feed-forward width and vocabulary are split over them."""
     sequence: bool = True
     """Sequence parallelism over the tensor-parallel ranks (no effect with tensor=1)."""
     context: int = 1
-    """Context-parallel ranks: each holds `context_chunks` chunks of every sequence and sees the keys of all of it."""
+    """Context-parallel ranks: each holds `context_chunks` chunks of every sequence and attends to the keys of all of
+    it."""
     context_chunks: int = 2
-    """Even. With 2 all ranks have the same causal work. More bring their work over selected keys and their memory
-    nearer to each other, for more launches."""
+    """Chunks of a sequence on each context-parallel rank; even. With 2 all ranks have the same causal work. More
+    chunks even out the work and memory over selected keys, for more kernel launches."""
     pipeline: int = 1
-    """Pipeline stages (1F1B). What is left of the world after tensor x context x pipeline is data parallel."""
+    """Pipeline stages (1F1B). The ranks left after tensor x context x pipeline are data parallel."""
     virtual_pipeline: int = 1
     """Model chunks per stage (interleaved 1F1B): stages wait less and send more. Above 1 the micro-batches of a step
     must be a multiple of `pipeline`."""
     pipeline_layers: list[int] = field(default_factory=list)
-    """Layers of each chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
-    i % pipeline. Empty: all the same. The first chunk also has the embedding, the last one the output and the loss."""
+    """Layers of each model chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
+    i % pipeline. Empty: all chunks have the same number. The first chunk also holds the embedding, the last one the
+    output layer and the loss."""
     strategy: Literal["megatron", "deepspeed"] = "megatron"
-    """Who holds gradients and optimizer state of the data-parallel ranks: megatron-core, or DeepSpeed's ZeRO
-    (`pip install 'gsa-train[deepspeed]'`; with `tensor` and `sequence`, without `context` and `pipeline`)."""
+    """What shards gradients and optimizer state over the data-parallel ranks: megatron-core, or DeepSpeed's ZeRO
+    (extra `deepspeed`), which goes with `tensor` and `sequence` and not with `context` and `pipeline`."""
     zero_stage: int = 1
-    """With strategy=deepspeed, what is sharded: 1 the optimizer state, 2 the gradients, too, 3 the weights, too."""
+    """With strategy=deepspeed, what is sharded: 1 the optimizer state; 2 also the gradients; 3 also the weights."""
     offload_optimizer: bool = False
-    """With strategy=deepspeed: fp32 weights and moments are in host memory, and its CPUs update them (give each rank
-    OMP_NUM_THREADS). On CPUs it only changes the code that runs."""
+    """With strategy=deepspeed: keep the optimizer's fp32 weights and moments in host memory, where the CPUs update
+    them; give each rank OMP_NUM_THREADS. A run on CPUs saves no memory by it."""
     distributed_optimizer: bool = True
     """With strategy=megatron: shard the optimizer state over the data-parallel ranks."""
     optimizer_instances: int = 1
-    """With distributed_optimizer: groups of data x context ranks, each with a whole optimizer state, sharded within
-    (HSDP): more memory, and only reduced gradients pass between them. A divisor of data x context."""
+    """With distributed_optimizer: number of groups of data x context ranks that each hold a whole optimizer state,
+    sharded within the group (HSDP). This takes more memory, and only reduced gradients pass between groups. A divisor
+    of data x context."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are added up in, over micro-batches and over ranks. `bf16` halves their memory and traffic and
+    """Type in which gradients are summed over micro-batches and over ranks. `bf16` halves their memory and traffic and
     rounds each sum; it needs weights in bf16."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients during the backward pass (phases that train the base)."""
+    """Reduce gradients during the backward pass, in phases that train the base."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the forward pass; needs distributed_optimizer and overlap_grad_reduce."""
     timeout_minutes: float = 10.0
-    """A collective that takes longer has failed, and so has a rank that shows no progress for so long: the run ends
-    with an error and names it. Above the longest compilation, save, or 32 micro-batches of a validation."""
+    """Minutes after which a collective has failed, and after which a rank without progress counts as hanging: the run
+    ends with an error that names the rank. Choose more than the longest compilation, save, or 32 micro-batches of a
+    validation takes."""

@@ -9,24 +9,24 @@ from typing import Literal
 @dataclass(frozen=True)
 class PhaseConfig:
     name: str = "sparse"
-    """Name in logs, metrics and checkpoints; unique."""
+    """Name of the phase in logs, metrics and checkpoints; unique."""
     steps: int = 1000
     """Optimizer steps of this phase."""
     attention: Literal["dense", "sparse"] = "sparse"
-    """Attend to all visible keys, or to the selected ones."""
+    """Attend to all causal keys of the document, or to the selected ones."""
     train: Literal["all", "base", "indexer"] = "all"
-    """`indexer` freezes the rest (warm-up); `base` leaves the indexer as it is; `all` trains both."""
+    """What learns. `indexer`: the indexer alone (indexer warm-up). `base`: all but the indexer. `all`: both."""
     lr: float = 3e-4
-    """Peak learning rate of the base (of the indexer when train is `indexer`)."""
+    """Peak learning rate of the base; of the indexer where `train` is `indexer`."""
     min_lr: float = 3e-5
     """Learning rate at the end of the phase."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0. Each phase starts with fresh moments of AdamW."""
     decay: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning rate after its warm-up: down to `min_lr` along a cosine, or constant."""
     indexer_lr_mult: float = 10.0
-    """Learning rate of the indexer over that of the base, when both are trained (table 3)."""
+    """Learning rate of the indexer over that of the base, where both learn (table 3 of the paper)."""
     gate_lr_mult: float = 1.0
-    """Learning rate of the gates over that of the base (table 3)."""
+    """Learning rate of the gates over that of the base (table 3 of the paper)."""
     kl_coeff: float = 1.0
     """Weight lambda of the indexer loss (eq. 15)."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
-    """The run folder is `<dir>/<name>`; a second start with the same folder resumes from its `latest`."""
+    """Name of the run. Its folder is `<dir>/<name>`; a second start with the same folder resumes from its `latest`."""
     dir: str = "runs"
-    """Folder that holds all runs."""
+    """Folder that holds the run folders."""
     seed: int = 1234
-    """Seed of the initial weights and of the random number generators (the data order has its own)."""
+    """Seed of the initial weights and of the random number generators. The order of the data has its own seed."""
     time_limit_minutes: float = 0.0
-    """So long after its launch the run saves, stops and exits with code 75; 0 = no limit."""
+    """Minutes after its start at which the run saves, stops and exits with code 75; 0 = no limit."""
     slurm_margin_minutes: float = 5.0
-    """The same, so long before the end of the Slurm job, where Slurm tells it (or 10% of the job, if that is less)."""
+    """Minutes before the end of its Slurm job at which the run saves, stops and exits with code 75; at most 10% of the
+    job's time."""

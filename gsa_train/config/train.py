@@ -11,29 +11,31 @@ class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens per sequence."""
     micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel replica."""
+    """Sequences per forward pass of one data-parallel replica."""
     global_batch_size: int = 8
     """Sequences per optimizer step over all ranks."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """`auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32 weights."""
+    """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
+    weights."""
     fused_ops: Literal["auto", "triton", "none"] = "auto"
-    """SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64 or 128 without qk_norm) as one Triton
-    kernel each way; with bf16 weight gradients added in fp32 by their matrix product. `auto`: on GPUs; `none`:
-    megatron-core's operations, one by one."""
+    """`triton`: SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64 or 128 without qk_norm) as
+    one kernel for each pass, and with bf16 weights gradients added in fp32 by their matrix product. `none`:
+    megatron-core's operations, one by one. `auto`: `triton` on GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, the attention core, or whole layers."""
+    """Activations that the backward pass computes again to save memory: none, the attention core (`selective`), or
+    whole layers (`full`)."""
     recompute_num_layers: int = 1
-    """Layers per recomputed unit with recompute=full."""
+    """Layers that are recomputed together, with recompute=full."""
     weight_decay: float = 0.1
-    """AdamW weight decay; norms and biases have none."""
+    """Weight decay of AdamW; norms and biases have none."""
     adam_beta1: float = 0.9
-    """AdamW beta 1."""
+    """AdamW: decay per step of the first moment."""
     adam_beta2: float = 0.95
-    """AdamW beta 2."""
+    """AdamW: decay per step of the second moment."""
     adam_epsilon: float = 1e-8
-    """AdamW epsilon."""
+    """AdamW: epsilon added to the root of the second moment."""
     grad_clip: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
     iterations_to_skip: list[int] = field(default_factory=list)
-    """Steps, counted from 1 as in the metrics, whose batches are read but not trained on; step number and learning rate
-    go on."""
+    """Steps, counted from 1 as in the metrics, whose batches are read and not trained on. Step number and learning
+    rate go on."""

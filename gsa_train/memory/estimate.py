@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.config.pipeline_layout import stage_layers
 from gsa_train.memory.layer import layer_of
 from gsa_train.memory.moments import embedding_bytes, layer_moments, loss_bytes
 from gsa_train.memory.sizes import Sizes, has_graph, sizes_of, uses_indexer
 from gsa_train.model.flops import count_parameters, indexer_layers
-from gsa_train.pipeline_layout import stage_layers
 
 WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""

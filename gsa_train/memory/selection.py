@@ -6,31 +6,10 @@ on random tokens. A trained one's are a tenth to a half as long.
 
 from __future__ import annotations
 
-import math
-
+from gsa_kernels import limits
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.kernel_checks import MASKED_MAX_TOKENS
+from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.memory.sizes import Sizes, gathers
-from gsa_train.sequence_cut import QueryRun, SequenceCut, query_runs
-
-SCORE_CHUNK_BYTES = 512 * 2**20
-"""gsa_kernels.selection.op: ROW_CHUNK_BYTES, of fp32 scores or of candidates."""
-CANDIDATES_FROM = 8192
-"""gsa_kernels.selection.lists_op: keys of the first row that is selected by candidates."""
-MOST_CANDIDATES = 16384
-"""gsa_kernels.selection.candidates: of a row; with budgets that want more no row is selected by them."""
-KL_CHUNK_PAIRS = 64 * 2**20
-"""gsa_kernels.kl.op: row_chunk_bytes (256 MiB) over the 4 bytes of a pair of query and key."""
-DISTILLING_CHUNK_BYTES = 2**30
-"""gsa_kernels.distillation.op: row_chunk_bytes, of the target."""
-HEADS_OF_PART = 4
-"""gsa_kernels.attention.triton_backward_target: heads whose probabilities are summed in a part of the target."""
-GATHERED_KL_BYTES = 512 * 2**20
-"""gsa_kernels.kl.gathered: scratch_bytes."""
-GATHERED_PARTIAL_BYTES = 2**30
-"""gsa_kernels.attention.gathered: SCRATCH_BYTES."""
-TILE_QUERIES = 32
-"""gsa_kernels.lists: queries whose selections share a list."""
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
@@ -45,37 +24,32 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Scores of a chunk of rows, fp32 [B, rows, Lw]; where lists are made of bits, two chunks' bits and a run's lists
     in parts, before they are joined."""
-    scores = min(4 * sizes.pairs_of_run / config.gsa.selection_block, SCORE_CHUNK_BYTES)
+    scores = min(4 * sizes.pairs_of_run / config.gsa.selection_block, limits.SELECTION_CHUNK_BYTES)
     if not gathers(config) or config.gsa.selection_block > 1:
         return scores
     lists = selection_bytes(config, sizes) / sizes.runs
-    if config.train.seq_len_tokens <= MASKED_MAX_TOKENS:
-        return scores + SCORE_CHUNK_BYTES / 16 + lists
+    if config.train.seq_len_tokens <= limits.PACKED_MASK_MAX_TOKENS:
+        return scores + limits.SELECTION_CHUNK_BYTES / 16 + lists
     return max(listing_bytes(config, sizes, run, lists) for runs in _runs_of_ranks(config) for run in runs)
 
 
-def listing_bytes(config: Config, sizes: Sizes, run: QueryRun, lists: float) -> float:
+def listing_bytes(config: Config, sizes: Sizes, run: QueryChunk, lists: float) -> float:
     """While a run's lists are made chunk by chunk, beside these: scores of the rows with few keys, two chunks' bits,
     and the candidates of a chunk of the others, whose lists are not there yet, or all lists in parts."""
-    batch, room = config.train.micro_batch_size, candidate_room(config.gsa.k_max)
-    turn = min(max(CANDIDATES_FROM, run.start), run.end) if room <= MOST_CANDIDATES else run.end
+    batch, room = config.train.micro_batch_size, limits.candidate_room(config.gsa.k_max)
+    turn = min(max(limits.CANDIDATES_FROM, run.start), run.end) if room <= limits.MOST_CANDIDATES else run.end
     scored, guessed = turn - run.start, run.end - turn
-    scores = min(4 * batch * scored * turn, SCORE_CHUNK_BYTES)
-    chunk = min(guessed, SCORE_CHUNK_BYTES // (8 * batch * room))
+    scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
+    chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
     # Of a row a score and a key each; before them the scores of a sample of the keys, one of 32; two sums for each
     # program's keys.
-    program_keys = 512 if sizes.value == 2 else 256
-    candidates = batch * chunk * (max(8 * room, run.end / 8) + 8 * run.end / program_keys)
+    program_keys = limits.SCORED_KEYS[sizes.value]
+    candidates = (
+        batch * chunk * (max(limits.CANDIDATE_BYTES * room, run.end / 8) + 8 * run.end / program_keys)
+    )
     waiting = lists * chunk / (run.end - run.start)
     bits = max(scores / 32, batch * chunk * run.end / 8)
     return scores + (1 if scored == 0 and chunk == guessed else 2) * bits + max(candidates - waiting, lists)
-
-
-def candidate_room(k_max: int) -> int:
-    """Candidates kept of a row (gsa_kernels.selection.candidates: candidate_room)."""
-    expected = k_max / 32
-    sampled = (expected + 5 * math.sqrt(expected) + 3) * 1.0625
-    return 1 << math.ceil(math.log2(32 * (sampled + 3 * math.sqrt(sampled))))
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
@@ -85,11 +59,11 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
         return sizes.pairs / 8
     block = config.gsa.selection_block
     if block > 1:
-        entries, queries = _block_entries(config)[0] * block, min(block, TILE_QUERIES)
+        entries, queries = _block_entries(config)[0] * block, min(block, limits.TILE_QUERIES)
     else:
-        entries, queries = _list_entries(config) / sizes.tokens * TILE_QUERIES, TILE_QUERIES
+        entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
     row = 2 * config.model.head_dim * sizes.value
-    partials = min(sizes.tokens / sizes.runs / queries * entries * row, GATHERED_PARTIAL_BYTES)
+    partials = min(sizes.tokens / sizes.runs / queries * entries * row, limits.GATHERED_GRADIENT_BYTES)
     sums = 4 * 2 * sizes.key_value * sizes.all_tokens
     return partials * (1 + 4 / row) + sums
 
@@ -106,15 +80,15 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     share = gsa.indexer_loss_row_fraction / sizes.tensor
     if phase.attention == "sparse" and gathers(config):
         # Per entry of a list: the target of each query that has one of its own, and the key's gradient, fp32.
-        per_entry = 4 * ((TILE_QUERIES if gsa.selection_block == 1 else 1) + gsa.indexer_dim)
+        per_entry = 4 * ((limits.TILE_QUERIES if gsa.selection_block == 1 else 1) + gsa.indexer_dim)
         entries = selection_bytes(config, sizes) / 8 / sizes.runs
         if gsa.selection_block > 1:
             entries = sizes.tokens / sizes.runs * _block_entries(config)[0]
-        return max(gathering, heads + min(entries * per_entry * share, GATHERED_KL_BYTES))
+        return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
     # Per pair: the target, fp16 in bf16 runs, and partial gradients.
     target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    pairs = min(KL_CHUNK_PAIRS, sizes.pairs_of_run / gsa.selection_block * share)
+    pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_run / gsa.selection_block * share)
     return max(gathering, heads + pairs * (target + gradients))
 
 
@@ -128,7 +102,7 @@ def distils_behind(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
         and sizes.value == 2
         and config.gsa.indexer_loss_row_fraction == 1
         and config.parallel.tensor == 1
-        and model.num_heads // model.num_kv_heads % HEADS_OF_PART == 0
+        and model.num_heads // model.num_kv_heads % limits.FUSED_LOSS_HEADS == 0
     )
 
 
@@ -136,26 +110,21 @@ def distilling_bytes(config: Config, sizes: Sizes) -> float:
     """The loss of one run of queries behind attention: the target of a chunk of rows in parts, fp16, and the partial
     gradients of `learning_bytes`."""
     gsa = config.gsa
-    target = 2 * config.model.num_heads / HEADS_OF_PART
+    target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    pairs = min(DISTILLING_CHUNK_BYTES / target, sizes.pairs_of_run)
+    pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_run)
     return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + gradients)
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
     """Per query and key: partial gradients of the keys, one for a tile of rows, and of the queries, one for a segment
-    of keys; sizes padded to powers of two (gsa_kernels/kl/triton_launch.py: choose_blocks, chunk_launches)."""
-    dim = max(16, _next_power_of_2(dim))
-    if value_bytes == 2 and heads * dim <= 256:
-        rows, segment, key_bytes = 32 if heads > 1 else 64, 1024, 2
-        heads = _next_power_of_2(heads)
-    else:
-        rows, segment, key_bytes = 32 if value_bytes == 2 or heads * dim <= 256 else 16, 256, 4
-    return key_bytes * dim / rows + 4 * heads * dim / segment
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    of keys; sizes padded to powers of two (chunk_launches of gsa_kernels/indexer_loss/triton_launch.py). As on Hopper,
+    where bf16 has the stacked kernels."""
+    tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
+    dim = max(16, limits.next_power_of_2(dim))
+    if tile.stacked:
+        heads = limits.next_power_of_2(heads)
+    return (2 if tile.stacked else 4) * dim / tile.rows + 4 * heads * dim / tile.segment
 
 
 def gathered_heads(sizes: Sizes) -> float:
@@ -171,21 +140,21 @@ def _list_entries(config: Config) -> float:
     """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
     Of the context-parallel ranks that of the one with most."""
     length = config.train.seq_len_tokens
-    most = TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
+    most = limits.TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
 
-    def entries(run: QueryRun) -> float:
+    def entries(run: QueryChunk) -> float:
         turn = min(max(most, run.start), run.end)  # up to here the keys that are there are the limit
         return (turn**2 - run.start**2) / 2 + (run.end - turn) * most
 
     per_query = max(sum(entries(run) for run in runs) for runs in _runs_of_ranks(config))
-    return config.train.micro_batch_size * per_query / TILE_QUERIES
+    return config.train.micro_batch_size * per_query / limits.TILE_QUERIES
 
 
-def _runs_of_ranks(config: Config) -> list[list[QueryRun]]:
+def _runs_of_ranks(config: Config) -> list[list[QueryChunk]]:
     """The runs of queries of each context-parallel rank."""
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
-    return [query_runs(held, SequenceCut(rank, ranks, chunks)) for rank in range(ranks)]
+    return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]
 
 
 def _block_entries(config: Config) -> tuple[float, float]:
@@ -195,4 +164,4 @@ def _block_entries(config: Config) -> tuple[float, float]:
     room = min(gsa.k_max + near, length)
     # Without documents only the window has words.
     words = near if config.data.attend_across_documents else room
-    return room / gsa.selection_block, words / min(gsa.selection_block, TILE_QUERIES)
+    return room / gsa.selection_block, words / min(gsa.selection_block, limits.TILE_QUERIES)

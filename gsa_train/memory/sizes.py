@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gsa_kernels.limits import takes_key_lists
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.kernel_checks import MASKED_MAX_TOKENS, unsupported_by_kernels
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def sizes_of(config: Config) -> Sizes:
     tokens = all_tokens // context
     query = model.num_heads * model.head_dim / parallel.tensor
     key_value = model.num_kv_heads * model.head_dim / parallel.tensor
-    # Half of a rank's runs are a group's r-th chunk, half its r-th from behind (sequence_cut.py).
+    # Half of a rank's runs are a group's r-th chunk, half its r-th from behind (context_sharding.py).
     keys_of_runs = train.seq_len_tokens * ((runs * context + 1) / (2 * context) if context > 1 else 1)
     return Sizes(
         value=4 if train.precision == "fp32" else 2,
@@ -116,5 +117,4 @@ def has_graph(config: Config, phase: PhaseConfig) -> bool:
 def gathers(config: Config) -> bool:
     """Attention over lists of keys, not under a mask of bits."""
     gsa = config.gsa
-    by_length = config.train.seq_len_tokens > MASKED_MAX_TOKENS
-    return gsa.attention_kernel == "gathered" or by_length or gsa.selection_block > 1
+    return takes_key_lists(gsa.attention_kernel, config.train.seq_len_tokens, gsa.selection_block)

@@ -55,4 +55,5 @@ class LostRecords:
         return self._event("log_lost", record, lost_records=lost, **steps)
 
     def _event(self, event: str, record: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-        return {"event": event, "step": record["step"], "phase": record["phase"], "file": self.name, **values}
+        place = {name: record[name] for name in ("step", "phase", "time") if name in record}
+        return {"event": event, **place, "file": self.name, **values}

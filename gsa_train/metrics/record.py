@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ class IntervalClock:
     def resume(self) -> None:
         self._began = time.perf_counter()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what runs inside."""
+        self.pause()
+        yield
+        self.resume()
+
     def read_and_reset(self) -> Interval:
         self.pause()
         interval = Interval(self._steps, self._tokens, self._seconds, self._wait_seconds)
@@ -62,6 +70,35 @@ class Interval:
     seconds: float
     wait_seconds: float
     """Part of `seconds` that this process waited for text."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured since the last logged step, beside the layers' statistics."""
+
+    interval: Interval = Interval(0, 0, 0.0, 0.0)
+    worked: Worked = field(default_factory=lambda: Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0)))
+    """What its WorkTime read."""
+    data_totals: Mapping[str, int] = field(default_factory=dict)
+    """What `data_totals` gave; the same names on every rank."""
+    data_checksum: int = 0
+    """Of its part of the step's text."""
+    visible_keys: torch.Tensor | None = None
+    """0-d, mean over this replica's queries, of which all have as many; None on every rank or on none."""
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """Of a logged training step, what every rank knows."""
+
+    step: int
+    """Counted from 1."""
+    phase: PhaseConfig
+    lrs: Mapping[str, float]
+    """Parameter group -> learning rate."""
+    grad_norm: float
+    tokens: int
+    """Trained on so far, in the whole run."""
 
 
 @dataclass(frozen=True)
@@ -92,38 +129,31 @@ def reduce_step(
     stats: LayerStats,
     loss_sum: torch.Tensor,
     loss_tokens: float,
-    interval: Interval | None,
+    measured: Measured | None,
     parallel: Parallel,
-    data_totals: Mapping[str, int] | None = None,
-    checksum: int = 0,
-    worked: Worked | None = None,
-    visible_keys: torch.Tensor | None = None,
 ) -> Reduced:
     """Bring a step's statistics together and start afresh. Collective; waits for the device.
 
     Args:
         loss_sum: this rank's share of the summed loss.
         loss_tokens: scored tokens over all replicas.
-        interval: None for a validation.
-        data_totals: what this process read and left out of the text; the same names on every rank.
-        checksum: of this process's part of the step's text.
-        worked: what this rank's WorkTime read; None for a validation.
-        visible_keys: 0-d, mean over this replica's queries, of which all have as many; None on every rank or on none.
+        measured: None for a validation.
     """
     on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
-    data_totals = data_totals or {}
     memory = [0, 0]
     if on_gpu:
         allocated = torch.cuda.memory_stats()  # once: it goes through all the allocator's counters
         memory = [allocated[f"allocated_bytes.all.{which}"] for which in ("current", "peak")]
-    wait = interval.wait_seconds / interval.seconds if interval and interval.seconds > 0 else 0.0
-    worked = worked or Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0))
-    parts = {"data_wait": interval.wait_seconds if interval else 0.0, **worked.parts}
+    measured = measured or Measured()
+    interval, worked, visible_keys = measured.interval, measured.worked, measured.visible_keys
+    wait = interval.wait_seconds / interval.seconds if interval.seconds > 0 else 0.0
+    parts = {"data_wait": interval.wait_seconds, **worked.parts}
     work = [0.0] * parallel.world_size
     work[parallel.rank] = worked.seconds
     layers, sums, maxima = stats.reduce(
         torch.stack([loss_sum, torch.zeros_like(loss_sum) if visible_keys is None else visible_keys]),
-        [checksum, *data_totals.values(), *work],  # fp64 holds the sum of two million CRC-32s exactly
+        # fp64 holds the sum of two million CRC-32s exactly
+        [measured.data_checksum, *measured.data_totals.values(), *work],
         [wait, *memory, *parts.values()],
     )
     stats.reset()
@@ -132,9 +162,9 @@ def reduce_step(
         loss=sums[0] / loss_tokens,
         data_wait=maxima[0],
         visible_keys=None if visible_keys is None else sums[1] / parallel.world_size,
-        data_totals={name: int(total) for name, total in zip(data_totals, sums[3:], strict=False)},
+        data_totals={name: int(total) for name, total in zip(measured.data_totals, sums[3:], strict=False)},
         data_checksum=int(sums[2]),
-        work_seconds=sums[3 + len(data_totals) :],
+        work_seconds=sums[3 + len(measured.data_totals) :],
         part_seconds=dict(zip(parts, maxima[3:], strict=True)),
         memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
         memory_peak_bytes=int(maxima[2]) if on_gpu else None,
@@ -185,24 +215,25 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
 
 
 def step_record(
-    step: int,
-    phase: PhaseConfig,
-    lrs: dict[str, float],
-    grad_norm: float | None,
-    tokens: int,
+    logged: LoggedStep,
     reduced: Reduced,
     interval: Interval,
     config: Config,
     parallel: Parallel,
     precision: str,
 ) -> dict[str, Any]:
-    """The record of one logged training step; docs/monitoring.md explains each key."""
+    """The record of one logged training step; docs/reference/monitoring.md explains each key.
+
+    Args:
+        precision: "bf16" or "fp32", which the device's peak FLOP/s depend on.
+    """
+    lrs = dict(logged.lrs)
     tokens_per_second = interval.tokens / interval.seconds
     attention = attention_metrics(reduced.layers)
     flops = flops_per_token(
         config.model,
         config.gsa,
-        phase,
+        logged.phase,
         config.train.seq_len_tokens,
         attention.get("selected_keys"),
         reduced.visible_keys,
@@ -213,17 +244,17 @@ def step_record(
         peak = peak_flops_per_second(torch.cuda.get_device_name(), precision)
     slowest_rank, slowest_rank_ratio = slowest(reduced.work_seconds)
     return {
-        "step": step,
-        "phase": phase.name,
+        "step": logged.step,
+        "phase": logged.phase.name,
         "loss": reduced.loss,
         "indexer_kl": None,
         "recall": None,
         "visible_keys": reduced.visible_keys,
         **attention,
-        "grad_norm": grad_norm,
+        "grad_norm": logged.grad_norm,
         "lr": max(lrs.values()) if "base" not in lrs else lrs["base"],
         "lrs": lrs,
-        "tokens": tokens,
+        "tokens": logged.tokens,
         "tokens_per_second": tokens_per_second,
         "step_seconds": interval.seconds / interval.steps,
         **{f"{part}_seconds": value / interval.steps for part, value in reduced.part_seconds.items()},

@@ -1,7 +1,8 @@
 """Records: what they hold, and metrics.jsonl, which keeps them.
 
-A *record* is a flat dict for one logged step. A value is a number, a string, None (not applicable), a
-list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`: group -> learning rate).
+A *record* is a flat dict for one logged step, with the time at which it was made (`time`, Unix seconds). A value is a
+number, a string, None (not applicable), a list with one number per layer (keys `layer_*`) or a dict of numbers (`lrs`:
+group -> learning rate).
 What happens beside the steps has records of its own with an `event`: spikes and what was done about them
 (gsa_train/monitor/); validation results (`validation`), where those of sets after the first have the set's name in
 their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; saves that ended (`checkpoint`),
@@ -41,7 +42,7 @@ def to_scalars(record: Record) -> dict[str, float]:
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
-        if key == "step" or isinstance(value, str):
+        if key in ("step", "time") or isinstance(value, str):  # W&B and TensorBoard note a time of their own
             continue
         tag = tag_of(key)
         if isinstance(value, list):
@@ -60,11 +61,11 @@ def tells_by_its_event(record: Record) -> bool:
 
 
 def values_in_words(record: Record, without: Collection[str]) -> list[str]:
-    """`key value` of each, floats with four digits."""
+    """`key value` of each but the time stamp, floats with four digits."""
     return [
         f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
         for key, value in record.items()
-        if key not in without
+        if key not in without and key != "time"
     ]
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from gsa_train.model.gsa_attention import GSASelfAttention
 
 
 class VarianceTracker(torch.nn.Module):
@@ -23,8 +19,13 @@ class VarianceTracker(torch.nn.Module):
     ema: torch.Tensor
     step_sum: torch.Tensor
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, fused: bool = False) -> None:
+        """
+        Args:
+            fused: add up in one kernel launch, as the fused attention core wants it.
+        """
         super().__init__()
+        self._add_total = _fused_add_total() if fused else _add_total
         self.register_buffer("ema", torch.zeros((), dtype=torch.float32, device=device))
         # [sum of variances, number of queries] of this step on this rank
         self.register_buffer("step_sum", torch.zeros(2, dtype=torch.float64, device=device), persistent=False)
@@ -43,14 +44,25 @@ class VarianceTracker(torch.nn.Module):
 
     def record(self, variance: torch.Tensor) -> None:
         """Count the variances [B, R] of one micro-batch."""
-        total, queries = self.step_sum.unbind()  # an indexed += would also copy the sum onto itself
-        total.add_(variance.sum(dtype=torch.float64))
-        queries.add_(variance.numel())
+        self._add_total(variance, self.step_sum)
+
+
+def _add_total(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """sums[0] += the sum of `values`, sums[1] += their number."""
+    total, count = sums.unbind()  # an indexed += would also copy the sum onto itself
+    total.add_(values.sum(dtype=torch.float64))
+    count.add_(values.numel())
+
+
+def _fused_add_total() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    from gsa_kernels.fused.sums.op import add_total  # imports Triton
+
+    return add_total
 
 
 @torch.no_grad()
 def update_variance_emas(
-    attentions: Sequence[GSASelfAttention],
+    trackers: Sequence[VarianceTracker],
     decay: float,
     data_parallel_group: dist.ProcessGroup,
     applied: torch.Tensor,
@@ -60,7 +72,6 @@ def update_variance_emas(
     The first step's mean starts the average. Layers that recorded nothing, or nothing finite, keep theirs, and all do
     where the step is not `applied` (0-d bool). Nothing is read back to the host.
     """
-    trackers = [a.variance for a in attentions if a.variance is not None]
     if not trackers:
         return
     sums = torch.stack([tracker.step_sum for tracker in trackers])

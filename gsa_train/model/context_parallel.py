@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gsa_train.sequence_cut import SequenceCut, query_runs
+from gsa_train.context_sharding import ContextSharding, query_chunks
 
 
-def local_part(tokens: torch.Tensor, cut: SequenceCut, dim: int = 1) -> torch.Tensor:
+def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torch.Tensor:
     """[B, L, ...] -> this rank's tokens [B, L / size, ...]; along another dimension than 1 if told so."""
     if cut.size == 1:
         return tokens
-    runs = query_runs(tokens.shape[dim] // cut.size, cut)
+    runs = query_chunks(tokens.shape[dim] // cut.size, cut)
     return torch.cat([tokens.narrow(dim, run.start, run.end - run.start) for run in runs], dim)
 
 
-def gather_tokens(local: torch.Tensor, cut: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_tokens(local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's tokens [B, L / size, ...] -> all tokens of the sequence in order, [B, L, ...]. Collective.
 
     The backward pass sums the ranks' gradients in fp32, and each rank gets those of its own tokens. It is collective,
@@ -35,7 +35,9 @@ def gather_tokens(local: torch.Tensor, cut: SequenceCut, group: dist.ProcessGrou
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cut: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.cut, ctx.group = cut, group
         held = local.transpose(0, 1).contiguous()  # [L / n, B, ...]: a rank's part is in one piece
         every = held.new_empty(cut.size * held.shape[0], *held.shape[1:])
@@ -53,6 +55,6 @@ class _GatherTokens(torch.autograd.Function):
         return total.to(grad.dtype).transpose(0, 1), None, None
 
 
-def _held_in_turn(cut: SequenceCut) -> list[int]:
+def _held_in_turn(cut: ContextSharding) -> list[int]:
     """The chunks of the first rank, of the second one, ..."""
     return [number for rank in range(cut.size) for number in cut.numbers(rank)]

@@ -34,7 +34,8 @@ def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
         )
     if chosen == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise DeviceError(
-            "gsa.dense_attention = flash_attn: not installed; install flash-attn, or set it to auto"
+            "gsa.dense_attention = flash_attn: flash-attn is not installed; "
+            "run pip install '.[flash]' in the checkout, or set it to auto"
         )
     return chosen
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from gsa_kernels.limits import STRETCH_ROWS
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
 
 
@@ -154,18 +155,14 @@ def flops_per_token(
     )
 
 
-LOSS_RUN_ROWS = 128
-"""Queries that the indexer loss takes or leaves together (gsa_kernels/sampling.py, which imports torch)."""
-
-
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
     """Share of the queries that the indexer loss takes, on the average over its draws.
 
-    One of n runs of queries, n = 1 / `gsa.indexer_loss_row_fraction`; of a sequence of fewer runs one of them all.
+    One of n stretches of queries, n = 1 / `gsa.indexer_loss_row_fraction`; of a sequence of fewer one of them all.
     """
     rows = -(-seq_len_tokens // gsa.selection_block)
-    runs = -(-rows // LOSS_RUN_ROWS)
-    return 1 / min(round(1 / gsa.indexer_loss_row_fraction), runs)
+    stretches = -(-rows // STRETCH_ROWS)
+    return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 
 
 def causal_mean_keys(seq_len_tokens: int) -> float:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from gsa_train.model.mcore_config import GSATransformerConfig
-from gsa_train.model.weight_gradients import bias_gradient, weight_gradient
+from gsa_train.model.mcore.config import GSATransformerConfig
+from gsa_train.model.mcore.grad_accumulation_fusion import bias_gradient, weight_gradient
+from gsa_train.model.stats import Statistics
 
 
 class GateProjection(ColumnParallelLinear):
@@ -120,6 +121,23 @@ def split_gate_logits(
         value if value_rows else None,
         output.unflatten(-1, (-1, config.kv_channels)) if output_rows else None,
     )
+
+
+def gate_statistics(logits: torch.Tensor, config: GSATransformerConfig) -> Statistics:
+    """How far both gates are open.
+
+    Args:
+        logits: of some tokens, [T, B, local rows], without graph.
+    """
+    statistics = Statistics()
+    gates = zip(("value_gate", "output_gate"), split_gate_logits(logits, config), strict=True)
+    for name, gate in gates:
+        if gate is not None:
+            opening = gate.float().sigmoid()
+            statistics.means[f"{name}_mean"] = opening
+            statistics.means[f"{name}_low"] = opening < 0.1
+            statistics.means[f"{name}_high"] = opening > 0.9
+    return statistics
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, int]:

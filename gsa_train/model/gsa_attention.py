@@ -23,21 +23,27 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from gsa_kernels import sigmoid_gate, visible_mask
-from gsa_train.config.kernel_checks import KERNEL_HEAD_SIZES
-from gsa_train.model.attention_core import build_core, indexer_graph, train_indexer
+from gsa_kernels import sigmoid_gate
+from gsa_kernels.limits import HEAD_SIZES
+from gsa_kernels.types import BudgetRule
+from gsa_train.context_sharding import QueryChunk, query_chunks
+from gsa_train.loss_injection import differentiate_indexer_loss
+from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
-from gsa_train.model.gates import build_gate_projection, has_gates, split_gate_logits
-from gsa_train.model.indexer import Indexer, IndexerProjections
-from gsa_train.model.mcore_config import GSATransformerConfig
-from gsa_train.model.norm import RMSNorm
+from gsa_train.model.cores.build import build_core
+from gsa_train.model.cores.interface import AttentionInputs, CoreSettings, IndexerLossInputs
+from gsa_train.model.gates import build_gate_projection, gate_statistics, has_gates, split_gate_logits
+from gsa_train.model.indexer import Indexer
+from gsa_train.model.mcore.config import GSATransformerConfig
+from gsa_train.model.mcore.norm import RMSNorm
+from gsa_train.model.projected import IndexerProjections, Projected, chunk_geometry
 from gsa_train.model.query_sample import QuerySample
-from gsa_train.model.rotary import sequence_cut
+from gsa_train.model.recompute import CalledTwice
+from gsa_train.model.rotary import context_sharding
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.model.saturation import largest_logit, saturated_share
-from gsa_train.profiling.spans import span
-from gsa_train.sequence_cut import QueryRun, query_runs
+from gsa_train.model.saturation import saturation_statistics
+from gsa_train.profiling.trace_spans import trace_span
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class AttentionContext:
 
     runtime: AttentionRuntime
     implementation: str
-    """Name of the attention core (attention_core.py)."""
+    """Name of the attention core (cores/build.py)."""
     dense_attention: str
     """Name of what runs dense passes beside the fused kernels (dense_attention.py)."""
     recompute_core: bool
@@ -74,7 +80,7 @@ class GSASelfAttention(MegatronModule):
         assert attn_mask_type == AttnMaskType.causal
         self.gsa = config.gsa
         self.groups = pg_collection
-        self.cut = sequence_cut(config, pg_collection)
+        self.cut = context_sharding(config, pg_collection)
         self.runtime = context.runtime
         self.recompute_core = context.recompute_core
         self.layer = layer_number - 1
@@ -84,7 +90,7 @@ class GSASelfAttention(MegatronModule):
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.local_kv_heads = config.num_query_groups // pg_collection.tp.size()
         d, d_k = config.hidden_size, config.kv_channels
-        fuses_heads = config.fused_ops and not config.qk_layernorm and d_k in KERNEL_HEAD_SIZES
+        fuses_heads = config.fused_ops and not config.qk_layernorm and d_k in HEAD_SIZES
         self.heads_op = _fused_heads_op() if fuses_heads else None
 
         self.linear_qkv = ColumnParallelLinear(
@@ -115,8 +121,12 @@ class GSASelfAttention(MegatronModule):
         self.k_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         has_indexer = self.gsa.attention == "sparse" and self.leads_group
         self.indexer = Indexer(config, pg_collection) if has_indexer else None
-        self.variance = VarianceTracker(self.linear_qkv.weight.device) if has_indexer else None
-        self.core = build_core(self, context.implementation, context.dense_attention)
+        fused = context.implementation == "triton"
+        self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
+        gsa = self.gsa
+        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k)
+        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
+        self.core = build_core(settings, context.implementation, context.dense_attention)
 
     def forward(
         self,
@@ -133,101 +143,34 @@ class GSASelfAttention(MegatronModule):
             rotary_pos_emb: angles of the rotary embedding on Q and K.
             unused: what megatron-core passes to every attention (inference, packing formats we do not use).
         """
+        attention_pass = self.runtime.pass_of_this_forward()
         gates = None
         gathered = not self.config.sequence_parallel
         if self.linear_gate is not None:
             gates, hidden_states = self.linear_gate(hidden_states)
             gathered = True
         q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
-        projections = selected = None
-        if self.runtime.uses_indexer:
+        if gates is not None and attention_pass.measures:
+            self._measure_gates(gates, attention_pass)
+        indexed = selections = None
+        if attention_pass.uses_indexer:
             if self.indexer is not None:
                 self.runtime.shared_selection = None  # not beside the next one
-                with span("indexer"):
-                    projections = self._index(hidden_states, gathered)
-                with span("selection"):
-                    self.runtime.shared_selection = self._select(projections, attention_mask)
-            selected = self.runtime.shared_selection
+                with trace_span("indexer"):
+                    indexed = self._index(hidden_states, gathered, attention_pass)
+                with trace_span("selection"):
+                    self.runtime.shared_selection = self._select(indexed, attention_mask, attention_pass)
+            selections = self.runtime.shared_selection
 
-        queries, keys, weight_logits = projections or (None, None, None)
-        core_inputs = (q, k, v, output_gate, queries, keys, weight_logits, attention_mask)
-        if self.recompute_core and torch.is_grad_enabled():
-            attend = partial(self._attend_twice, [selected])  # checkpoints take tensors only
-            out = tensor_parallel.checkpoint(attend, False, *core_inputs)
+        projected = Projected(
+            q, k, v, output_gate, attention_mask, *(indexed if indexed is not None else (None, None, None))
+        )
+        if self.recompute_core and attention_pass.has_graph:
+            attend = CalledTwice(self._attend, selections, attention_pass)
+            out = tensor_parallel.checkpoint(attend, False, *projected)
         else:
-            out = self._attend(selected, *core_inputs)
+            out = self._attend(projected, selections, attention_pass)
         return self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
-
-    def _select(self, projections: IndexerProjections, document_ids: torch.Tensor | None) -> list[Any]:
-        """The core's selection for each run of this rank's queries."""
-        queries, keys, weight_logits = projections
-        return [
-            self.core.select(
-                IndexerProjections(queries[:, run.local], keys[:, : run.end], weight_logits[:, run.local]),
-                _up_to(document_ids, run.end),
-                run.start,
-                self._sample(queries.shape[1], run),
-            )
-            for run in self._runs(queries.shape[1])
-        ]
-
-    def _attend_twice(self, held: list[list[Any] | None], *core_inputs: Any) -> torch.Tensor:
-        """Forward without a graph, and again in the backward pass, which lets go of the selection: the node of the
-        checkpoint lives as long as the micro-batch's loss, which the schedule holds."""
-        selected = held[0]
-        if torch.is_grad_enabled():
-            held.clear()
-        return self._attend(selected, *core_inputs)
-
-    def _attend(
-        self,
-        selected: list[Any] | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output_gate: torch.Tensor | None,
-        queries: torch.Tensor | None,
-        keys: torch.Tensor | None,
-        weight_logits: torch.Tensor | None,
-        document_ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The core over all keys of the sequence for each run of this rank's queries: [B, L, n_h, d_k], with the
-        indexer loss joined to its gradient. What is gathered here is gathered again when it is recomputed, not kept."""
-        k, v = (gather_tokens(each, self.cut, self.groups.cp) for each in (k, v))
-        outputs, losses = [], []
-        for index, run in enumerate(self._runs(q.shape[1])):
-            sample = self._sample(q.shape[1], run)
-            if sample is not None and len(sample.sparse) > 0:
-                self._measure_saturation(q, k, queries, keys, document_ids, run, sample.sparse)
-            with indexer_graph(self.runtime):
-                projections = _part(queries, run), _up_to(keys, run.end), _part(weight_logits, run)
-            out, kl = self.core.attend(
-                q[:, run.local],
-                k[:, : run.end],
-                v[:, : run.end],
-                _part(output_gate, run),
-                *projections,
-                _up_to(document_ids, run.end),
-                None if selected is None else selected[index],
-                run.start,
-                sample,
-            )
-            outputs.append(out)
-            if kl is not None:
-                losses.append(kl)
-        out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        if not losses:
-            return out
-        with indexer_graph(self.runtime), span("kl"):
-            loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-            return train_indexer(self.runtime, out, loss)
-
-    def _runs(self, length: int) -> list[QueryRun]:
-        return query_runs(length, self.cut)
-
-    def _sample(self, length: int, run: QueryRun) -> QuerySample | None:
-        """Which queries of a run to measure; this rank has `length` tokens."""
-        return self.runtime.sample(length * self.groups.cp.size(), run.start, run.end)
 
     def _project(
         self,
@@ -238,9 +181,6 @@ class GSASelfAttention(MegatronModule):
         """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
         None."""
         qkv, _ = self.linear_qkv(hidden_states)
-        value_gate = output_gate = None
-        if gates is not None:
-            self._measure_gates(gates)
         if self.heads_op is not None:
             assert isinstance(rotary_pos_emb, torch.Tensor)
             return self.heads_op(
@@ -252,6 +192,7 @@ class GSASelfAttention(MegatronModule):
                 output_gate=self.gsa.output_gate,
             )
 
+        value_gate = output_gate = None
         if gates is not None:
             value_gate, output_gate = split_gate_logits(gates, self.config)
         d_k = self.config.kv_channels
@@ -272,73 +213,122 @@ class GSASelfAttention(MegatronModule):
             output_gate = output_gate.transpose(0, 1)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
 
-    def _index(self, hidden_states: torch.Tensor, gathered: bool) -> IndexerProjections:
+    def _index(
+        self, hidden_states: torch.Tensor, gathered: bool, attention_pass: AttentionPass
+    ) -> IndexerProjections:
         """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
         model."""
-        assert self.indexer is not None
         hidden = hidden_states.detach()
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
-        with indexer_graph(self.runtime):
-            queries, keys, weight_logits = self.indexer(hidden)
-            return IndexerProjections(queries, gather_tokens(keys, self.cut, self.groups.cp), weight_logits)
+        with attention_pass.indexer_graph():
+            queries, keys, head_weight_logits = self._indexer(hidden)
+            keys = gather_tokens(keys, self.cut, self.groups.cp)
+        return IndexerProjections(queries, keys, head_weight_logits)
 
-    def _measure_gates(self, gates: torch.Tensor) -> None:
+    @torch.no_grad()
+    def _select(
+        self, indexed: IndexerProjections, document_ids: torch.Tensor | None, attention_pass: AttentionPass
+    ) -> list[Any]:
+        """k_t and S_t: the core's selection for each chunk of this rank's queries."""
+        assert self.variance is not None
+        with_temperature = attention_pass.sparse and attention_pass.trains_indexer
+        length, selections = indexed.queries.shape[1], []
+        for chunk in self._chunks(length):
+            result = self.core.select(
+                self._indexer.applied(indexed.of(chunk), with_temperature).of_block_leaders(
+                    self.gsa.selection_block
+                ),
+                self.variance.ema,
+                chunk_geometry(document_ids, chunk, self.gsa),
+                attention_pass,
+                self._sample(length, chunk, attention_pass),
+            )
+            if attention_pass.moves_averages:
+                self.variance.record(result.variance)
+            self.runtime.stats.record(self.layer, result.statistics)
+            selections.append(result.selection)
+        return selections
+
+    def _attend(
+        self, projected: Projected, selections: list[Any] | None, attention_pass: AttentionPass
+    ) -> torch.Tensor:
+        """Softmax over S_t and G1, over all keys of the sequence for each chunk of this rank's queries: [B, L, n_h,
+        d_k], with the indexer loss joined to its gradient. What is gathered here is gathered again when it is
+        recomputed, not kept."""
+        k, v = (gather_tokens(each, self.cut, self.groups.cp) for each in (projected.k, projected.v))
+        q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
+        outputs, losses = [], []
+        for number, chunk in enumerate(self._chunks(q.shape[1])):
+            sample = self._sample(q.shape[1], chunk, attention_pass)
+            inputs = AttentionInputs(
+                q[:, chunk.local],
+                k[:, : chunk.end],
+                v[:, : chunk.end],
+                None if output_gate is None else output_gate[:, chunk.local],
+            )
+            with attention_pass.indexer_graph():
+                part = None if indexed is None else indexed.of(chunk)
+                loss = self._loss_inputs(part, attention_pass)
+            geometry = chunk_geometry(projected.document_ids, chunk, self.gsa)
+            if sample is not None and len(sample.sparse) > 0:
+                indexer = None if part is None else self._indexer.applied(part, with_temperature=False)
+                statistics = saturation_statistics(inputs, indexer, geometry, sample.sparse)
+                self.runtime.stats.record(self.layer, statistics)
+            selection = None if selections is None else selections[number]
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, sample)
+            self.runtime.stats.record(self.layer, result.statistics)
+            outputs.append(result.out)
+            if result.indexer_loss is not None:
+                losses.append(result.indexer_loss)
+        out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        if not losses:
+            return out
+        with attention_pass.indexer_graph(), trace_span("kl"):
+            loss_sum = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+            return differentiate_indexer_loss(
+                out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
+            )
+
+    def _loss_inputs(
+        self, indexed: IndexerProjections | None, attention_pass: AttentionPass
+    ) -> IndexerLossInputs | None:
+        """None where this layer has no indexer, or this pass no use for its loss."""
+        if indexed is None or not attention_pass.needs_indexer_loss:
+            return None
+        on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer)
+        return IndexerLossInputs(
+            self._indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
+            self.runtime.draw_rows(attention_pass, self.layer),
+            on_rows if attention_pass.measures else None,
+        )
+
+    @property
+    def _indexer(self) -> Indexer:
+        assert self.indexer is not None
+        return self.indexer
+
+    def _chunks(self, length: int) -> list[QueryChunk]:
+        return query_chunks(length, self.cut)
+
+    def _sample(self, length: int, chunk: QueryChunk, attention_pass: AttentionPass) -> QuerySample | None:
+        """Which queries of a chunk to measure; this rank has `length` tokens."""
+        whole = length * self.groups.cp.size()
+        return self.runtime.query_sample(attention_pass, whole, chunk.start, chunk.end)
+
+    def _measure_gates(self, gates: torch.Tensor, attention_pass: AttentionPass) -> None:
         """Of few tokens: each has thousands of gates.
 
         Args:
             gates: logits of both, [L, B, local rows].
         """
         length = gates.shape[0]
-        pieces = [(run, self._sample(length, run)) for run in self._runs(length)]
-        rows = [run.local.start + sample.sparse for run, sample in pieces if sample is not None]
-        if not rows:
-            return
-        logits = split_gate_logits(gates.detach()[torch.cat(rows)], self.config)
-        for name, gate in zip(("value_gate", "output_gate"), logits, strict=True):
-            if gate is not None:
-                opening = gate.float().sigmoid()
-                self.runtime.stats.add(f"{name}_mean", self.layer, opening)
-                self.runtime.stats.add(f"{name}_low", self.layer, opening < 0.1)
-                self.runtime.stats.add(f"{name}_high", self.layer, opening > 0.9)
-
-    @torch.no_grad()
-    def _measure_saturation(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        queries: torch.Tensor | None,
-        keys: torch.Tensor | None,
-        document_ids: torch.Tensor | None,
-        run: QueryRun,
-        rows: torch.Tensor,
-    ) -> None:
-        """Of `rows` among the run's queries, against all keys up to the run's end."""
-        visible = visible_mask(
-            run.end, query_positions=run.start + rows, document_ids=_up_to(document_ids, run.end)
-        )
-        logit = largest_logit(q[:, run.local][:, rows], k[:, : run.end], visible)
-        self.runtime.stats.maximum("max_attention_logit", self.layer, logit)
-        if queries is not None and keys is not None and self.indexer is not None:
-            share = saturated_share(
-                queries[:, run.local][:, rows],
-                keys[:, : run.end],
-                self.indexer.score_bias,
-                self.gsa.indexer_activation,
-                visible,
-            )
-            self.runtime.stats.add("indexer_saturated", self.layer, share)
-
-
-def _part(tensor: torch.Tensor | None, run: QueryRun) -> torch.Tensor | None:
-    return None if tensor is None else tensor[:, run.local]
-
-
-def _up_to(tensor: torch.Tensor | None, end: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[:, :end]
+        pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self._chunks(length)]
+        rows = [chunk.local.start + sample.sparse for chunk, sample in pieces if sample is not None]
+        self.runtime.stats.record(self.layer, gate_statistics(gates.detach()[torch.cat(rows)], self.config))
 
 
 def _fused_heads_op() -> Callable[..., Any]:
-    from gsa_kernels.prologue.op import fused_split_rotate_gate  # imports Triton
+    from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate  # imports Triton
 
     return fused_split_rotate_gate

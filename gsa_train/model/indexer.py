@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from gsa_kernels import indexer_scores
-from gsa_train.model.mcore_config import GSATransformerConfig
+from gsa_kernels.types import Indexer as AppliedIndexer
+from gsa_train.model.mcore.config import GSATransformerConfig
+from gsa_train.model.mcore.grad_accumulation_fusion import joined_weight_gradients
+from gsa_train.model.projected import IndexerProjections
 from gsa_train.model.rotary import rotary_embedding
-from gsa_train.model.weight_gradients import joined_weight_gradients
-
-
-class IndexerProjections(NamedTuple):
-    """What the indexer makes of the hidden states, batch first."""
-
-    queries: torch.Tensor
-    """[B, L, H_I, d_I]"""
-    keys: torch.Tensor
-    """[B, L, d_I], one key for all indexer heads"""
-    weight_logits: torch.Tensor
-    """[B, L, H_I]"""
 
 
 class Indexer(MegatronModule):
@@ -71,7 +61,7 @@ class Indexer(MegatronModule):
         together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
         if self.split_op is not None:
             return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
-        queries, keys, weight_logits, _ = together.split([len(weight) for weight in weights], -1)
+        queries, keys, head_weight_logits, _ = together.split([len(weight) for weight in weights], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
@@ -80,17 +70,22 @@ class Indexer(MegatronModule):
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
             )[:, :, 0]
         # Contiguous, since selection and loss would each make copies.
-        return IndexerProjections(*(x.transpose(0, 1).contiguous() for x in (queries, keys, weight_logits)))
+        return IndexerProjections(
+            *(x.transpose(0, 1).contiguous() for x in (queries, keys, head_weight_logits))
+        )
 
-    def scores(self, projections: IndexerProjections, query_stride: int = 1) -> torch.Tensor:
-        """I[t, s] of every `query_stride`-th query against all keys: [B, ceil(L / query_stride), L], fp32."""
-        return indexer_scores(
-            projections.queries[:, ::query_stride],
-            projections.keys,
-            projections.weight_logits[:, ::query_stride],
-            score_bias=self.score_bias,
-            weight_bias=self.weight_bias,
-            activation=self.gsa.indexer_activation,
+    def applied(self, projections: IndexerProjections, with_temperature: bool = True) -> AppliedIndexer:
+        """The projections with the parameters that make scores of them.
+
+        Args:
+            with_temperature: for the indexer loss.
+        """
+        return AppliedIndexer(
+            *projections,
+            self.score_bias,
+            self.weight_bias,
+            self.gsa.indexer_activation,
+            self.inverse_temperature() if with_temperature else 1.0,
         )
 
     def inverse_temperature(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from gsa_kernels.visibility.words import visible_words
+from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 
 RUN = 64
 """Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
@@ -47,9 +47,9 @@ class QuerySample:
         return len(self.rows)
 
     @cached_property
-    def visible_words(self) -> torch.Tensor:
+    def causal_packed_mask(self) -> torch.Tensor:
         """int32 [1, T, ceil(end / 32)]: the keys that the sparse ones see in a sequence of one document, as bits."""
-        return visible_words(self.start + self.sparse, self.end)
+        return causal_packed_mask(self.start + self.sparse, self.end)
 
 
 def sampled_runs(length: int) -> list[range]:

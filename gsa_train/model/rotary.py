@@ -8,15 +8,15 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from gsa_train.context_sharding import ContextSharding
 from gsa_train.model.context_parallel import local_part
-from gsa_train.model.mcore_config import GSATransformerConfig
-from gsa_train.sequence_cut import SequenceCut
+from gsa_train.model.mcore.config import GSATransformerConfig
 
 
 class LocalRotaryEmbedding(RotaryEmbedding):
     """megatron-core's, which knows the zig-zag alone, for any cut of the sequence."""
 
-    def __init__(self, cut: SequenceCut, **options: Any) -> None:
+    def __init__(self, cut: ContextSharding, **options: Any) -> None:
         super().__init__(**options)
         self._cut = cut
         self._angles: dict[int, torch.Tensor] = {}
@@ -32,7 +32,7 @@ def rotary_embedding(
     config: GSATransformerConfig, channels: int, groups: ProcessGroupCollection
 ) -> LocalRotaryEmbedding:
     return LocalRotaryEmbedding(
-        sequence_cut(config, groups),
+        context_sharding(config, groups),
         kv_channels=channels,
         rotary_percent=1.0,
         rotary_base=config.rotary_base,
@@ -41,5 +41,5 @@ def rotary_embedding(
     )
 
 
-def sequence_cut(config: GSATransformerConfig, groups: ProcessGroupCollection) -> SequenceCut:
-    return SequenceCut(groups.cp.rank(), groups.cp.size(), config.context_chunks)
+def context_sharding(config: GSATransformerConfig, groups: ProcessGroupCollection) -> ContextSharding:
+    return ContextSharding(groups.cp.rank(), groups.cp.size(), config.context_chunks)

@@ -10,11 +10,39 @@ import math
 
 import torch
 
+from gsa_kernels import causal_mask
+from gsa_kernels.types import Geometry, Indexer
+from gsa_train.model.cores.interface import AttentionInputs
+from gsa_train.model.stats import Statistics
+
 FLAT_SLOPE = 0.01
 """Slope sigma (1 - sigma) below which a sigmoid counts as saturated: a 25th of its largest."""
 _ROOT = math.sqrt(1 - 4 * FLAT_SLOPE)
 FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 """|z| above which sigma(z) has less slope than that."""
+
+
+@torch.no_grad()
+def saturation_statistics(
+    inputs: AttentionInputs, indexer: Indexer | None, geometry: Geometry, rows: torch.Tensor
+) -> Statistics:
+    """Of some queries, against all keys that they see.
+
+    Args:
+        indexer: of all queries; None where the layer has none.
+        rows: int64 [T], numbers of the queries.
+    """
+    q, k = inputs.q[:, rows], inputs.k
+    visible = causal_mask(k.shape[1], query_positions=geometry.query_start + rows)
+    if geometry.document_starts is not None:
+        starts = geometry.document_starts[:, rows]
+        visible = visible & (torch.arange(k.shape[1], device=k.device) >= starts[..., None])
+    statistics = Statistics(maxima={"max_attention_logit": largest_logit(q, k, visible)})
+    if indexer is not None:
+        statistics.means["indexer_saturated"] = saturated_share(
+            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, visible
+        )
+    return statistics
 
 
 def largest_logit(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,16 @@ sequence of more than 512 tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
+
+
+@dataclass
+class Statistics:
+    """What one layer measured of one chunk of queries."""
+
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+    """name of `MEANS` -> values to average, of any shape."""
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    """name of `EXTREMES` -> 0-d."""
 
 
 FOLDED_AFTER = 8
@@ -112,6 +123,12 @@ class LayerStats:
         self._sums = _Table(means, 0.0, torch.sum, dtype, device)
         self._counts = [[0] * num_layers for _ in MEANS]
         self._extremes = _Table(extremes, -math.inf, torch.amax, dtype, device)
+
+    def record(self, layer: int, statistics: Statistics) -> None:
+        for name, values in statistics.means.items():
+            self.add(name, layer, values)
+        for name, value in statistics.maxima.items():
+            self.maximum(name, layer, value)
 
     def add(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add all elements of `values` to the average `name` of layer `layer` (from 0)."""

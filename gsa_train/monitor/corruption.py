@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gsa_train.checkpoint.load import local_rng, set_local_rng
 from gsa_train.config import MonitorConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel
 
@@ -116,7 +116,6 @@ class CorruptionCheck:
         seen = self._bits(first)
         set_local_rng(rng)
         self._model.runtime.stats.restore(stats)
-        self._model.runtime.shared_selection = None
         for attention in self._model.attentions:
             if attention.variance is not None:
                 attention.variance.step_sum.zero_()

@@ -21,7 +21,7 @@ import torch
 from gsa_train.config import MonitorConfig
 from gsa_train.monitor.layer_watch import LayerWatch
 from gsa_train.monitor.spikes import Row, SpikeDetector, Verdict
-from gsa_train.phases import PhaseSpan
+from gsa_train.phases import PhaseRange
 
 READ_DELAY_STEPS = 2
 """The device is not further behind than this where host and device are busy, so reading so late waits for nothing."""
@@ -102,7 +102,7 @@ class Monitor:
     def __init__(
         self,
         config: MonitorConfig,
-        span: PhaseSpan,
+        phase_range: PhaseRange,
         device: torch.device,
         state: MonitorState,
         log: Callable[[dict[str, Any]], None],
@@ -114,8 +114,9 @@ class Monitor:
             log: takes events for metrics.jsonl.
             saved_step: newest checkpoint; asked where the run ends.
         """
-        self._config, self._span, self._log, self._saved_step = config, span, log, saved_step
-        self._state = state.entering(span.index)
+        self._config, self._phase_range = config, phase_range
+        self._log, self._saved_step = log, saved_step
+        self._state = state.entering(phase_range.index)
         self._unread: deque[_Unread] = deque()
         self._last: Row | None = None
         self.detector = SpikeDetector(config, device)
@@ -235,7 +236,7 @@ class Monitor:
             # From a step on that no reading is too late for: a run stopped in between goes on with the same rates.
             first = step + READ_DELAY_STEPS + 1
             # The next phase has a rate of its own.
-            last = min(first + config.lower_lr_steps - 1, self._span.end)
+            last = min(first + config.lower_lr_steps - 1, self._phase_range.end)
             state.lowered = [each for each in state.lowered if each[1] > step]
             if first <= last:
                 if not any(its_last >= first - 1 for _, its_last in state.lowered):
@@ -266,7 +267,7 @@ class Monitor:
         return spikes
 
     def _event(self, event: str, step: int, **values: Any) -> None:
-        self._log({"event": event, "step": step, "phase": self._span.phase.name, **values})
+        self._log({"event": event, "step": step, "phase": self._phase_range.phase.name, **values})
 
 
 def state_of(saved: dict[str, Any]) -> MonitorState:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.config import PhaseConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

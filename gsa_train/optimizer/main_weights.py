@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 

@@ -27,13 +27,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.adamw_state import create_state, inner_optimizers
 from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
 from gsa_train.optimizer.norms import clipped_step, reduce_grad_norm, update_norm
 from gsa_train.parallel import Parallel
 from gsa_train.phases import enter_phase
 from gsa_train.run.work_time import WorkTime
+from gsa_train.schedule import lr_multipliers
 
 
 @dataclass
@@ -197,16 +198,6 @@ def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
     work_time.end()
     with work_time.part("gradient_reduction"):
         megatron_finalize_model_grads(*args, **kwargs)
-
-
-def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
-    """Learning rate of each trained group over the phase's learning rate, under the names of the metrics."""
-    if phase.train == "indexer":
-        return {"indexer": 1.0}
-    multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}
-    if phase.train == "all":
-        multipliers["indexer"] = phase.indexer_lr_mult
-    return multipliers
 
 
 def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:

@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from gsa_kernels.adamw.reference import squared_update
+from gsa_kernels.fused.adamw.reference import squared_update
 from gsa_train.optimizer.adamw_state import chained, inner_optimizers
 from gsa_train.parallel import Parallel
 
@@ -107,7 +107,7 @@ def squared_change(
     lr, decay = group["lr"], group["weight_decay"]
     averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
     if parameters[0].is_cuda:
-        from gsa_kernels.adamw.op import squared_updates  # imports Triton
+        from gsa_kernels.fused.adamw.op import squared_updates  # imports Triton
 
         total = squared_updates(parameters, averages, squares, rate, eps, decay)
     else:

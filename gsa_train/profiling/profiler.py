@@ -1,7 +1,7 @@
 """A trace of a few training steps, and what the device's memory held meanwhile: `profile` in the config.
 
 For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
-    rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; gsa_train.profiling.spans has the names in it
+    rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; its names: gsa_train.profiling.trace_spans
     rank_<rank>.txt            where the time went, in short (gsa_train.profiling.table)
     rank_<rank>.memory.pickle  with `profile.memory_snapshot`, for pytorch.org/memory_viz
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gsa_train.profiling.spans import PARTS
 from gsa_train.profiling.step_breakdown import breakdown
 from gsa_train.profiling.trace_events import (
     OTHER,
@@ -17,6 +16,7 @@ from gsa_train.profiling.trace_events import (
     host_part,
     traced_span,
 )
+from gsa_train.profiling.trace_spans import PARTS
 
 TOP_OPERATIONS = 15
 COMMUNICATION, EXPOSED, IDLE = "communication", "exposed communication", "idle"

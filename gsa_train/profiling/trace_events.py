@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gsa_train.profiling.spans import PARTS
 from gsa_train.profiling.step_breakdown import Interval
+from gsa_train.profiling.trace_spans import PARTS
 
 BACKWARD = "autograd::engine::evaluate_function: "
 COLLECTIVES = ("c10d::", "nccl:", "gloo:", "record_param_comms")

@@ -60,7 +60,7 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
         words = report.read_text(encoding="utf-8", errors="replace")
         if not words.strip():  # a full disk left nothing but the name
             continue
-        # The line of a rank that holds up the others ends in an arrow (gsa_train.run.watch).
+        # The line of a rank that holds up the others ends in an arrow (gsa_train.run.hang_watchdog).
         named = re.search(r"after step (\d+).*<--", words)
         step = int(named[1]) if named else None
         phase = "" if step is None else _phase_at(step, phases)

@@ -1,8 +1,8 @@
 """Which metrics are shown together: the one list behind plots/*.png, the HTML report, TensorBoard and W&B.
 
-A metric is a key of the records in metrics.jsonl (docs/monitoring.md explains each). TensorBoard and W&B know it by its
-tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates, validation/loss,
-system/mfu.
+A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B know
+it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
+validation/loss, system/mfu.
 """
 
 from __future__ import annotations

@@ -24,9 +24,11 @@ from gsa_train.report.page import write_report
 from gsa_train.resume import run_dir
 from gsa_train.run import exit_codes
 from gsa_train.run.folder import STOPPED
+from gsa_train.run.hang_watchdog import HangWatchdog
+from gsa_train.run.saves import newest_save
+from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
-from gsa_train.run.watch import Watch
-from gsa_train.trainer import Run, newest_save, validate
+from gsa_train.trainer import validate
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
@@ -35,81 +37,92 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     Raises:
         Stopped: asked to in the validation; the next start ends the run again.
     """
-    config = run.config
+    step, watchdog = run.state.step, run.services.watchdog
 
     def stop_if_asked() -> None:  # the last step is saved already
-        run.watch.note(run.step, "validating")
-        reason = run.stop_vote.ask()
+        watchdog.heartbeat(step, "validating")
+        reason = run.services.stop_vote.ask()
         if reason:
-            raise Stopped(reason, run.step)
+            raise Stopped(reason, step)
 
     validation = validate(run, last_phase.name, stop_if_asked)
-    run.watch.note(run.step, "ending")
-    text = run.batches.state()
-    counters = text["counters"]
-    if run.sinks is not None and run.progress is not None:
-        baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
-        samples = run.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
-        if config.evaluate.ngram_baselines and samples == text["consumed_samples"]:
-            blocks = run.validation_sets[0].text.blocks
-            baselines = ngram_perplexities(blocks, run.tokenizer, samples, config)
-        elif config.evaluate.ngram_baselines:
-            run.message(
-                f"no n-gram baselines: the run trained on {samples} sequences, and its text is at number "
-                f"{text['consumed_samples']}: batches were left out, or the text is another than at the start"
-            )
-        summary = {
-            "steps": run.step,
-            "tokens": run.tokens,
-            **{
-                f"val_{name.removeprefix('validation_')}": value
-                for name, value in scores_of(validation).items()
-            },
-            **baselines,
-            "recall": validation["validation_recall"],
-            "random_recall": validation["validation_random_recall"],
-            "spikes": run.monitor.spikes,
-            "skipped_updates": run.monitor.skipped_updates,
-            "rewinds": len(run.monitor.rewinds),
-            "data_epochs": whole_epochs(text),
-            "data_tokens_by_source": tokens_by_source(counters),
-        }
-        if config.data.packing == "best_fit":
-            summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
-        run.progress.close()
-        run.sinks.finish(summary)
+    watchdog.heartbeat(step, "ending")
+    text = run.data.batches.state()
+    log = run.services.log
+    if log.sinks is not None and log.console is not None:
+        summary = summary_of(run, validation, text)
+        log.console.close()
+        log.sinks.finish(summary)
         for name, value in summary.items():
             parts = value if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
                 label = f"{name} {part}".strip()
-                run.progress.message(f"{label:>20}  {'--' if number is None else number}")
-        if config.logging.plots:
+                log.message(f"{label:>20}  {'--' if number is None else number}")
+        if run.config.logging.plots:
             # matplotlib: half a second, which no other rank and no start has to pay.
             from gsa_train.report.plots import write_plots
 
-            folder = run_dir(config)
+            folder = run_dir(run.config)
             with _goes_on_without(run, "plots and report"):
                 for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
-                    run.progress.message(f"wrote {path}")
+                    log.message(f"wrote {path}")
     dist.barrier()
+
+
+def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """What summary.json holds.
+
+    Args:
+        validation: of the last step.
+        text: the position in the training text, of all ranks.
+    """
+    config, state, counters = run.config, run.state, text["counters"]
+    baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
+    samples = state.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
+    if config.evaluate.ngram_baselines and samples == text["consumed_samples"]:
+        blocks = run.data.validation_sets[0].text.blocks
+        baselines = ngram_perplexities(blocks, run.data.tokenizer, samples, config)
+    elif config.evaluate.ngram_baselines:
+        run.services.log.message(
+            f"no n-gram baselines: the run trained on {samples} sequences, and its text is at number "
+            f"{text['consumed_samples']}: batches were left out, or the text is another than at the start"
+        )
+    scores = scores_of(validation)
+    summary = {
+        "steps": state.step,
+        "tokens": state.tokens,
+        **{f"val_{name.removeprefix('validation_')}": value for name, value in scores.items()},
+        **baselines,
+        "recall": validation["validation_recall"],
+        "random_recall": validation["validation_random_recall"],
+        "spikes": state.monitor.spikes,
+        "skipped_updates": state.monitor.skipped_updates,
+        "rewinds": len(state.monitor.rewinds),
+        "data_epochs": whole_epochs(text),
+        "data_tokens_by_source": tokens_by_source(counters),
+    }
+    if config.data.packing == "best_fit":
+        summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
+    return summary
 
 
 def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
-    if run.sinks is not None and run.progress is not None:
+    if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):
             write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
-        run.progress.message(f"{stop}; exit code {exit_codes.STOPPED}: the same command goes on")
+        run.services.log.message(f"{stop}; exit code {exit_codes.STOPPED}: the same command goes on")
     _close(run, exit_codes.STOPPED)
 
 
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
-    run.log({"event": "stop", "step": run.step, "phase": phase.name, "reason": str(stop)})
+    event = {"event": "stop", "step": run.state.step, "phase": phase.name, "reason": str(stop)}
+    run.services.log.log(event)
     if run.parallel.is_main:
         with _goes_on_without(run, "the note by which the same command is refused"):
-            note_stop(run_dir(run.config), stop, run.saver.durable_step or 0)
+            note_stop(run_dir(run.config), stop, run.services.saver.durable_step or 0)
     _close(run, exit_codes.STOPPED_BY_MONITOR)
 
 
@@ -123,7 +136,8 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
         folder = run_dir(run.config) / "faults" / time.strftime("%Y%m%d-%H%M%S")
         with _goes_on_without(run, "the report"):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "report.txt").write_text(f"{fault}\nno update was made after step {run.step} <--\n")
+            note = f"{fault}\nno update was made after step {run.state.step} <--\n"
+            (folder / "report.txt").write_text(note)
     _close(run, exit_codes.CORRUPTED)
 
 
@@ -133,32 +147,31 @@ def _goes_on_without(run: Run, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        run.message(f"{what} cannot be written: {error}")
+        run.services.log.message(f"{what} cannot be written: {error}")
 
 
 def _close(run: Run, exit_code: int) -> None:
-    run.watch.note(run.step, "ending")
-    run.watch.exit_code = exit_code
-    run.batches.close()
-    run.stop_vote.close()
-    if run.sinks is not None and run.progress is not None:
-        run.progress.close()
-        run.sinks.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B a stop is no failure
-    leave_world(run.watch)
+    services = run.services
+    services.watchdog.heartbeat(run.state.step, "ending")
+    services.watchdog.exit_code = exit_code
+    run.data.batches.close()
+    services.stop_vote.close()
+    services.log.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B a stop is no failure
+    leave_world(services.watchdog)
 
 
-def leave_world(watch: Watch) -> None:
+def leave_world(watchdog: HangWatchdog) -> None:
     """Leave the process group, watched to the last moment. Collective.
 
-    Twice: at the first barrier the watch names a rank that does not come, at the second no rank asks the store of
+    Twice: at the first barrier the watchdog names a rank that does not come, at the second no rank asks the store of
     torch.distributed any more, so that the first one to go may take it along. torchrun ends all ranks when the first
     one ends.
     """
     try:
         dist.barrier()
-        watch.begin_to_leave()
+        watchdog.begin_to_leave()
         dist.barrier()
         shutdown_parallel()
     except RuntimeError as error:  # of gloo and NCCL
-        watch.end_saved(f"leaving its process group failed, as where a peer has died ({error})")
-    watch.close()
+        watchdog.end_saved(f"leaving its process group failed, as where a peer has died ({error})")
+    watchdog.close()

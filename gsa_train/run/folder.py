@@ -21,10 +21,11 @@ from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
 from gsa_train.resume import Start, run_dir, set_damaged_aside
-from gsa_train.run.launch import note_launch
+from gsa_train.run.hang_watchdog import newest_hang
+from gsa_train.run.job_start import note_job_start
+from gsa_train.run.run_log import RunLog
 from gsa_train.run.starts import note_start, read_starts
 from gsa_train.run.stop_signals import children_keep_running
-from gsa_train.run.watch import newest_hang
 
 STOPPED = "stopped.json"
 """Says that, when and why the run was stopped; gone while it runs and when it is complete. For job scripts."""
@@ -33,24 +34,19 @@ STOPPED = "stopped.json"
 @dataclass(frozen=True)
 class RunFolder:
     checkpoints: Path
-    sinks: Sinks | None
-    """On the main rank."""
-    progress: Progress | None
-    """On the main rank."""
-    wandb_run_id: str | None
-    """On every rank."""
+    log: RunLog
     hang: str | None
-    """On the main rank: which hang ended the start before this one (gsa_train.run.watch)."""
+    """On the main rank: which hang ended the start before this one (gsa_train.run.hang_watchdog)."""
 
 
-def open_run_folder(config: Config, start: Start, parallel: Parallel, total_steps: int) -> RunFolder:
+def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFolder:
     """Open what the run writes; print config and layout. Collective.
 
     Raises:
         WandbRefused: on all ranks alike, and then an old folder's files are as they were.
     """
     folder = run_dir(config)
-    sinks = progress = hang = None
+    sinks = console = hang = None
     shared: list[str | None] = [None, None]
     if parallel.is_main:
         try:
@@ -58,12 +54,13 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, total_step
         except WandbRefused as error:
             shared[1] = str(error)
         else:
-            sinks, progress, hang = _open_files(config, start, parallel, total_steps, wandb)
+            sinks, console, hang = _open_files(config, start, parallel, wandb)
             shared[0] = sinks.wandb_run_id
     dist.broadcast_object_list(shared, src=0)
     if shared[1] is not None:
         raise WandbRefused(shared[1])
-    return RunFolder(folder / "checkpoints", sinks, progress, shared[0], hang)
+    log = RunLog(sinks, console, wandb_run_id=shared[0], writes_late=parallel.device.type == "cuda")
+    return RunFolder(folder / "checkpoints", log, hang)
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
@@ -76,10 +73,10 @@ def _open_wandb(config: Config, start: Start) -> WandbSink | None:
 
 
 def _open_files(
-    config: Config, start: Start, parallel: Parallel, total_steps: int, wandb: WandbSink | None
+    config: Config, start: Start, parallel: Parallel, wandb: WandbSink | None
 ) -> tuple[Sinks, Progress, str | None]:
     """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
-    folder = run_dir(config)
+    folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
     recover_folder(folder / "checkpoints")
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)
@@ -104,29 +101,29 @@ def _open_files(
     device = torch.cuda.get_device_name() if on_gpu else platform.machine()
     note_start(folder, start.step, parallel.describe(), device)
     (folder / "checkpoints").mkdir(exist_ok=True)
-    note_launch(folder)
+    note_job_start(folder)
     (folder / STOPPED).unlink(missing_ok=True)
     (folder / MONITOR_STOP).unlink(missing_ok=True)
-    progress = Progress(total_steps, start.step)
-    progress.message(config_to_yaml(config))
-    progress.message(f"run folder {folder}; {parallel.describe()}")
+    console = Progress(total_steps, start.step)
+    console.message(config_to_yaml(config))
+    console.message(f"run folder {folder}; {parallel.describe()}")
     if start.checkpoint is not None:
-        progress.message(f"resuming from {start.checkpoint} at step {start.step}")
+        console.message(f"resuming from {start.checkpoint} at step {start.step}")
     if start.state is not None:
         for line in config_changes(start.state.config_yaml, config):
-            progress.message(f"  changed since then: {line}")
+            console.message(f"  changed since then: {line}")
     if went_back:
-        progress.message(
+        console.message(
             "newer checkpoints are in checkpoints/set_aside, their metrics in metrics_rewound.jsonl"
         )
     profile = config.profile
     if profile.start_step > 0 and profile.start_step + profile.steps <= start.step + 1:
-        progress.message(
+        console.message(
             "profile: its steps lie before this start, so nothing is traced; set profile.start_step"
         )
     if is_complete:
-        progress.message("this run is complete: no step is left, only the end is written again")
-    return sinks, progress, hang
+        console.message("this run is complete: no step is left, only the end is written again")
+    return sinks, console, hang
 
 
 def _go_back_to_older(checkpoint: Path | None) -> bool:

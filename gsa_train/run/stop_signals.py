@@ -75,23 +75,23 @@ def children_keep_running() -> Iterator[None]:
 
 
 def find_deadline(
-    limit_minutes: float, margin_minutes: float, environ: Mapping[str, str], launched: float
+    limit_minutes: float, margin_minutes: float, environ: Mapping[str, str], began: float
 ) -> float | None:
-    """When to stop: `limit_minutes` after the launch, or `margin_minutes` before the Slurm job ends; the sooner.
+    """When to stop: `limit_minutes` after the job's start, or `margin_minutes` before the Slurm job ends; the sooner.
 
     Args:
         limit_minutes: 0 for no limit of its own.
         environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, in seconds of `time.time`, where Slurm sets them.
-        launched: time of the launch; restarts by the same launcher do not put the limit off.
+        began: start of the job; restarts by the same launcher do not put the limit off.
     """
-    ends = [launched + 60 * limit_minutes] if limit_minutes > 0 else []
+    ends = [began + 60 * limit_minutes] if limit_minutes > 0 else []
     if "SLURM_JOB_START_TIME" in environ and "SLURM_JOB_END_TIME" in environ:
         begin, end = int(environ["SLURM_JOB_START_TIME"]), int(environ["SLURM_JOB_END_TIME"])
         ends.append(end - min(60 * margin_minutes, SLURM_MARGIN_FRACTION * (end - begin)))
     return min(ends, default=None)
 
 
-def launch_time() -> float:
+def job_start_time() -> float:
     """When torchrun started, whose restarts start this process anew; when this process did without torchrun."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return psutil.Process(os.getppid() if under_torchrun else os.getpid()).create_time()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gsa_train.profiling.spans import span
+from gsa_train.profiling.trace_spans import trace_span
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class WorkTime:
     def part(self, name: str) -> Iterator[None]:
         """Times one of STEP_PARTS; the gradient reduction is inside forward and backward, and counts for itself."""
         began = self._now()
-        with span("communication" if name == "gradient_reduction" else name):
+        with trace_span("communication" if name == "gradient_reduction" else name):
             yield
         self._parts[name].append((began, self._now()))
 

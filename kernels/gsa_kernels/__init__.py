@@ -1,38 +1,41 @@
-"""Operations of Gated Sparse Attention: torch references, against which the Triton kernels are tested.
+"""Operations of Gated Sparse Attention: Triton kernels, and their definitions in plain torch.
 
-Every `reference.py` is the definition of its operation. Layouts are batch first: q [B, Lq, H, D],
-k and v [B, Lk, Hkv, D], indexer queries [B, Lq, HI, DI], indexer keys [B, Lk, DI], masks [B or 1, Lq, Lk].
-Where queries are a part of the sequence (context parallelism), the references take their positions in the masks, and
-the kernels `query_start`: query i stands at position query_start + i, and Lk = query_start + Lq. Key lists carry it.
+`api.py` is the door: `select`, `sparse_attention`, `indexer_loss`, `decode_step`, with the types of `types.py`.
+`limits.py` says what the kernels can do, without torch. Every `reference.py` is the definition of its operation.
+
+Names are imported when they are first asked for: who plans a run reads the limits and loads neither torch nor Triton.
 """
 
-from gsa_kernels.attention.reference import AttentionOutput, sparse_attention
-from gsa_kernels.budget.reference import adaptive_budget, score_moments
-from gsa_kernels.decode.reference import DecodeTopK, decode_attention, decode_top_k
-from gsa_kernels.gates.reference import sigmoid_gate
-from gsa_kernels.indexer.reference import indexer_scores
-from gsa_kernels.kl.reference import indexer_kl, renormalise_target, sum_over_blocks
-from gsa_kernels.selection.reference import expand_block_selection, local_window_mask, select_top_k
-from gsa_kernels.statistics.reference import adjacent_overlap, union_ratio
-from gsa_kernels.visibility.reference import visible_mask
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "AttentionOutput",
-    "DecodeTopK",
-    "adaptive_budget",
-    "adjacent_overlap",
-    "decode_attention",
-    "decode_top_k",
-    "expand_block_selection",
-    "indexer_kl",
-    "indexer_scores",
-    "local_window_mask",
-    "renormalise_target",
-    "score_moments",
-    "select_top_k",
-    "sigmoid_gate",
-    "sparse_attention",
-    "sum_over_blocks",
-    "union_ratio",
-    "visible_mask",
-]
+__version__ = "0.1.0"
+
+_REFERENCES = {
+    "AttentionOutput": "attention.reference",
+    "sparse_attention": "attention.reference",
+    "DecodeTopK": "decode.reference",
+    "decode_attention": "decode.reference",
+    "decode_top_k": "decode.reference",
+    "sigmoid_gate": "fused.gates.reference",
+    "indexer_scores": "indexer.reference",
+    "indexer_kl": "indexer_loss.reference",
+    "renormalise_target": "indexer_loss.reference",
+    "sum_over_blocks": "indexer_loss.reference",
+    "adaptive_budget": "selection.budget",
+    "score_moments": "selection.budget",
+    "causal_mask": "selection.causal_mask",
+    "expand_block_selection": "selection.reference",
+    "local_window_mask": "selection.reference",
+    "select_top_k": "selection.reference",
+    "adjacent_overlap": "selection.statistics",
+    "union_ratio": "selection.statistics",
+}
+
+__all__ = list(_REFERENCES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _REFERENCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_REFERENCES[name]}"), name)

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-SAMPLED_ROWS = 128
-"""Rows of a run: neighbours that are taken or left together."""
+from gsa_kernels.limits import STRETCH_ROWS
 
 
 @dataclass(frozen=True)
-class RowSample:
-    """Runs of SAMPLED_ROWS rows, one of each `every` runs of the sequence."""
+class SampledRows:
+    """Runs of STRETCH_ROWS rows, one of each `every` runs of the sequence."""
 
     start: int
     """First row."""
@@ -21,25 +20,25 @@ class RowSample:
     @property
     def spacing(self) -> int:
         """From the first row of a run to that of the next."""
-        return self.every * SAMPLED_ROWS
+        return self.every * STRETCH_ROWS
 
     def row(self, number: int) -> int:
         """The row that is number `number` of the sample."""
-        return self.start + number // SAMPLED_ROWS * self.spacing + number % SAMPLED_ROWS
+        return self.start + number // STRETCH_ROWS * self.spacing + number % STRETCH_ROWS
 
-    def chunk(self, number: int, count: int) -> "RowSample":
+    def chunk(self, number: int, count: int) -> "SampledRows":
         """`count` of the rows, from that with `number` on, the first of a run."""
-        return RowSample(self.row(number), min(count, self.count - number), self.every)
+        return SampledRows(self.row(number), min(count, self.count - number), self.every)
 
     def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """All of them, int64 [count]; made where they are needed, since a copy to a device would wait for it."""
         number = torch.arange(self.count, device=device)
-        return self.start + number // SAMPLED_ROWS * self.spacing + number % SAMPLED_ROWS
+        return self.start + number // STRETCH_ROWS * self.spacing + number % STRETCH_ROWS
 
 
 def sample_rows(
     num_rows: int, fraction: float, seed: int | None, share: tuple[int, int] = (0, 1)
-) -> tuple[RowSample, int]:
+) -> tuple[SampledRows, int]:
     """A systematic sample: evenly spaced runs, so that each part of the sequence has its share in every draw.
 
     Args:
@@ -50,12 +49,12 @@ def sample_rows(
     Returns:
         The rows, perhaps none, and by what the sum over all shares of the sample is to be multiplied.
     """
-    first, factor = systematic(-(-num_rows // SAMPLED_ROWS), fraction, seed)
+    first, factor = systematic(-(-num_rows // STRETCH_ROWS), fraction, seed)
     rank, size = share
     every = factor * size
-    start = (first + rank * factor) * SAMPLED_ROWS
-    whole, rest = divmod(max(num_rows - start, 0), every * SAMPLED_ROWS)
-    return RowSample(start, whole * SAMPLED_ROWS + min(rest, SAMPLED_ROWS), every), factor
+    start = (first + rank * factor) * STRETCH_ROWS
+    whole, rest = divmod(max(num_rows - start, 0), every * STRETCH_ROWS)
+    return SampledRows(start, whole * STRETCH_ROWS + min(rest, STRETCH_ROWS), every), factor
 
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Rows of a chunk that may be a sample of the sequence's: see `RowSample`."""
+"""Rows of a chunk that may be a sample of the sequence's: see `SampledRows`."""
 
 import triton
 import triton.language as tl

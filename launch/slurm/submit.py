@@ -19,6 +19,9 @@ import sys
 import time
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.cli import refuse_dashed_fields
 from gsa_train.config import Config, ConfigError, config_to_yaml, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the job script, and submit nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    refuse_dashed_fields(parser, None)
     arguments = parser.parse_intermixed_args()
     if arguments.resume_from is not None and not Path(arguments.resume_from).is_dir():
         parser.error(f"--resume-from {arguments.resume_from}: no such folder; give a checkpoint folder")

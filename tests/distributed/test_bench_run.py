@@ -15,7 +15,13 @@ SHORT = ("--seq-len", "32", "--sequences-per-device", "1", "--steps", "2", "--wa
 def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
     """Ours and megatron-core's on two ranks; what megatron-core cannot run is said, and the rest goes on."""
     report = tmp_path / "bench.json"
-    command = ["launch/bench_training.py", "--config", "configs/demo.yaml", "--megatron", "configs/demo.yaml"]
+    command = [
+        "benchmarks/bench_training.py",
+        "--config",
+        "configs/demo.yaml",
+        "--megatron",
+        "configs/demo.yaml",
+    ]
     command += ["--layouts", "tp=2,sp;pp=2", "--layers", "2", *SHORT, "--json", str(report)]
     run_script(command, tmp_path / "log", ranks=2)
     rows = json.loads(report.read_text())["rows"]
@@ -56,6 +62,6 @@ def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
 
 
 def test_a_breakdown_needs_a_gpu(tmp_path: Path) -> None:
-    command = ["launch/bench_training.py", "--config", "configs/demo.yaml", "--breakdown"]
+    command = ["benchmarks/bench_training.py", "--config", "configs/demo.yaml", "--breakdown"]
     output = run_script(command, tmp_path / "log", ranks=1, expected=2, launcher="python")
     assert "--breakdown needs CUDA devices" in output

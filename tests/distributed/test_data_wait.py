@@ -7,14 +7,15 @@ import re
 import subprocess
 import sys
 
+from data_wait import CpuTimes, summary
+
 from gsa_train.config import load_config
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
-from launch.data_wait import CpuTimes, summary
 
 
 def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "launch/data_wait.py", "--config", CONFIG, *arguments],
+        [sys.executable, "benchmarks/data_wait.py", "--config", CONFIG, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,

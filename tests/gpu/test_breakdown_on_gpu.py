@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.bench.step_bench import OurTrainee, random_batches
-from gsa_train.bench.step_trace import in_columns, trace_steps
 from gsa_train.config import ProfileConfig, load_config
 from gsa_train.cuda_connections import VARIABLE, compute_capability
 from gsa_train.profiling.profiler import StepProfiler
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
+from whole_steps.step_bench import OurTrainee, random_batches
+from whole_steps.step_trace import in_columns, trace_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +93,7 @@ def test_communication_of_two_ranks(tmp_path: Path) -> None:
     report = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [
-        "launch/bench_training.py",
+        "benchmarks/bench_training.py",
         "--config",
         "configs/gsa_1.7b.yaml",
         "--breakdown",

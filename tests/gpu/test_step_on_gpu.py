@@ -11,7 +11,7 @@ import triton
 
 from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
-from gsa_train.model.build import Model, build_model
+from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.step import StepResult, Training, train_step
@@ -71,10 +71,10 @@ class Trainer:
         across = self.config.data.attend_across_documents
         return [to_micro_batch(part, 0, across) for part in shared.split(train.micro_batch_size)]
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int, measures: bool = False) -> StepResult:
         batches = self.batches(step)
         training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
-        return train_step(training, batches, 1e-3, step)
+        return train_step(training, batches, 1e-3, step, measures=measures)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.gpt.named_parameters()
@@ -157,16 +157,15 @@ def test_a_norm_that_is_not_finite_changes_no_weight(
     """Nor does any kernel, those of statistics included, stumble over such numbers; the next step is a clean one."""
     one = trainer(config_of("gsa_1.7b", *overrides), phase)
     one.step(0)
-    one.model.runtime.measuring = True
     weights = {name: p.detach().clone() for name, p in one.model.gpt.named_parameters()}
     hook = one.model.gpt.decoder.layers[0].mlp.linear_fc2.register_forward_hook(
         lambda module, inputs, output: (output[0] * bad, output[1])
     )
-    assert not one.step(1).grad_norm.isfinite()
+    assert not one.step(1, measures=True).grad_norm.isfinite()
     for name, parameter in one.model.gpt.named_parameters():
         assert torch.equal(parameter, weights[name]), name
     hook.remove()
-    assert one.step(1).grad_norm.isfinite()
+    assert one.step(1, measures=True).grad_norm.isfinite()
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
@@ -249,7 +248,6 @@ def test_dense_attention_by_other_kernels(
     found = []
     for chosen in ("triton", name):
         one = trainer(config_of(config_name, f"gsa.dense_attention={chosen}", NO_DOCUMENTS))
-        one.model.runtime.measuring = True
-        found.append((one.step(0), one.gradients()))
+        found.append((one.step(0, measures=True), one.gradients()))
     torch.testing.assert_close(found[0][0].loss_sum, found[1][0].loss_sum, rtol=1e-3, atol=0)
     assert worst_difference(found[1][1], found[0][1]) < 0.06

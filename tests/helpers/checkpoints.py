@@ -7,7 +7,7 @@ from pathlib import Path
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, config_to_yaml
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from helpers.single_rank import CONFIG, single_rank
 

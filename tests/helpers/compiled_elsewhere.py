@@ -13,10 +13,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from gsa_kernels.attention.triton_backward_target import backward_queries_with_target
-from gsa_kernels.kl.op import indexer_kl_loss
-from gsa_kernels.kl.triton_launch import BY_HEAD, STACKED, Blocks
-from gsa_kernels.wrong_sums import wrong_sums
+from gsa_kernels.hopper.miscompile_guard import wrong_sums
+from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, STACKED, Blocks
 
 HEADS, ROWS, SIZE = 2, 32, 16
 

@@ -1,4 +1,4 @@
-"""launch/bench_training.py on devices that run out of memory: FAILURES as JSON, [variant, rank, step] each, from 0."""
+"""benchmarks/bench_training.py on devices that run out of memory: FAILURES as JSON, [variant, rank, step] each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gsa_train.bench import failures, step_bench
 from helpers.runs import REPOSITORY
+from whole_steps import failures, step_bench
 
 PLAN = [tuple(each) for each in json.loads(os.environ["FAILURES"])]
 BUILT = 0
@@ -33,4 +33,4 @@ class FailingTrainee(step_bench.OurTrainee):
 
 
 step_bench.OurTrainee = FailingTrainee  # type: ignore[misc]
-runpy.run_path(str(REPOSITORY / "launch" / "bench_training.py"), run_name="__main__")
+runpy.run_path(str(REPOSITORY / "benchmarks" / "bench_training.py"), run_name="__main__")

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from gsa_train.run.finish import leave_world
-from gsa_train.run.watch import Watch
+from gsa_train.run.hang_watchdog import HangWatchdog
 
 LIMIT_SECONDS = 2.0
 PATIENCE_SECONDS = 250.0
@@ -45,8 +45,8 @@ def leave(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
     limit_seconds = LIMIT_SECONDS if place and rank == 0 else PATIENCE_SECONDS
-    watch = Watch(rank, 2, timedelta(seconds=limit_seconds), folder / "faults", step=7)
-    watch.note(7, "ending")
+    watch = HangWatchdog(rank, 2, timedelta(seconds=limit_seconds), folder / "faults", step=7)
+    watch.heartbeat(7, "ending")
     watch.exit_code = exit_code
     watch._beat()  # which says where it is
     barrier, barriers = dist.barrier, iter(["the first barrier", "the second barrier"])

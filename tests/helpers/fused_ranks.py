@@ -15,18 +15,18 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from gsa_kernels import sampling
+from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.indexer.split_op import split_projection
-from gsa_kernels.prologue.op import fused_split_rotate_gate
 from gsa_train.config import Config
-from gsa_train.model.build import Model
-from gsa_train.model.triton_core import TritonCore
+from gsa_train.model.cores.triton import TritonCore
+from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
 from helpers.interpreter import mend_interpreter
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP
 
-LENGTH, RUN = 72, 32
-"""Three runs of rows, one of them short, for two ranks."""
+LENGTHS, STRETCH = {"bits": 72, "lists": 40, "blocks": 40}, 32
+"""Tokens, and rows of a stretch: two or three stretches for two ranks, of which the last is short."""
 CASES: dict[str, dict[str, Any]] = {
     "bits": {},
     "lists": {"attention_kernel": "gathered"},
@@ -37,17 +37,18 @@ PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [WARM_UP, SPAR
 
 
 def case_config(name: str, parallel: dict[str, Any]) -> Config:
+    length = LENGTHS[name]
     sections: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 1, "init_std": 0.1, "head_dim": 32},
         "gsa": {
             "indexer_dim": 16,
             "indexer_heads": 2,
-            "k_base": LENGTH,
-            "k_min": LENGTH,
-            "k_max": LENGTH,
+            "k_base": length,
+            "k_min": length,
+            "k_max": length,
             **CASES[name],
         },
-        "train": {"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 2},
+        "train": {"seq_len_tokens": length, "micro_batch_size": 1, "global_batch_size": 2},
         "parallel": parallel,
     }
     changed = {
@@ -58,7 +59,7 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
 
 def fuse(model: Model) -> None:
     for attention in model.attentions:
-        attention.core = TritonCore(attention)
+        attention.core = TritonCore(attention.core.settings)
         attention.heads_op = fused_split_rotate_gate
         assert attention.indexer is not None
         attention.indexer.split_op = split_projection
@@ -66,7 +67,7 @@ def fuse(model: Model) -> None:
 
 def main(out: Path) -> None:
     mend_interpreter()
-    sampling.SAMPLED_ROWS = RUN
+    sampling.STRETCH_ROWS = STRETCH
     found: dict[str, dict[str, Any]] = {}
     for name in CASES:
         for layout in ("tensor", "data"):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.split_op import split_projection
-from gsa_kernels.prologue import op as prologue_op
 from gsa_train.config import PhaseConfig
-from gsa_train.model.triton_core import TritonCore
-from gsa_train.sequence_cut import QueryRun
+from gsa_train.context_sharding import QueryChunk
+from gsa_train.model.cores.triton import TritonCore
 from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -61,17 +61,16 @@ def one_step(
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
-            attention.core = TritonCore(attention)
+            attention.core = TritonCore(attention.core.settings)
             attention.heads_op = prologue_op.fused_split_rotate_gate
             if attention.indexer is not None and not config.gsa.indexer_rope:
                 attention.indexer.split_op = split_projection
-    if len(cuts) > 2:  # as under context parallelism, with all runs on this rank
-        runs = [QueryRun(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
+    if len(cuts) > 2:  # as under context parallelism, with all chunks on this rank
+        chunks = [QueryChunk(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:
-            attention._runs = lambda length: runs  # type: ignore[method-assign]
-    model.runtime.measuring = True
+            attention._chunks = lambda length: chunks  # type: ignore[method-assign]
     batches = random_batches(config, attend_across=attend_across)
-    result, gradients = step_gradients(model, phase, batches, config)
+    result, gradients = step_gradients(model, phase, batches, config, measures=True)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
     return result.loss_sum, gradients, read_stats(model), averages
 

@@ -17,7 +17,7 @@ from gsa_train.batches import to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, ParallelConfig, PhaseConfig
-from gsa_train.model.build import Model, build_model
+from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel

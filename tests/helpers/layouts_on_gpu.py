@@ -35,13 +35,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from gsa_train.bench.step_bench import release_memory
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.config.checks import check_config, check_packages
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from helpers.many_layouts import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3, train_case
 from helpers.single_rank import CONFIG
+from whole_steps.step_bench import release_memory
 
 LR = 1e-4
 """With 1e-3 what is a rounding apart grows 2.6 times a step in bf16: after ten sparse steps the gradient norms of one

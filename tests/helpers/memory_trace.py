@@ -32,23 +32,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from gsa_kernels import sampling
+from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention import triton_gathered_backward
-from gsa_kernels.kl import gathered, triton_gathered_launch
-from gsa_kernels.lists import triton_build
-from gsa_kernels.lists.triton_build import CountedKeys
-from gsa_kernels.lists.triton_reduce_keys import split_tiles
+from gsa_kernels.indexer_loss import gathered, triton_gathered_launch
+from gsa_kernels.key_lists import triton_build
+from gsa_kernels.key_lists.format import union_density
+from gsa_kernels.key_lists.triton_build import CountedKeys
+from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.selection import lists_op
 from gsa_train import cpu_backend, step
-from gsa_train.bench.step_bench import random_batches
 from gsa_train.config import Config, load_config
-from gsa_train.model import build, mcore_config, selecting, weight_gradients
-from gsa_train.model.build import build_model
-from gsa_train.model.norm import RMSNorm
+from gsa_train.model.mcore import build
+from gsa_train.model.mcore import config as mcore_config
+from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
+from gsa_train.model.mcore.build import build_model
+from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import init_parallel, leave_layout
+from whole_steps.step_bench import random_batches
 
 BLOCK_BYTES = 512
 """CUDACachingAllocator's kMinBlockSize."""
@@ -172,7 +175,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
             (sampling, "systematic", _with_contents(sampling.systematic)),
             (gathered, "systematic", _with_contents(gathered.systematic)),
-            (selecting, "union_density", _with_contents(selecting.union_density)),
+            (operations_triton, "union_density", _with_contents(union_density)),
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
             (lists_op, "count_keys", longest),

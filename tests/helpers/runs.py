@@ -80,7 +80,7 @@ STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
 """For anything a run does, on a machine of which others leave it little."""
 
-TIMING = ("tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
+TIMING = ("time", "tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait_seconds")
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
 """What differs between two runs of the same steps."""
@@ -96,6 +96,11 @@ QUICK = (
 
 ALL_KEYS = (*QUICK, "gsa.k_min=128", "gsa.k_base=128")
 """Every query selects all that it sees, so no rounding can change a selection."""
+
+TENSOR_X_PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
+WHOLE = (*ALL_KEYS, "checkpoint.every_steps=4")
+"""Saves in the warm-up, in the sparse phase and at the end."""
+WHOLE_SAVED_STEPS = (4, 8)
 
 
 def numbers_of(
@@ -262,6 +267,16 @@ def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
             run = train(folder, *SMALL, *overrides, ranks=ranks, real=real)
             run.log.rename(log)
     return Run(folder / "run", None, log, "")
+
+
+def whole_run(layout: Literal["one rank", "tensor x pipeline", "context"]) -> Run:
+    """A `finished` run of `WHOLE` in one of three layouts."""
+    if layout == "tensor x pipeline":
+        return finished(*WHOLE, *TENSOR_X_PIPELINE, ranks=4)
+    if layout == "context":
+        # torchrun's own ranks, each with its own order of sets; all other finished runs are forked from one process.
+        return finished(*WHOLE, "parallel.context=2", ranks=2, real=True)
+    return finished(*WHOLE)
 
 
 def processes_of(run: Run) -> list[psutil.Process]:

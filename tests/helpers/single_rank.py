@@ -13,7 +13,7 @@ import torch
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config, GSAConfig, ModelConfig, ParallelConfig, PhaseConfig, TrainConfig
 from gsa_train.config.checks import check_config
-from gsa_train.model.build import Model, build_model
+from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel
@@ -86,10 +86,15 @@ def random_batches(config: Config, seed: int = 0, attend_across: bool = False) -
     return [to_micro_batch(part, EOS, attend_across) for part in parts]
 
 
-def token_losses(model: Model, batch: MicroBatch) -> torch.Tensor:
-    """Cross-entropy of each label, [B, L], by a forward pass of the whole model."""
+def token_losses(model: Model, batch: MicroBatch, **of_pass: Any) -> torch.Tensor:
+    """Cross-entropy of each label, [B, L], by a forward pass of the whole model, of the phase's kind.
+
+    Args:
+        of_pass: other fields of the `AttentionPass`.
+    """
     positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-    return model.module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
+    with model.runtime.during(dataclasses.replace(model.runtime.attention_pass, **of_pass)):
+        return model.module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
 
 
 def take_step(
@@ -100,17 +105,24 @@ def take_step(
     lr: float,
     step: int = 0,
     detector: SpikeDetector | None = None,
+    measures: bool = False,
 ) -> StepResult:
     detector = detector or SpikeDetector(config.monitor, single_rank().device)
-    return train_step(Training(model, optimizer, config, single_rank(), detector), batches, lr, step)
+    training = Training(model, optimizer, config, single_rank(), detector)
+    return train_step(training, batches, lr, step, measures=measures)
 
 
 def step_gradients(
-    model: Model, phase: PhaseConfig, batches: list[MicroBatch], config: Config
+    model: Model,
+    phase: PhaseConfig,
+    batches: list[MicroBatch],
+    config: Config,
+    step: int = 0,
+    measures: bool = False,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     """A step with learning rate 0, and the gradients it made of what the phase trains."""
     optimizer = build_optimizer(model, phase, config)
-    result = take_step(model, optimizer, batches, config, lr=0.0)
+    result = take_step(model, optimizer, batches, config, lr=0.0, step=step, measures=measures)
     gradients = {
         name: parameter.main_grad.clone()
         for name, parameter in model.gpt.named_parameters()
@@ -139,7 +151,6 @@ def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
     """The statistics of one step's batches, per layer."""
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)
-    model.runtime.measuring = True
     for batch in random_batches(config):
-        token_losses(model, batch)
+        token_losses(model, batch, measuring=True)
     return read_stats(model)

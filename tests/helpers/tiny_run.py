@@ -1,29 +1,42 @@
-"""A `Run` in this process, with nothing around it: no launcher, no folder, no watch."""
+"""A `Run` in this process, with nothing around it: no launcher, no folder, no watchdog."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest.mock import Mock
 
 from gsa_train.config import Config
-from gsa_train.model.build import Model
-from gsa_train.trainer import Run
+from gsa_train.model.mcore.build import Model
+from gsa_train.resume import Start
+from gsa_train.run.run_log import RunLog
+from gsa_train.run.state import Data, Run, Services, TrainState
 from helpers.single_rank import single_rank
 
 
 def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
-    """Saves nothing, is never asked to stop and logs into the void, unless `fields` say otherwise."""
+    """Saves nothing, is never asked to stop and logs into the void, unless `fields` say otherwise: fields of `Run` and
+    of what it holds, all by their own names."""
     defaults = {
         "batches": Mock(state=dict),
         "validation_sets": [],
         "tokenizer": Mock(),
         "saver": Mock(is_due=lambda step: False, ended=lambda now: []),
         "sinks": Mock(),
-        "progress": Mock(),
+        "console": Mock(),
         "wandb_run_id": None,
         "stop_vote": Mock(ask=lambda: 0),
-        "watch": Mock(),
+        "watchdog": Mock(),
         "profiler": Mock(),
         "straggler_warning": Mock(),
+        "start": Start(),
     }
-    return Run(config=config, parallel=single_rank(), model=model, **{**defaults, **fields})
+    values = {**defaults, **fields}
+
+    def take(level: Any) -> Any:
+        names = [each.name for each in dataclasses.fields(level)]
+        return level(**{name: values.pop(name) for name in names if name in values})
+
+    held = {"data": take(Data), "state": take(TrainState), "log": take(RunLog)}
+    values["log"] = held.pop("log")
+    return Run(config=config, parallel=single_rank(), model=model, services=take(Services), **held, **values)

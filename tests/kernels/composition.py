@@ -40,8 +40,8 @@ def gsa_layer(
         activation=o.indexer_activation,
     )
 
-    visible = ops.visible_mask(length, document_ids=document_ids)
-    visible_to_leader = ops.visible_mask(length, query_positions=leaders, document_ids=document_ids)
+    visible = ops.causal_mask(length, document_ids=document_ids)
+    visible_to_leader = ops.causal_mask(length, query_positions=leaders, document_ids=document_ids)
     _, variance = ops.score_moments(scores, visible_to_leader)
     budget = ops.adaptive_budget(
         variance,

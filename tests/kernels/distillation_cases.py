@@ -18,7 +18,7 @@ from test_triton_attention import pack  # noqa: E402
 from gsa_kernels import indexer_kl, indexer_scores, renormalise_target, sparse_attention  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.devices import on_hopper  # noqa: E402
-from gsa_kernels.distillation.op import distilling_attention  # noqa: E402
+from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss  # noqa: E402
 
 ON_HOPPER = CUDA and on_hopper(torch.device("cuda"))
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -128,7 +128,7 @@ class Results:
 def distil(case: Case, loss_scale: float = LOSS_SCALE, **options: Any) -> Results:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.inputs.items()}
     seen: list[torch.Tensor] = []
-    out, lse = distilling_attention(
+    out, lse = attention_with_indexer_loss(
         **leaves,  # type: ignore[arg-type]
         **{
             "words": case.words,

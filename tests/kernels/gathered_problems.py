@@ -2,7 +2,7 @@
 
 import torch
 
-from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.key_lists.format import KeyLists
 
 
 def random_mask(batch, length, chance, device):

@@ -2,7 +2,7 @@
 
 import torch
 
-from gsa_kernels.lists.key_lists import KeyLists, mask_from_key_lists
+from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 
 
 def lists_of(mask: torch.Tensor, queries: int, share: int, seed: int = 0) -> KeyLists:

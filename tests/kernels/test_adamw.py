@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from gsa_kernels.adamw.reference import squared_update
+from gsa_kernels.fused.adamw.reference import squared_update
 
 pytest.importorskip("triton")
 
-from gsa_kernels.adamw import op
 from gsa_kernels.devices import interpreted
+from gsa_kernels.fused.adamw import op
 
 DEVICE = "cpu" if interpreted() else "cuda"
 pytestmark = [] if interpreted() else [pytest.mark.gpu]

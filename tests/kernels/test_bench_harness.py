@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCH))
 
 import cases  # noqa: E402
@@ -21,9 +21,7 @@ import plots  # noqa: E402
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    monkeypatch.setattr(
-        sys, "argv", [str(harness.ROOT / "kernels/bench/bench_some.py"), "--out", str(tmp_path)]
-    )
+    monkeypatch.setattr(sys, "argv", [str(harness.ROOT / "benchmarks/bench_some.py"), "--out", str(tmp_path)])
     return harness.parser(None).parse_args()
 
 
@@ -36,7 +34,7 @@ def test_report_is_complete_after_every_row(arguments: argparse.Namespace, tmp_p
     report.row(shape="7B", length=4096, ms=1.5)
     content = read(tmp_path)
     assert content["rows"] == [{"shape": "7B", "length": 4096, "ms": 1.5}]
-    assert content["command"].startswith("python kernels/bench/bench_some.py --out")
+    assert content["command"].startswith("python benchmarks/bench_some.py --out")
     assert set(content["environment"]) >= {"commit", "gpu", "torch", "triton", "cudnn"}
     report.row(part="scores", ms=float("nan"))  # other columns are welcome
     assert read(tmp_path)["rows"][1] == {"part": "scores", "ms": None}
@@ -168,7 +166,7 @@ def test_bench_gsa_runs(behind: bool, tmp_path: Path, monkeypatch: pytest.Monkey
     if behind:
         monkeypatch.setattr(cases, "SHAPES", {"1.7B": cases.Shape("1.7B", 4, 1)})
         monkeypatch.setattr(cases, "DTYPE", torch.float16)
-        if not bench_gsa.can_distil(*(cases.normal(1, 1, n, 32) for n in (4, 1))):
+        if not bench_gsa.can_fuse_indexer_loss(*(cases.normal(1, 1, n, 32) for n in (4, 1))):
             pytest.skip("needs a Hopper")
     monkeypatch.setattr(bench_gsa, "CHECKED_LENGTH", 40)
     monkeypatch.setattr(

@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels" / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_monitor
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists
+from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
 
 
 @pytest.mark.parametrize("queries", [16, 32])

@@ -13,7 +13,7 @@ from poison import poison_buffers
 
 pytest.importorskip("triton")
 
-from query_runs import (
+from query_chunks import (
     BLOCK_RUNS,
     CUDA,
     LENGTH,
@@ -33,18 +33,19 @@ from query_runs import (
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.attention.triton_packed_mask import transpose_words
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.attention.triton_words import transpose_words
-from gsa_kernels.kl.op import indexer_kl_loss
-from gsa_kernels.lists import triton_block_lists
-from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists
-from gsa_kernels.lists.triton_rows import words_of_rows
-from gsa_kernels.prologue.op import fused_split_rotate_gate
-from gsa_kernels.sampling import RowSample
+from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.key_lists import triton_block_lists
+from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
+from gsa_kernels.key_lists.triton_rows import words_of_rows
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
-from gsa_kernels.selection.op import mask_from_words, select_keys, words_from_mask
+from gsa_kernels.selection.op import select_keys
 
 documents_or_not = pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"}
@@ -77,15 +78,15 @@ def test_masked_attention(device, kind, documents, dtype, heads):
     q, gate, grad = (draw(device, 2, LENGTH, heads, 32, dtype=dtype) for _ in range(3))
     k, v = (draw(device, 2, LENGTH, 1, 32, dtype=dtype) for _ in range(2))
     mask = random_mask(starts, device)
-    words = words_from_mask(mask) if kind == "words" else None
+    words = pack_mask(mask) if kind == "words" else None
     rows, keys = attend(q, k, v, gate, grad, words=words, document_starts=starts)
     probs = head_sum_probs_rows(
-        q, k, rows[1].transpose(1, 2), words, RowSample(0, LENGTH), document_starts=starts
+        q, k, rows[1].transpose(1, 2), words, SampledRows(0, LENGTH), document_starts=starts
     )
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in keys]
     for first, last in RUNS:
         part = {
-            "words": None if words is None else words_from_mask(mask[:, first:last, :last]),
+            "words": None if words is None else pack_mask(mask[:, first:last, :last]),
             "document_starts": rows_of(starts, first, last),
             "query_start": first,
         }
@@ -99,7 +100,7 @@ def test_masked_attention(device, kind, documents, dtype, heads):
             total[:, :last] += got
         lse = own[1].transpose(1, 2)
         got = head_sum_probs_rows(
-            q[:, first:last], k[:, :last], lse, rows=RowSample(2, last - first - 2), **part
+            q[:, first:last], k[:, :last], lse, rows=SampledRows(2, last - first - 2), **part
         )
         assert_same(got, probs[:, first + 2 : last, :last])
     for total, want in zip(sums, keys, strict=True):
@@ -113,13 +114,15 @@ def test_block_sum_probs(device):
     q, k = draw(device, 2, LENGTH, 2, 32), draw(device, 2, LENGTH, 1, 32)
     lse = draw(device, 2, 2, LENGTH)
     blocks = -(-LENGTH // 16)
-    whole = block_sum_probs_rows(q, k, lse, RowSample(0, blocks), selection_block=16, document_starts=starts)
+    whole = block_sum_probs_rows(
+        q, k, lse, SampledRows(0, blocks), selection_block=16, document_starts=starts
+    )
     for first, last in BLOCK_RUNS:
         got = block_sum_probs_rows(
             q[:, first:last],
             k[:, :last],
             lse[..., first:last],
-            RowSample(0, -(-(last - first) // 16)),
+            SampledRows(0, -(-(last - first) // 16)),
             selection_block=16,
             document_starts=rows_of(starts, first, last),
             query_start=first,
@@ -132,9 +135,9 @@ def test_bits_of_a_run_far_from_the_start(device):
     """Turned round, and as lists: their programs have 256 and 4096 keys."""
     torch.manual_seed(7)
     mask = (torch.rand(2, 35, 4300) < 0.01).tril(4300 - 35).to(device)
-    words = words_from_mask(mask)
+    words = pack_mask(mask)
     turned = transpose_words(words, query_start=4300 - 35)
-    assert torch.equal(turned, words_from_mask(mask.transpose(1, 2)).transpose(1, 2))
+    assert torch.equal(turned, pack_mask(mask.transpose(1, 2)).transpose(1, 2))
     lists = key_lists_from_words(words, 35, query_start=4300 - 35)
     assert torch.equal(mask_from_key_lists(lists), mask)
 
@@ -154,15 +157,15 @@ def test_selection(device, documents, register_keys, monkeypatch):
     # Chunks of 32 rows.
     options: dict[str, Any] = {**RULE, "local_window": 5, "row_chunk_bytes": 2**14}
     whole = select_keys(*inputs, ema, document_starts=starts, **options)
-    mask = mask_from_words(whole.words, length)
+    mask = unpack_mask(whole.words, length)
     begin = select_keys(*of_run(inputs, 0, start), ema, document_starts=rows_of(starts, 0, start), **options)
-    assert torch.equal(begin.words, words_from_mask(mask[:, :start, :start]))
+    assert torch.equal(begin.words, pack_mask(mask[:, :start, :start]))
 
     rest = {"document_starts": rows_of(starts, start, length), "query_start": start, **options}
     bits = select_keys(*of_run(inputs, start, length), ema, **rest)
     listed = select_key_lists(*of_run(inputs, start, length), ema, **rest)
     wanted = mask[:, start:]
-    assert torch.equal(bits.words, words_from_mask(wanted))
+    assert torch.equal(bits.words, pack_mask(wanted))
     for found in (bits, listed):
         assert torch.equal(found.budget, whole.budget[:, start:])
         assert_same(found.variance, whole.variance[:, start:])
@@ -170,7 +173,7 @@ def test_selection(device, documents, register_keys, monkeypatch):
         assert torch.equal(mask_from_key_lists(lists), wanted)
     lists = listed.lists
     rows = torch.tensor([0, 3, length - start - 1], device=device)
-    assert torch.equal(words_of_rows(lists, rows), words_from_mask(wanted[:, rows]))
+    assert torch.equal(words_of_rows(lists, rows), pack_mask(wanted[:, rows]))
 
 
 @devices
@@ -189,9 +192,7 @@ def test_block_selection(device, documents):
         shared = select_block_lists(*of_run(inputs, first, last, 16), ema, **RULE, **part)
         assert torch.equal(shared.budget, whole.budget[:, rows])
         assert_same(shared.variance, whole.variance[:, rows])
-        assert torch.equal(
-            shared.words, words_from_mask(mask_from_words(whole.words, LENGTH)[:, rows, :last])
-        )
+        assert torch.equal(shared.words, pack_mask(unpack_mask(whole.words, LENGTH)[:, rows, :last]))
         assert torch.equal(mask_from_key_lists(shared.lists), mask[:, first:last, :last])
 
 
@@ -216,7 +217,7 @@ def test_errors(device):
     lists = key_lists_from_mask(torch.ones(1, 8, 40, dtype=torch.bool, device=device).tril(32))
     blocks = {**RULE, "selection_block": 16, "local_window": 16}
 
-    def target(rows: RowSample) -> torch.Tensor:
+    def target(rows: SampledRows) -> torch.Tensor:
         raise AssertionError
 
     masked_attention(q, k, k, query_start=32)
@@ -241,7 +242,7 @@ def test_errors(device):
         ),
         (
             lambda: block_sum_probs_rows(
-                q, k, draw(device, 1, 2, 8), RowSample(0, 1), selection_block=64, query_start=32
+                q, k, draw(device, 1, 2, 8), SampledRows(0, 1), selection_block=64, query_start=32
             ),
             "query_start is 32 with selection_block 64",
         ),

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from poison import poison_buffers
-from query_runs import assert_same
+from query_chunks import assert_same
 from test_triton_selection import DEVICES, EMA, Case, make_case
 
 import gsa_kernels as ops
 
 pytest.importorskip("triton")
 
-from gsa_kernels.lists.key_lists import KeyLists, mask_from_key_lists
+from gsa_kernels import limits, packed_mask
+from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess, triton_select_long
 
 ON_GPU = [
@@ -42,7 +43,7 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 16 keys are long, and 4 samples enough."""
     monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)  # the tiles of fp32
     monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 64)
-    monkeypatch.setattr(candidates, "SAMPLE_STRIDE", 2)
+    monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
 
 
@@ -98,15 +99,15 @@ def check_exact(run: Case, found: op.Selection, first: int, last: int, window: i
     assert torch.equal(found.budget[:, rows], budget.int())
     wanted = ops.select_top_k(scores, visible, budget)
     wanted |= visible & (keys > positions[:, None] - window)
-    assert torch.equal(op.words_from_mask(wanted), found.words[:, rows])
+    assert torch.equal(packed_mask.pack_mask(wanted), found.words[:, rows])
 
 
 def check_same(found: op.Selection, whole: op.Selection, start: int, variance: bool = True) -> None:
     """`found` is of the queries from `start` on, for all keys up to its last."""
     num_rows = found.budget.shape[1]
     rows, num_keys = slice(start, start + num_rows), start + num_rows
-    mask = op.mask_from_words(whole.words[:, rows], 32 * whole.words.shape[2])[..., :num_keys]
-    assert torch.equal(found.words, op.words_from_mask(mask))
+    mask = packed_mask.unpack_mask(whole.words[:, rows], 32 * whole.words.shape[2])[..., :num_keys]
+    assert torch.equal(found.words, packed_mask.pack_mask(mask))
     assert torch.equal(found.budget, whole.budget[:, rows])
     if variance:
         assert_same(found.variance, whole.variance[:, rows])
@@ -187,7 +188,7 @@ def test_lists_of_a_run(device: str, documents: bool, guessed: list[range]) -> N
     ema = torch.tensor(EMA, device=device)
     listed = lists_op.select_key_lists(run.q, run.k, run.w, ema, **run.options, **common)
     assert guessed == [range(32, 59)] * 2
-    assert torch.equal(mask_from_key_lists(listed.lists), op.mask_from_words(bits.words, 100))
+    assert torch.equal(mask_from_key_lists(listed.lists), packed_mask.unpack_mask(bits.words, 100))
     assert torch.equal(listed.budget, bits.budget)
     assert torch.equal(listed.variance, bits.variance)
 
@@ -206,7 +207,7 @@ def test_rows_that_are_done_again(
         args[-1][:, 1::3, 0] = -1e9
 
     monkeypatch.setattr(candidates, "guess_thresholds", wrong)
-    monkeypatch.setattr(candidates, "candidate_room", lambda k_max: 64)
+    monkeypatch.setattr(limits, "candidate_room", lambda k_max: 64)
     case = make_case(device, 100, documents=documents)
     common = RULE | {"local_window": 3, "candidates_from": 64}
     run = run_of(case, 65, 100)
@@ -232,7 +233,7 @@ def _saturated(case: Case) -> None:
 @pytest.mark.parametrize("make", [_all_equal, _two_levels, _saturated])
 def test_ties(device: str, make: Any, failures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """More equal scores than there is room for; the candidates are the first of them."""
-    monkeypatch.setattr(candidates, "candidate_room", lambda k_max: 64)
+    monkeypatch.setattr(limits, "candidate_room", lambda k_max: 64)
     case = make_case(device, 150)
     make(case)
     run = run_of(case, 118, 150)
@@ -247,7 +248,7 @@ def test_ties(device: str, make: Any, failures: list[int], monkeypatch: pytest.M
 def test_the_sample_does_not_depend_on_where_the_keys_end(
     stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "SAMPLE_STRIDE", stride)
+    monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", stride)
     case = make_case("cpu", 200)
     _, every = candidates.sample_keys(op.score_inputs(case.q, case.k, case.w))
     assert torch.equal(every // stride, torch.arange(len(every), dtype=torch.int32))  # one of each group

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from query_runs import (
+from query_chunks import (
     BLOCK_RUNS,
     LENGTH,
     RUNS,
@@ -24,13 +24,13 @@ from query_runs import (
 from random_lists import make_mask
 
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
-from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
-from gsa_kernels.kl.op import indexer_kl_loss
-from gsa_kernels.kl.triton_gathered_launch import GatheredBlocks
-from gsa_kernels.kl.triton_launch import Blocks
-from gsa_kernels.lists.key_lists import key_lists_from_mask
-from gsa_kernels.sampling import RowSample
-from gsa_kernels.selection.op import words_from_mask
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.triton_gathered_launch import GatheredBlocks
+from gsa_kernels.indexer_loss.triton_launch import Blocks
+from gsa_kernels.key_lists.format import key_lists_from_mask
+from gsa_kernels.packed_mask import pack_mask
+from gsa_kernels.sampling import SampledRows
 
 NAMES = ("score_bias", "weight_bias", "inverse_temperature")
 
@@ -89,10 +89,10 @@ def test_kl_over_rows(device, support, block, documents, stacked):
     def run(first: int, last: int) -> Any:
         part = slice(first // block, -(-last // block))
 
-        def target(rows: RowSample) -> torch.Tensor:
+        def target(rows: SampledRows) -> torch.Tensor:
             return probs[:, part][:, rows.rows(probs.device), :last]
 
-        words = words_from_mask(mask[:, part, :last]) if support == "words" else None
+        words = pack_mask(mask[:, part, :last]) if support == "words" else None
         return kl_gradients(
             indexer_kl_loss,
             of_run(inputs, first, last, block),

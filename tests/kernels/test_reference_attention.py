@@ -20,7 +20,7 @@ def make_qkv(
 
 def random_selection(length: int, share: float = 0.4) -> torch.Tensor:
     chosen = torch.rand(2, length, length, generator=torch.Generator().manual_seed(1)) < share
-    return (chosen | torch.eye(length, dtype=torch.bool)) & ops.visible_mask(length)
+    return (chosen | torch.eye(length, dtype=torch.bool)) & ops.causal_mask(length)
 
 
 # attention
@@ -30,7 +30,7 @@ def random_selection(length: int, share: float = 0.4) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_dense_attention_is_torchs(length: int, dtype: torch.dtype) -> None:
     q, k, v = make_qkv(length, dtype=dtype)
-    out = ops.sparse_attention(q, k, v, ops.visible_mask(length)).out
+    out = ops.sparse_attention(q, k, v, ops.causal_mask(length)).out
     assert out.dtype == dtype
     heads_first = (x.double().transpose(1, 2) for x in (q, k, v))
     expected = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -53,7 +53,7 @@ def test_probabilities_are_those_on_the_mask() -> None:
 
 def test_measurements_carry_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(5))
-    visible = ops.visible_mask(5)
+    visible = ops.causal_mask(5)
     result = ops.sparse_attention(
         q, k, v, visible, visible=visible, return_probs=True, return_recall=True, return_sink=True
     )
@@ -80,7 +80,7 @@ def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
         k,
         v,
         mask,
-        visible=ops.visible_mask(17),
+        visible=ops.causal_mask(17),
         return_probs=True,
         return_recall=True,
         return_sink=True,
@@ -100,7 +100,7 @@ def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
 
 def test_logits_far_apart_do_not_overflow() -> None:
     q, k, v = make_qkv(9, dtype=torch.float32)
-    visible = ops.visible_mask(9)
+    visible = ops.causal_mask(9)
     result = ops.sparse_attention(1e4 * q, 1e4 * k, v, visible, visible=visible, return_recall=True)
     assert result.out.isfinite().all()
     assert result.recall is not None
@@ -112,7 +112,7 @@ def test_logits_far_apart_do_not_overflow() -> None:
 
 def test_recall_is_the_dense_probability_on_the_mask() -> None:
     q, k, v = make_qkv(17)
-    visible = ops.visible_mask(17, document_ids=torch.arange(17)[None] // 6)
+    visible = ops.causal_mask(17, document_ids=torch.arange(17)[None] // 6)
     mask = random_selection(17) & visible
     recall = ops.sparse_attention(q, k, v, mask, visible=visible, return_recall=True).recall
     dense = ops.sparse_attention(q, k, v, visible, visible=visible, return_probs=True, return_recall=True)

@@ -20,7 +20,7 @@ def budget(**changes: object) -> torch.Tensor:
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "documents": (
-        lambda: ops.visible_mask(4, document_ids=torch.zeros(1, 3)),
+        lambda: ops.causal_mask(4, document_ids=torch.zeros(1, 3)),
         r"document_ids has shape \(1, 3\)",
     ),
     "indexer key per head": (

@@ -25,15 +25,15 @@ def ranked_by_python(scores: torch.Tensor, visible: torch.Tensor, budget: torch.
 
 def test_visible_mask_is_causal_and_within_the_document() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 8]])
-    mask = ops.visible_mask(5, document_ids=documents)
+    mask = ops.causal_mask(5, document_ids=documents)
     assert mask.dtype == torch.bool
     for b in range(2):
         for t in range(5):
             for s in range(5):
                 assert mask[b, t, s] == (s <= t and documents[b, s] == documents[b, t])
     rows = torch.tensor([4, 0, 2])
-    assert torch.equal(ops.visible_mask(5, query_positions=rows, document_ids=documents), mask[:, rows])
-    assert torch.equal(ops.visible_mask(5, query_positions=rows)[0], torch.ones(5, 5).tril().bool()[rows])
+    assert torch.equal(ops.causal_mask(5, query_positions=rows, document_ids=documents), mask[:, rows])
+    assert torch.equal(ops.causal_mask(5, query_positions=rows)[0], torch.ones(5, 5).tril().bool()[rows])
 
 
 def test_local_window_counts_the_query_itself() -> None:
@@ -57,7 +57,7 @@ def test_local_window_counts_the_query_itself() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_moments_are_those_of_the_visible_scores(length: int) -> None:
     documents = torch.arange(length)[None] // 5
-    visible = ops.visible_mask(length, document_ids=documents)
+    visible = ops.causal_mask(length, document_ids=documents)
     scores = torch.randn(2, length, length, dtype=torch.float64)
     mean, variance = ops.score_moments(scores, visible)
     for b in range(2):
@@ -81,7 +81,7 @@ def test_variance_does_not_cancel() -> None:
 
 @pytest.mark.parametrize("value", [0.3, 3.9, 1e-4, -1.7])
 def test_equal_scores_have_no_variance(value: float) -> None:
-    visible = ops.visible_mask(33)
+    visible = ops.causal_mask(33)
     mean, variance = ops.score_moments(torch.full((1, 33, 33), value), visible)
     assert torch.equal(mean, torch.full((1, 33), value))
     assert not variance.any()
@@ -89,9 +89,9 @@ def test_equal_scores_have_no_variance(value: float) -> None:
 
 def test_moments_do_not_depend_on_how_many_keys_follow() -> None:
     scores = 4 * torch.rand(1, 700, 700, generator=torch.Generator().manual_seed(0))
-    whole = ops.score_moments(scores, ops.visible_mask(700))
+    whole = ops.score_moments(scores, ops.causal_mask(700))
     for length in (1, 37, 500):
-        part = ops.score_moments(scores[:, :length, :length], ops.visible_mask(length))
+        part = ops.score_moments(scores[:, :length, :length], ops.causal_mask(length))
         for a, b in zip(whole, part, strict=True):
             assert torch.equal(a[:, :length], b)
 
@@ -176,7 +176,7 @@ def test_budget_follows_variance_downwards_and_upwards() -> None:
 def test_top_k_with_ties(length: int, levels: int) -> None:
     generator = torch.Generator().manual_seed(length)
     scores = torch.randint(levels, (2, length, length), generator=generator).float()
-    visible = ops.visible_mask(length, document_ids=torch.arange(length)[None].expand(2, -1) // 11)
+    visible = ops.causal_mask(length, document_ids=torch.arange(length)[None].expand(2, -1) // 11)
     for budget in (
         torch.full((1, length), 1),
         torch.full((1, length), 4),
@@ -190,7 +190,7 @@ def test_top_k_with_ties(length: int, levels: int) -> None:
 
 
 def test_equal_scores_select_the_lowest_indices() -> None:
-    visible = ops.visible_mask(9)
+    visible = ops.causal_mask(9)
     selected = ops.select_top_k(torch.full((1, 9, 9), 0.3), visible, torch.full((1, 9), 4))
     assert torch.equal(selected[0], visible[0] & (torch.arange(9) < 4))
 
@@ -216,7 +216,7 @@ def test_saturated_indexer_scores_tie_exactly() -> None:
     k_idx = torch.full((1, 6, 4), 100.0) * torch.linspace(1, 2, 6)[None, :, None]
     scores = ops.indexer_scores(q_idx, k_idx, torch.full((1, 6, 2), 100.0))
     assert torch.equal(scores, torch.full((1, 6, 6), 2.0))
-    visible = ops.visible_mask(6)
+    visible = ops.causal_mask(6)
     _, variance = ops.score_moments(scores, visible)
     assert not variance.any()
     selected = ops.select_top_k(scores, visible, torch.full((1, 6), 2))

@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from query_runs import devices
+from query_chunks import devices
 
-from gsa_kernels import adjacent_overlap, union_ratio, visible_mask
-from gsa_kernels.statistics import words as words_room
-from gsa_kernels.statistics.words import statistics_of_words
-from gsa_kernels.visibility.words import visible_words
+from gsa_kernels import adjacent_overlap, causal_mask, union_ratio
+from gsa_kernels.selection import triton_statistics as words_room
+from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
+from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
 
 
 def random_mask(length: int, keys: int, density: float) -> torch.Tensor:
@@ -27,28 +27,37 @@ def to_words(mask: torch.Tensor) -> torch.Tensor:
 
 
 @devices
-@pytest.mark.parametrize(("length", "density"), [(1, 1.0), (2, 0.5), (33, 0.0), (33, 0.5), (70, 0.02)])
+@pytest.mark.parametrize(
+    ("length", "density", "group", "columns"),
+    [
+        (1, 1.0, 3, 2),
+        (2, 0.5, 32, 1024),
+        (33, 0.0, 3, 1024),
+        (33, 0.5, 32, 2),
+        (33, 0.5, 33, 1),
+        (70, 0.02, 3, 2),
+    ],
+)
 def test_bits_and_masks_give_the_same(
-    device: str, length: int, density: float, monkeypatch: pytest.MonkeyPatch
+    device: str, length: int, density: float, group: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = random_mask(length, 100, density)
     words = to_words(mask).to(device)
-    for group, columns in ((3, 2), (32, 1024), (length, 1)):
-        monkeypatch.setattr(words_room, "_COLUMNS", columns)
-        neighbours = torch.arange(0, length - 1, 2)
-        grouped = torch.arange(length % group, length)
-        found = statistics_of_words(words, neighbours.to(device), grouped.to(device), group)
-        assert torch.equal(found.sizes.cpu().long(), mask.sum(-1))
-        assert torch.equal(found.overlaps.cpu(), adjacent_overlap(mask)[:, neighbours])
-        if len(grouped) == 0:
-            assert found.union_ratios.shape == (2, 0)
-        else:
-            assert torch.equal(found.union_ratios.cpu(), union_ratio(mask[:, grouped], group))
+    monkeypatch.setattr(words_room, "_COLUMNS", columns)
+    neighbours = torch.arange(0, length - 1, 2)
+    grouped = torch.arange(length % group, length)
+    found = statistics_of_packed_mask(words, neighbours.to(device), grouped.to(device), group)
+    assert torch.equal(found.sizes.cpu().long(), mask.sum(-1))
+    assert torch.equal(found.overlaps.cpu(), adjacent_overlap(mask)[:, neighbours])
+    if len(grouped) == 0:
+        assert found.union_ratios.shape == (2, 0)
+    else:
+        assert torch.equal(found.union_ratios.cpu(), union_ratio(mask[:, grouped], group))
 
 
 def test_of_no_queries() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    found = statistics_of_words(torch.empty(2, 0, 4, dtype=torch.int32), nothing, nothing, 32)
+    found = statistics_of_packed_mask(torch.empty(2, 0, 4, dtype=torch.int32), nothing, nothing, 32)
     assert found.sizes.shape == found.overlaps.shape == found.union_ratios.shape == (2, 0)
 
 
@@ -59,5 +68,5 @@ def test_visible_bits_are_those_of_the_mask(documents: bool) -> None:
     if documents:
         ids = torch.tensor([[0] * 32 + [1] * 33 + [2] * 35, [0] * 99 + [1]])
         starts = torch.searchsorted(ids, ids[:, positions].contiguous()).int()
-    wanted = visible_mask(length, query_positions=positions, document_ids=ids)
-    assert torch.equal(visible_words(positions, length, starts), to_words(wanted))
+    wanted = causal_mask(length, query_positions=positions, document_ids=ids)
+    assert torch.equal(causal_packed_mask(positions, length, starts), to_words(wanted))

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gsa_kernels.devices import interpreted
-from gsa_kernels.sums import op
+from gsa_kernels.fused.sums import op
 
 DEVICE = "cpu" if interpreted() else "cuda"
 pytestmark = [] if interpreted() else [pytest.mark.gpu]

@@ -2,7 +2,7 @@
 
 import torch
 
-from gsa_kernels.target_blocks import block_shape, rows_of_blocks
+from gsa_kernels.hopper.target_blocks import block_shape, rows_of_blocks
 
 
 def test_eight_values_of_a_lane_are_side_by_side() -> None:

@@ -11,13 +11,15 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+from covering import covered  # noqa: E402
+
 from gsa_kernels import sampling  # noqa: E402
 from gsa_kernels.attention import triton_backward_keys, triton_forward  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
+from gsa_kernels.attention.triton_packed_mask import transpose_words  # noqa: E402
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows  # noqa: E402
-from gsa_kernels.attention.triton_words import transpose_words  # noqa: E402
-from gsa_kernels.sampling import RowSample  # noqa: E402
+from gsa_kernels.sampling import SampledRows  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -115,50 +117,29 @@ def check(inputs, mask, *, words=True, starts=None):
 
 
 @devices
-@pytest.mark.parametrize("length", [1, 17, 33, 100, 128])
-@pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
-def test_lengths(device, length, words):
+@covered(
+    "case",
+    length=[1, 17, 33, 70, 128],
+    kind=["dense", "full", "random", "single"],
+    documents=[False, True],
+    heads=[(2, 1), (2, 2), (4, 2), (4, 1)],
+    head_size=[32, 64, 128],
+    dtype=DTYPES,
+    splits=[1, 2],
+)
+def test_output_and_gradients(device, case, monkeypatch):
+    """`splits`: the key side's work divided among several programs, where a group has the heads."""
+    length, (heads, kv_heads) = case["length"], case["heads"]
     torch.manual_seed(length)
-    for dtype in DTYPES:
-        inputs = make_inputs(2 if length < 100 else 1, length, 2, 1, 32, dtype, device)
-        mask = make_mask("random" if words else "full", inputs[0].shape[0], length, None, device)
-        check(inputs, mask, words=words)
-
-
-@devices
-@pytest.mark.parametrize("kind", ["full", "random", "single"])
-@pytest.mark.parametrize("with_documents", [False, True], ids=["whole", "documents"])
-def test_masks(device, kind, with_documents):
-    torch.manual_seed(1)
-    starts = document_starts(2, 70, device) if with_documents else None
-    mask = make_mask(kind, 2, 70, starts, device)
-    for dtype in DTYPES:
-        inputs = make_inputs(2, 70, 2, 1, 32, dtype, device)
-        check(inputs, mask, starts=starts)
-        if kind == "full":
-            check(inputs, mask, words=False, starts=starts)
-
-
-@devices
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_grouped_heads(device, heads, kv_heads, splits, monkeypatch):
-    """Also with the key side's work divided among several programs."""
-    if splits > heads // kv_heads:
-        pytest.skip("more parts than heads in a group")
-    torch.manual_seed(2)
-    monkeypatch.setattr(triton_backward_keys, "_choose_splits", lambda *_: splits)
-    for dtype in DTYPES:
-        inputs = make_inputs(1, 65, heads, kv_heads, 32, dtype, device)
-        check(inputs, make_mask("random", 1, 65, None, device))
-
-
-@devices
-@pytest.mark.parametrize("dim", [64, 128])
-def test_head_sizes(device, dim):
-    torch.manual_seed(3)
-    for dtype in DTYPES:
-        check(make_inputs(1, 130, 2, 1, dim, dtype, device), make_mask("random", 1, 130, None, device))
+    monkeypatch.setattr(
+        triton_backward_keys, "_choose_splits", lambda *_: min(case["splits"], heads // kv_heads)
+    )
+    batch = 2 if length < 100 else 1
+    starts = document_starts(batch, length, device) if case["documents"] else None
+    words = case["kind"] != "dense"
+    mask = make_mask(case["kind"] if words else "full", batch, length, starts, device)
+    inputs = make_inputs(batch, length, heads, kv_heads, case["head_size"], case["dtype"], device)
+    check(inputs, mask, words=words, starts=starts)
 
 
 @pytest.mark.gpu
@@ -175,7 +156,7 @@ def test_long_sequences(length, words):
         q, k, v, _ = inputs
         packed = pack(mask) if words else None
         _, lse = masked_attention(q, k, v, packed, document_starts=starts)
-        probs = head_sum_probs_rows(q, k, lse, packed, RowSample(0, length), document_starts=starts)
+        probs = head_sum_probs_rows(q, k, lse, packed, SampledRows(0, length), document_starts=starts)
         wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
         torch.testing.assert_close(probs.double(), wanted, atol=1e-5, rtol=1e-4)
 
@@ -247,12 +228,11 @@ def test_unselected_keys_get_no_gradient(device):
     dropped = torch.tensor([5, 31, 32, 64, 90], device=device)
     mask[..., dropped] = False
     mask[..., 0] = True
-    for dtype in DTYPES:
-        inputs = make_inputs(1, length, 2, 1, 32, dtype, device)
-        results = kernels(*inputs, mask, torch.randn_like(inputs[0]))
-        for value in results[3:5]:
-            assert (value[:, dropped] == 0).all()
-            assert (value[:, 0] != 0).any()
+    inputs = make_inputs(1, length, 2, 1, 32, torch.bfloat16, device)
+    results = kernels(*inputs, mask, torch.randn_like(inputs[0]))
+    for value in results[3:5]:
+        assert (value[:, dropped] == 0).all()
+        assert (value[:, 0] != 0).any()
 
 
 @devices
@@ -307,37 +287,32 @@ def test_transposed_words(device, length):
 
 
 @devices
-@pytest.mark.parametrize("with_documents", [False, True], ids=["whole", "documents"])
-@pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
-def test_head_sum_probs(device, words, with_documents, monkeypatch):
-    """Of the whole, of parts, and of every second run of 64 rows."""
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 64)
+@covered(
+    "case",
+    words=[True, False],
+    documents=[False, True],
+    dtype=DTYPES,
+    rows=[(0, 150), (37, 50), (149, 1), (0, 86, 2)],
+)
+def test_head_sum_probs(device, case, monkeypatch):
+    """Of the whole, of parts, and of every second stretch of 64 rows."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
     torch.manual_seed(12)
-    length = 150
-    starts = document_starts(2, length, device) if with_documents else None
-    mask = make_mask("random" if words else "full", 2, length, starts, device)
-    packed = pack(mask) if words else None
-    for dtype in DTYPES:
-        q, k, v, _ = make_inputs(2, length, 4, 2, 32, dtype, device)
-        _, lse = masked_attention(q, k, v, packed, document_starts=starts)
-        wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
-        for chunk in (RowSample(0, length), RowSample(37, 50), RowSample(149, 1), RowSample(0, 86, 2)):
-            probs = head_sum_probs_rows(q, k, lse, packed, chunk, document_starts=starts)
-            want = wanted[:, chunk.rows()]
-            torch.testing.assert_close(probs.double(), want, atol=1e-5, rtol=1e-4)
-            hidden = ~mask[:, chunk.rows()]
-            assert (probs[hidden] == 0).all()
-            halves = head_sum_probs_rows(
-                q,
-                k,
-                lse,
-                packed,
-                chunk,
-                document_starts=starts,
-                dtype=torch.float16,
-                fill=False,
-            )
-            assert torch.equal(halves[~hidden], probs[~hidden].half())
+    length, chunk = 150, SampledRows(*case["rows"])
+    starts = document_starts(2, length, device) if case["documents"] else None
+    mask = make_mask("random" if case["words"] else "full", 2, length, starts, device)
+    packed = pack(mask) if case["words"] else None
+    q, k, v, _ = make_inputs(2, length, 4, 2, 32, case["dtype"], device)
+    _, lse = masked_attention(q, k, v, packed, document_starts=starts)
+    wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
+    probs = head_sum_probs_rows(q, k, lse, packed, chunk, document_starts=starts)
+    torch.testing.assert_close(probs.double(), wanted[:, chunk.rows()], atol=1e-5, rtol=1e-4)
+    hidden = ~mask[:, chunk.rows()]
+    assert (probs[hidden] == 0).all()
+    halves = head_sum_probs_rows(
+        q, k, lse, packed, chunk, document_starts=starts, dtype=torch.float16, fill=False
+    )
+    assert torch.equal(halves[~hidden], probs[~hidden].half())
 
 
 @devices
@@ -365,7 +340,7 @@ def test_errors(device):
         with pytest.raises(ValueError, match=message):
             masked_attention(**(good | change))
     with pytest.raises(ValueError, match="rows end at 40"):
-        head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, RowSample(30, 11))
+        head_sum_probs_rows(q, k, torch.zeros(1, 4, 40, device=device), words, SampledRows(30, 11))
 
 
 @devices

@@ -12,16 +12,16 @@ if not CUDA:
 pytest.importorskip("triton")
 
 from gsa_kernels import (  # noqa: E402
+    causal_mask,
     indexer_kl,
     indexer_scores,
     renormalise_target,
     sampling,
     sum_over_blocks,
-    visible_mask,
 )
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows  # noqa: E402
-from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
-from gsa_kernels.sampling import RowSample  # noqa: E402
+from gsa_kernels.indexer_loss.op import indexer_kl_loss  # noqa: E402
+from gsa_kernels.sampling import SampledRows  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -61,14 +61,14 @@ def probabilities(q, k, mask):
 def check_probs(length, block, *, device, dtype=torch.float32, documents=False, ranges=None):
     batch = 2 if documents else 1
     q, k, starts = make_attention(length, device=device, dtype=dtype, batch=batch, documents=documents)
-    visible = visible_mask(length, document_ids=starts, device=device).expand(batch, length, length)
+    visible = causal_mask(length, document_ids=starts, device=device).expand(batch, length, length)
     lse, probs = probabilities(q, k, visible)
     blocks = -(-length // block)
     keys = torch.arange(length, device=device)
     wanted = sum_over_blocks(probs, block)
     wanted = torch.where(keys <= torch.arange(blocks, device=device)[:, None] * block, wanted, 0)
     for chunk in ranges or [(0, blocks)]:
-        rows = RowSample(*chunk)
+        rows = SampledRows(*chunk)
         got = block_sum_probs_rows(q, k, lse, rows, selection_block=block, document_starts=starts)
         want = wanted[:, rows.rows()]
         torch.testing.assert_close(
@@ -88,7 +88,7 @@ def test_probs_are_the_sums_of_the_reference(device, block, length):
 @devices
 def test_ranges_of_rows(device, monkeypatch):
     check_probs(150, 16, device=device, ranges=[(3, 4), (9, 1), (0, 10)])
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 4)
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     check_probs(150, 16, device=device, ranges=[(0, 6, 2), (4, 4, 2)])
 
 
@@ -107,7 +107,7 @@ def test_loss_of_blocks(device, documents):
     """As a layer of the warm-up does it: target from the attention, gradients to the block firsts."""
     length, block, batch = 75, 16, 1
     q, k, starts = make_attention(length, device=device, documents=documents)
-    visible = visible_mask(length, document_ids=starts, device=device).expand(batch, length, length)
+    visible = causal_mask(length, document_ids=starts, device=device).expand(batch, length, length)
     lse, probs = probabilities(q, k, visible)
     generator = torch.Generator().manual_seed(7)
     leaves = [
@@ -138,10 +138,10 @@ def test_errors(device):
     for options, message in (
         ({"selection_block": 24}, "selection_block is 24"),
         (
-            {"selection_block": 16, "rows": RowSample(0, 4)},
+            {"selection_block": 16, "rows": SampledRows(0, 4)},
             "rows end at 3; pass rows of the sequence's 3 blocks",
         ),
-        ({"selection_block": 16, "rows": RowSample(0, 0)}, "rows.count is 0"),
+        ({"selection_block": 16, "rows": SampledRows(0, 0)}, "rows.count is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            block_sum_probs_rows(q, k, lse, **{"rows": RowSample(0, 1), **options})
+            block_sum_probs_rows(q, k, lse, **{"rows": SampledRows(0, 1), **options})

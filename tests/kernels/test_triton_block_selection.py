@@ -20,8 +20,9 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
-from gsa_kernels.lists import triton_block_lists  # noqa: E402
-from gsa_kernels.lists.key_lists import KeyLists, mask_from_key_lists  # noqa: E402
+from gsa_kernels import packed_mask  # noqa: E402
+from gsa_kernels.key_lists import triton_block_lists  # noqa: E402
+from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists  # noqa: E402
 from gsa_kernels.selection import block_op, op, score_chunks  # noqa: E402
 
 DEVICES = [
@@ -116,7 +117,7 @@ def check(case: Case, **changes: Any) -> block_op.BlockSelection:
     device = case.k.device
     selection = case.select(**changes)
     positions = torch.arange(0, length, case.block, device=device)
-    visible = ops.visible_mask(length, query_positions=positions, document_ids=case.starts, device=device)
+    visible = ops.causal_mask(length, query_positions=positions, document_ids=case.starts, device=device)
     visible = visible.expand(batch, len(positions), length)
     scores = op.score_rows(
         *case.indexer(),
@@ -132,11 +133,11 @@ def check(case: Case, **changes: Any) -> block_op.BlockSelection:
     budget = ops.adaptive_budget(selection.variance, ema, visible.sum(-1), **rule)
     assert torch.equal(selection.budget, budget.int())
     top = ops.select_top_k(scores, visible, budget)
-    assert torch.equal(selection.words, op.words_from_mask(top))
+    assert torch.equal(selection.words, packed_mask.pack_mask(top))
 
     chosen = ops.expand_block_selection(top, case.block, length)
     chosen = chosen | ops.local_window_mask(length, case.window, device=device)
-    chosen &= ops.visible_mask(length, document_ids=case.starts, device=device)
+    chosen &= ops.causal_mask(length, document_ids=case.starts, device=device)
     assert torch.equal(mask_from_key_lists(on_cpu(selection.lists)), chosen.cpu())
     check_format(case, selection)
     return selection
@@ -151,9 +152,9 @@ def selected_by(case: Case, words: torch.Tensor, queries: range) -> torch.Tensor
     length, device = case.k.shape[1], case.k.device
     positions = torch.tensor(queries, device=device)
     starts = None if case.starts is None else case.starts[:1]
-    top = op.mask_from_words(words[0, positions // case.block], length)
+    top = packed_mask.unpack_mask(words[0, positions // case.block], length)
     window = ops.local_window_mask(length, case.window, query_positions=positions)
-    visible = ops.visible_mask(length, query_positions=positions, document_ids=starts, device=device)
+    visible = ops.causal_mask(length, query_positions=positions, document_ids=starts, device=device)
     return (top | window) & visible[0]
 
 

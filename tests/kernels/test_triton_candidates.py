@@ -14,6 +14,7 @@ import gsa_kernels as ops
 
 pytest.importorskip("triton")
 
+from gsa_kernels import limits, packed_mask
 from gsa_kernels.selection import candidates, op, score_chunks, triton_guess, triton_select_long
 
 ON_GPU = [
@@ -38,7 +39,7 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 16 keys are long, and 4 samples enough."""
     monkeypatch.setattr(op, "_TILE_MULTIPLE", 1)
     monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 64)
-    monkeypatch.setattr(candidates, "SAMPLE_STRIDE", 2)
+    monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
 
 
@@ -129,7 +130,7 @@ def _zeros(case: Case) -> None:
 @pytest.mark.parametrize("make", [_all_equal, _two_levels, _saturated, _zeros])
 def test_ties(device: str, make: Any, failures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """More equal scores than there is room for; the candidates are the first of them."""
-    monkeypatch.setattr(candidates, "candidate_room", lambda k_max: 64)
+    monkeypatch.setattr(limits, "candidate_room", lambda k_max: 64)
     case = make_case(device, 130)
     make(case)
     selection = case.select(**SMALL)
@@ -171,7 +172,7 @@ def check_rows(case: Case, selection: op.Selection, starts: list[int], **rule: A
     ema = torch.tensor(EMA, device=case.q.device)
     for start in starts:
         rows = torch.arange(start, min(start + 64, length), device=case.q.device)
-        visible = ops.visible_mask(
+        visible = ops.causal_mask(
             length,
             query_positions=rows,
             document_ids=case.options.get("document_starts"),
@@ -184,7 +185,7 @@ def check_rows(case: Case, selection: op.Selection, starts: list[int], **rule: A
         budget = ops.adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **rule)
         assert torch.equal(selection.budget[:, rows], budget.int())
         wanted = ops.select_top_k(scores, visible, budget)
-        assert torch.equal(op.mask_from_words(selection.words[:, rows], length), wanted)
+        assert torch.equal(packed_mask.unpack_mask(selection.words[:, rows], length), wanted)
 
 
 def _as_drawn(case: Case) -> None:

@@ -78,7 +78,7 @@ def test_last_row_of_the_prefill(device: str) -> None:
     selection, workspace = case.state(RULE["k_max"])
     out = run(case, selection, workspace, window)
 
-    visible = ops.visible_mask(length, query_positions=torch.tensor([length - 1], device=device))
+    visible = ops.causal_mask(length, query_positions=torch.tensor([length - 1], device=device))
     scores = ops.indexer_scores(case.q_idx[:, None], case.k_idx, case.weights[:, None], **case.indexer)
     _, variance = ops.score_moments(scores, visible)
     budget = ops.adaptive_budget(variance, case.ema, visible.sum(-1), **RULE)

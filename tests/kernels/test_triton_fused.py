@@ -17,20 +17,20 @@ if not CUDA:
 from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
-from gsa_kernels.cross_entropy import op as cross_entropy_op  # noqa: E402
-from gsa_kernels.cross_entropy.op import vocab_parallel_cross_entropy  # noqa: E402
-from gsa_kernels.cross_entropy.reference import cross_entropy  # noqa: E402
-from gsa_kernels.cross_entropy.triton_rows import row_statistics, write_gradient  # noqa: E402
-from gsa_kernels.gates import rows as rows_module  # noqa: E402
-from gsa_kernels.gates.op import BLOCK, fused_sigmoid_gate  # noqa: E402
-from gsa_kernels.gates.reference import sigmoid_gate  # noqa: E402
+from gsa_kernels.fused.cross_entropy import op as cross_entropy_op  # noqa: E402
+from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # noqa: E402
+from gsa_kernels.fused.cross_entropy.reference import cross_entropy  # noqa: E402
+from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient  # noqa: E402
+from gsa_kernels.fused.gates import rows as rows_module  # noqa: E402
+from gsa_kernels.fused.gates.op import BLOCK, fused_sigmoid_gate  # noqa: E402
+from gsa_kernels.fused.gates.reference import sigmoid_gate  # noqa: E402
+from gsa_kernels.fused.split_rotate_gate import op as prologue_op  # noqa: E402
+from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate  # noqa: E402
+from gsa_kernels.fused.split_rotate_gate.reference import split_rotate_gate  # noqa: E402
+from gsa_kernels.fused.swiglu.op import fused_swiglu  # noqa: E402
+from gsa_kernels.fused.swiglu.reference import swiglu  # noqa: E402
 from gsa_kernels.indexer.split_op import split_projection  # noqa: E402
-from gsa_kernels.lists.key_lists import key_lists_from_mask  # noqa: E402
-from gsa_kernels.prologue import op as prologue_op  # noqa: E402
-from gsa_kernels.prologue.op import fused_split_rotate_gate  # noqa: E402
-from gsa_kernels.prologue.reference import split_rotate_gate  # noqa: E402
-from gsa_kernels.swiglu.op import fused_swiglu  # noqa: E402
-from gsa_kernels.swiglu.reference import swiglu  # noqa: E402
+from gsa_kernels.key_lists.format import key_lists_from_mask  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))

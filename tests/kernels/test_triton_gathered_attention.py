@@ -13,6 +13,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton  # noqa: E402
+from covering import covered  # noqa: E402
 from gathered_problems import (  # noqa: E402
     block_mask,
     document_mask,
@@ -24,7 +25,7 @@ from gathered_problems import (  # noqa: E402
 from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
-from gsa_kernels.lists.key_lists import key_lists_from_mask, mask_from_key_lists  # noqa: E402
+from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
@@ -79,25 +80,37 @@ def check(inputs, lists, *, options=({},)):
 
 
 @devices
-@pytest.mark.parametrize(("length", "queries"), [(1, 32), (35, 16), (70, 32)])
-def test_lengths(device, length, queries):
+@covered(
+    "case",
+    length=[1, 35, 50, 70],
+    queries=[16, 32],
+    documents=[False, True],
+    heads=[(2, 1), (2, 2), (3, 1), (8, 2), (8, 1)],
+    head_size=[32, 64, 128],
+    dtype=DTYPES,
+)
+def test_output_and_gradients(device, case):
+    """Among the groups of heads some that fill no power of two, and some that need several programs."""
+    length, batch = case["length"], 2 if case["heads"][0] < 8 else 1
     torch.manual_seed(length)
-    for dtype in DTYPES:
-        inputs = make_inputs(2, length, 2, 1, 32, dtype, device)
-        lists = key_lists_from_mask(random_mask(2, length, 0.5, device), queries)
-        check(inputs, lists)
+    mask = random_mask(batch, length, 0.5, device)
+    if case["documents"]:
+        mask = mask & document_mask(batch, length, device)
+    inputs = make_inputs(batch, length, *case["heads"], case["head_size"], case["dtype"], device)
+    check(inputs, key_lists_from_mask(mask, case["queries"]))
 
 
 @devices
-@pytest.mark.parametrize("queries", [16, 32])
-def test_full_parts_and_shared_lists(device, queries):
+@pytest.mark.parametrize(
+    ("queries", "dtype"), [(16, torch.bfloat16), (32, torch.float32), (32, torch.float16)]
+)
+def test_full_parts_and_shared_lists(device, queries, dtype):
     torch.manual_seed(1)
     mask = block_mask(1, 150, 64, 64, 0.9, device)
     lists = with_full_parts(key_lists_from_mask(mask, queries), 64)
     assert torch.equal(mask_from_key_lists(lists), mask)
     assert lists.full.max() >= 32
-    for dtype in DTYPES:
-        check(make_inputs(1, 150, 2, 1, 32, dtype, device), lists)
+    check(make_inputs(1, 150, 2, 1, 32, dtype, device), lists)
 
 
 @pytest.mark.gpu
@@ -133,33 +146,6 @@ def test_the_lists_go_with_the_backward_pass(device):
     assert alive() is not None
     loss.backward()
     assert alive() is None
-
-
-@devices
-def test_documents(device):
-    torch.manual_seed(2)
-    mask = document_mask(2, 50, device) & random_mask(2, 50, 0.6, device)
-    for dtype in DTYPES:
-        check(make_inputs(2, 50, 2, 2, 32, dtype, device), key_lists_from_mask(mask))
-
-
-@devices
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (8, 2), (8, 1)])
-def test_grouped_heads(device, heads, kv_heads):
-    """Among them groups that fill no power of two, and groups that need several programs."""
-    torch.manual_seed(3)
-    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
-    for dtype in DTYPES:
-        check(make_inputs(1, 40, heads, kv_heads, 32, dtype, device), lists)
-
-
-@devices
-@pytest.mark.parametrize("dim", [64, 128])
-def test_head_sizes(device, dim):
-    torch.manual_seed(4)
-    lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
-    for dtype in DTYPES:
-        check(make_inputs(1, 40, 2, 1, dim, dtype, device), lists)
 
 
 @pytest.mark.gpu
@@ -295,12 +281,11 @@ def test_unselected_keys_get_no_gradient(device):
     dropped = torch.tensor([5, 15, 16, 31, 39], device=device)
     mask[..., dropped] = False
     mask[..., 0] = True
-    for dtype in DTYPES:
-        inputs = make_inputs(1, 40, 2, 1, 32, dtype, device)
-        results = kernels(*inputs, key_lists_from_mask(mask, 16), torch.randn_like(inputs[0]))
-        for value in results[3:5]:
-            assert (value[:, dropped] == 0).all()
-            assert (value[:, 0] != 0).any()
+    inputs = make_inputs(1, 40, 2, 1, 32, torch.bfloat16, device)
+    results = kernels(*inputs, key_lists_from_mask(mask, 16), torch.randn_like(inputs[0]))
+    for value in results[3:5]:
+        assert (value[:, dropped] == 0).all()
+        assert (value[:, 0] != 0).any()
 
 
 @devices

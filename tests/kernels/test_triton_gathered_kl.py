@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 from random_lists import lists_of, make_mask  # noqa: E402
 
 from gsa_kernels import indexer_kl, indexer_scores, renormalise_target, sum_over_blocks  # noqa: E402
-from gsa_kernels.kl import gathered  # noqa: E402
-from gsa_kernels.kl.gathered import gathered_indexer_kl_loss  # noqa: E402
-from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
-from gsa_kernels.kl.triton_gathered_launch import GatheredBlocks  # noqa: E402
-from gsa_kernels.lists.key_lists import KeyLists  # noqa: E402
+from gsa_kernels.indexer_loss import gathered  # noqa: E402
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss  # noqa: E402
+from gsa_kernels.indexer_loss.op import indexer_kl_loss  # noqa: E402
+from gsa_kernels.indexer_loss.triton_gathered_launch import GatheredBlocks  # noqa: E402
+from gsa_kernels.key_lists.format import KeyLists  # noqa: E402
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the kernels are compiled for the GPU"))
 GPU = pytest.param(

@@ -8,12 +8,13 @@ from poison import poison_buffers
 from random_lists import lists_of, make_mask
 from test_triton_selection import DEVICES, EMA, RULE, Case, make_case
 
-from gsa_kernels.lists.key_lists import KeyLists, key_lists_from_mask, mask_from_key_lists
+from gsa_kernels import limits, packed_mask
+from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_from_key_lists
 
 pytest.importorskip("triton")
 
-from gsa_kernels.lists import triton_build, triton_rows
-from gsa_kernels.lists.triton_rows import words_of_rows
+from gsa_kernels.key_lists import triton_build, triton_rows
+from gsa_kernels.key_lists.triton_rows import words_of_rows
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess
 
 ON_GPU = [
@@ -55,13 +56,13 @@ def check_equal(lists: KeyLists, wanted: KeyLists) -> None:
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 32), (2, 45), (1, 70)])
 def test_lists_of_words(device: str, batch: int, length: int) -> None:
     mask = random_mask(device, batch, length)
-    lists = lists_op.key_lists_from_words(op.words_from_mask(mask), length)
+    lists = lists_op.key_lists_from_words(packed_mask.pack_mask(mask), length)
     check_equal(lists, key_lists_from_mask(mask))
     assert torch.equal(mask_from_key_lists(lists), mask)
 
 
 def test_words_of_another_length_are_refused(device: str) -> None:
-    words = op.words_from_mask(random_mask(device, 1, 40))
+    words = packed_mask.pack_mask(random_mask(device, 1, 40))
     with pytest.raises(ValueError, match=r"pass int32 \[B, 41, 2\]"):
         lists_op.key_lists_from_words(words, 41)
 
@@ -77,7 +78,7 @@ def check_same(lists: lists_op.ListSelection, selection: op.Selection) -> None:
     assert torch.equal(lists.budget, selection.budget)
     assert torch.equal(lists.variance, selection.variance)
     length = selection.words.shape[1]
-    mask = op.mask_from_words(selection.words, length)
+    mask = packed_mask.unpack_mask(selection.words, length)
     assert torch.equal(mask_from_key_lists(lists.lists), mask)
     assert lists.lists.max_count == int(lists.lists.counts.max())
 
@@ -94,7 +95,7 @@ def test_lists_hold_the_selection(device: str, length: int, documents: bool, cha
 
 def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words that are not zeroed first: all that is read was written."""
-    monkeypatch.setattr(candidates, "SAMPLE_STRIDE", 2)
+    monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
     monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)
     case = make_case(device, 50)
@@ -113,7 +114,7 @@ def test_bits_of_some_queries(
     lists = lists_of(mask.to(device), queries, share)
     rows = torch.arange(length)[:: 1 + length // 8].to(device)
     words = words_of_rows(lists, rows)
-    assert torch.equal(words, op.words_from_mask(mask.to(device)[:, rows]))
+    assert torch.equal(words, packed_mask.pack_mask(mask.to(device)[:, rows]))
     assert words_of_rows(lists, rows[:0]).shape == (2, 0, words.shape[2])
 
 
@@ -144,7 +145,7 @@ def test_lists_at_128k(candidates_from: int | None) -> None:
     lists = selected.lists
     for tile in (0, 1, 255, 256, 2000, 4095):
         start, count = int(lists.key_starts[0, tile]), int(lists.counts[0, tile])
-        mask = op.mask_from_words(selection.words[:, tile * 32 : tile * 32 + 32], 131072)[0]
+        mask = packed_mask.unpack_mask(selection.words[:, tile * 32 : tile * 32 + 32], 131072)[0]
         union = mask.any(0)
         assert torch.equal(lists.keys[start : start + count].long(), union.nonzero()[:, 0])
         bits = (lists.words[start : start + count, None] >> torch.arange(32, device="cuda")) & 1

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 
 from gsa_kernels import indexer_kl, indexer_scores, renormalise_target  # noqa: E402
-from gsa_kernels.kl.op import indexer_kl_loss  # noqa: E402
-from gsa_kernels.kl.triton_launch import Blocks  # noqa: E402
-from gsa_kernels.sampling import RowSample  # noqa: E402
+from gsa_kernels.indexer_loss.op import indexer_kl_loss  # noqa: E402
+from gsa_kernels.indexer_loss.triton_launch import Blocks  # noqa: E402
+from gsa_kernels.sampling import SampledRows  # noqa: E402
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the kernels are compiled for the GPU"))
 GPU = pytest.param(
@@ -28,7 +28,7 @@ device_of = pytest.mark.parametrize("device", [CPU, GPU])
 
 # Small tiles: a sequence of 100 then has several row tiles, key tiles and segments.
 SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
-# 64 keys: with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/wrong_sums.py).
+# 64 keys: with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
 STACKED = replace(SMALL, stats_keys=64, grad_keys=64, segment=64, stacked=True)
 NAMES = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
 
@@ -51,7 +51,7 @@ class Problem:
     document_starts: torch.Tensor | None
     block: int = 1
 
-    def target_rows(self, rows: RowSample) -> torch.Tensor:
+    def target_rows(self, rows: SampledRows) -> torch.Tensor:
         """Off the support there is NaN: it must not be read."""
         part = rows.rows(self.target.device)
         return self.target[:, part].masked_fill(~self.support[:, part], float("nan"))
@@ -365,7 +365,7 @@ def test_chunks_change_nothing(device: str, documents: bool) -> None:
     problem = make_problem(100, device=device, sparse=True, documents=documents)
     calls: list[tuple[int, int]] = []
 
-    def target_rows(rows: RowSample) -> torch.Tensor:
+    def target_rows(rows: SampledRows) -> torch.Tensor:
         calls.append((rows.start, rows.count))
         return problem.target_rows(rows)
 

@@ -19,8 +19,9 @@ from test_triton_kl import (
 from gsa_kernels import indexer_scores
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.kl import triton_launch
-from gsa_kernels.selection.op import mask_from_words, select_keys
+from gsa_kernels.indexer_loss import triton_launch
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.selection.op import select_keys
 
 TARGET_SUM = 3.0
 
@@ -134,7 +135,7 @@ def test_sums_of_selection_and_attention(
     selection = select_keys(
         *projections, ema, **inputs, **budget, document_starts=starts, inverse_temperature=beta
     )
-    problem = replace(problem, words=selection.words, support=mask_from_words(selection.words, length))
+    problem = replace(problem, words=selection.words, support=unpack_mask(selection.words, length))
     heads, head_dim = (16, 128) if gpu else (2, 32)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from query_runs import assert_same
+from query_chunks import assert_same
 from test_triton_kl import SMALL, STACKED, compute, device_of, make_problem
 from test_triton_kl_known_sums import TARGET_SUM, log_sums, scale_target
 
 from gsa_kernels import sampling
-from gsa_kernels.sampling import RowSample
+from gsa_kernels.sampling import SampledRows
 
 ROWS_OF_16 = replace(SMALL, rows=16)
 FORMS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_target_in_parts(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is that of its sum. Off the support there is NaN, and room between the rows."""
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     options: dict[str, Any] = {"batch": 1, "heads": 2, **FORMS[form]}
     chosen: dict[str, Any] = {"blocks": options.pop("blocks", None)}
     problem = make_problem(70, device=device, **options)
@@ -63,7 +63,7 @@ def test_a_target_in_parts(device: str, form: str, monkeypatch: pytest.MonkeyPat
                 assert_same(got[2][name], want)
 
 
-def rows_of(target: torch.Tensor, rows: RowSample) -> torch.Tensor:
+def rows_of(target: torch.Tensor, rows: SampledRows) -> torch.Tensor:
     return torch.nn.functional.pad(target[:, :, rows.rows(target.device)], (0, 5))[..., :-5]
 
 

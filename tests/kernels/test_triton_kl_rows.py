@@ -15,7 +15,7 @@ from test_triton_kl import (
 )
 
 from gsa_kernels import sampling
-from gsa_kernels.kl.triton_launch import Blocks
+from gsa_kernels.indexer_loss.triton_launch import Blocks
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
@@ -29,7 +29,7 @@ def test_row_fraction_is_the_rescaled_sum_over_its_runs(
     device: str, blocks: Blocks, documents: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four runs the first and the third, or the second and the last, which is short; in chunks of one run."""
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     dtype = torch.float32 if blocks is SMALL else torch.bfloat16
     problem = make_problem(100, device=device, dtype=dtype, sparse=True, documents=documents)
     options: dict[str, Any] = {"blocks": blocks, "row_fraction": 0.5, "seed": seed}
@@ -46,7 +46,7 @@ def test_row_fraction_is_the_rescaled_sum_over_its_runs(
 @device_of
 def test_shares_of_ranks_sum_to_the_whole(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two runs, and for the third rank nothing."""
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     problem = make_problem(50, device=device, sparse=True)
     whole, rows, grads = compute(problem, blocks=SMALL)
     parts = [compute(problem, blocks=SMALL, share=(rank, 3)) for rank in range(3)]

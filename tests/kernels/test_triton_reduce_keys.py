@@ -13,8 +13,8 @@ if not CUDA:
 
 from gathered_problems import random_mask  # noqa: E402
 
-from gsa_kernels.lists.key_lists import key_lists_from_mask  # noqa: E402
-from gsa_kernels.lists.triton_reduce_keys import (  # noqa: E402
+from gsa_kernels.key_lists.format import key_lists_from_mask  # noqa: E402
+from gsa_kernels.key_lists.triton_reduce_keys import (  # noqa: E402
     TileRows,
     add_partials_by_key,
     find_key_hits,

@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
+from gsa_kernels import packed_mask  # noqa: E402
 from gsa_kernels.selection import op, score_chunks  # noqa: E402
 
 DEVICES = [
@@ -77,7 +78,7 @@ class Case:
     def visible(self) -> torch.Tensor:
         batch, length = self.q.shape[:2]
         starts = self.options.get("document_starts")
-        mask = ops.visible_mask(length, document_ids=starts, device=self.q.device)
+        mask = ops.causal_mask(length, document_ids=starts, device=self.q.device)
         return mask.expand(batch, length, length)
 
 
@@ -125,18 +126,18 @@ def check(case: Case, selection: op.Selection, local_window: int = 0, **changes:
     assert torch.equal(selection.budget, budget.int())
     wanted = ops.select_top_k(scores, visible, budget)
     wanted |= ops.local_window_mask(length, local_window, device=scores.device) & visible
-    assert torch.equal(op.mask_from_words(selection.words, length), wanted)
-    assert torch.equal(op.words_from_mask(wanted), selection.words)  # also the bits beyond the last key
+    assert torch.equal(packed_mask.unpack_mask(selection.words, length), wanted)
+    assert torch.equal(packed_mask.pack_mask(wanted), selection.words)  # also the bits beyond the last key
 
 
 def test_words_round_trip(device: str) -> None:
     mask = torch.rand(2, 3, 70, device=device) < 0.5
     mask[0, 0] = True
-    words = op.words_from_mask(mask)
+    words = packed_mask.pack_mask(mask)
     assert words.shape == (2, 3, 3)
     assert words.dtype == torch.int32
     assert words[0, 0].tolist() == [-1, -1, 2**6 - 1]
-    assert torch.equal(op.mask_from_words(words, 70), mask)
+    assert torch.equal(packed_mask.unpack_mask(words, 70), mask)
     for t, s in ((1, 2), (2, 31), (0, 32)):
         assert bool(words[1, t, s // 32] >> (s % 32) & 1) == bool(mask[1, t, s])
 
@@ -257,7 +258,7 @@ def test_log_sums_of_the_selection(device: str, beta: Any) -> None:
         beta = beta.to(device)
     case = make_case(device, 40 if device == "cpu" else 3000, documents=True, biases=True)
     selection = case.select(local_window=5, inverse_temperature=beta)
-    chosen = op.mask_from_words(selection.words, case.q.shape[1])
+    chosen = packed_mask.unpack_mask(selection.words, case.q.shape[1])
     wanted = (case.scores().double() * beta).masked_fill(~chosen, float("-inf")).logsumexp(-1)
     assert selection.log_sum is not None
     torch.testing.assert_close(selection.log_sum.double(), wanted, rtol=1e-6, atol=2e-6)
@@ -378,7 +379,7 @@ def test_long_sequences(length: int, documents: bool) -> None:
     ema = torch.tensor(EMA, device="cuda")
     for start in (0, 2000, length - 128):
         rows = torch.arange(start, min(start + 128, length), device="cuda")
-        visible = ops.visible_mask(
+        visible = ops.causal_mask(
             length, query_positions=rows, document_ids=case.options.get("document_starts"), device="cuda"
         )
         scores = op.score_rows(case.q, case.k, case.w, start, start + 128, **case.options)
@@ -388,7 +389,7 @@ def test_long_sequences(length: int, documents: bool) -> None:
         budget = ops.adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **rule)
         assert torch.equal(selection.budget[:, rows], budget.int())
         wanted = ops.select_top_k(scores, visible, budget)
-        assert torch.equal(op.mask_from_words(selection.words[:, rows], length), wanted)
+        assert torch.equal(packed_mask.unpack_mask(selection.words[:, rows], length), wanted)
 
 
 # errors

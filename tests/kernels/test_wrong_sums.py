@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 import triton
 
-from gsa_kernels import wrong_sums
-from gsa_kernels.kl.triton_launch import BY_HEAD, STACKED, choose_blocks
+from gsa_kernels.hopper import miscompile_guard as wrong_sums
+from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, STACKED, choose_blocks
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -9,17 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.runs import SMALL, Run, finished, kill, run_script, start
+from helpers.runs import (
+    SMALL,
+    TENSOR_X_PIPELINE,
+    WHOLE,
+    WHOLE_SAVED_STEPS,
+    Run,
+    kill,
+    run_script,
+    start,
+    whole_run,
+)
 
-SPLIT = ("parallel.tensor=2", "parallel.pipeline=2")
-CONTEXT = ("parallel.context=2",)
-SAVED = [5, 15]  # in the warm-up, in the sparse phase
+IN_WARM_UP, IN_SPARSE_PHASE = WHOLE_SAVED_STEPS
 
 pytestmark = pytest.mark.slow
 
 
 def first_step_after(checkpoint: Path, run_dir: Path, *layout: str, ranks: int) -> dict[str, object]:
-    run = start(run_dir, *SMALL, *layout, "--resume-from", str(checkpoint), ranks=ranks)
+    run = start(run_dir, *SMALL, *WHOLE, *layout, "--resume-from", str(checkpoint), ranks=ranks)
     run.wait_until(run.steps)
     kill(run)
     return run.steps()[0]
@@ -33,31 +41,24 @@ def assert_next_step_is_that_of(run: Run, saved: int, record: dict[str, object])
         assert record[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("saved", "ranks"), [(IN_WARM_UP, 2), (IN_SPARSE_PHASE, 1)])
 def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(saved, ranks, tmp_path):
-    split = finished(*SPLIT, ranks=4)
+    split = whole_run("tensor x pipeline")
     record = first_step_after(split.checkpoints / f"step_{saved:08d}", tmp_path, ranks=ranks)
     assert_next_step_is_that_of(split, saved, record)
 
 
-def test_data_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
-    data_parallel = finished(ranks=2)
+def test_context_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
+    context = whole_run("context")
     # A run folder stands for its latest checkpoint, and the file may be set back to an earlier one.
-    shutil.copytree(data_parallel.checkpoints, tmp_path / "copy" / "checkpoints")
-    (tmp_path / "copy" / "checkpoints" / "latest").write_text("step_00000015")
-    record = first_step_after(tmp_path / "copy", tmp_path, *SPLIT, ranks=4)
-    assert_next_step_is_that_of(data_parallel, 15, record)
-
-
-def test_context_parallel_ranks_go_on_on_one_rank(tmp_path):
-    split = finished(*CONTEXT, ranks=2)
-    record = first_step_after(split.checkpoints / "step_00000015", tmp_path, ranks=1)
-    assert_next_step_is_that_of(split, 15, record)
+    shutil.copytree(context.checkpoints, tmp_path / "copy" / "checkpoints")
+    (tmp_path / "copy" / "checkpoints" / "latest").write_text(f"step_{IN_SPARSE_PHASE:08d}")
+    record = first_step_after(tmp_path / "copy", tmp_path, *TENSOR_X_PIPELINE, ranks=4)
+    assert_next_step_is_that_of(context, IN_SPARSE_PHASE, record)
 
 
 def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):
-    split, out = finished(*SPLIT, ranks=4), tmp_path / "indexer.pt"
+    split, out = whole_run("tensor x pipeline"), tmp_path / "indexer.pt"
     options = ["--seq-len-tokens", "256", "--layers", "0", "1", "--out", str(out)]
     command = ["launch/export_indexer.py", str(split.folder), *options]
     run_script(command, tmp_path / "export.log", 1, launcher="python")
@@ -67,18 +68,24 @@ def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):
 
 def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
     """In another layout, at another length and rotary base; a restart goes on from its own checkpoint."""
-    split = finished(*SPLIT, ranks=4)
-    new = ("train.seq_len_tokens=256", "model.rope_base=20000")
-    old = f"checkpoint.initial_weights={split.folder}"
-    run = start(tmp_path, *SMALL, *new, old, "parallel.tensor=2", ranks=2)
+    split = whole_run("tensor x pipeline")
+    new = (
+        "train.seq_len_tokens=256",
+        "model.rope_base=20000",
+        "checkpoint.every_steps=2",
+        "parallel.tensor=2",
+    )
+    options = (*SMALL, *new, f"checkpoint.initial_weights={split.folder}")
+    run = start(tmp_path, *options, ranks=2, faults={"held": [[4, 1]]})
     run.wait_until(lambda: (run.checkpoints / "latest").exists())
     kill(run)
     first, expected = run.steps()[0], split.steps()
     assert (first["step"], first["tokens"]) == (1, 4 * 256)
     assert first["loss"] < (expected[0]["loss"] + expected[-1]["loss"]) / 2
-    again = start(tmp_path, *SMALL, *new, old, "parallel.tensor=2", ranks=2)
-    again.wait_until(lambda: again.steps()[-1]["step"] >= 6)
+    again = start(tmp_path, *options, ranks=2)
+    again.wait_until(again.steps_printed)
     kill(again)
+    assert again.steps_printed()[0] > 2
     assert "weights of" in run.output
     assert "weights of" not in again.output
 

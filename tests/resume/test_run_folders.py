@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gsa_train.run.starts import read_starts
+from helpers.run_contents import contents, cut
 from helpers.runs import QUICK, SMALL, Run, kill, start, train
 
 pytestmark = pytest.mark.slow
@@ -24,18 +24,6 @@ def refusal(run: Run) -> str:
     output = run.wait(expected=2).output
     assert "Traceback" not in output
     return output
-
-
-def contents(folder: Path) -> dict[Path, tuple[int, int]]:
-    """All in it but the lock."""
-    stats = {path: path.stat() for path in folder.rglob("*") if path.name != "lock"}
-    return {path: (each.st_size, each.st_mtime_ns) for path, each in stats.items()}
-
-
-def cut(checkpoint: Path) -> None:
-    """Half of a file, as a full disk leaves it."""
-    path = checkpoint / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def test_a_finished_run_ends_again_and_changes_nothing(old_run):
@@ -98,37 +86,17 @@ def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("damaged", "override", "expected"),
     [
-        ("gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
-        ("phases.0.steps=12", "began at step 10; in the config phase 1 is sparse and begins at step 12"),
-        ("phases.1.train=base", "phases.1.train = base, which its optimizer does not fit"),
+        (True, "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
+        (False, REFUSED_BY_WANDB, "logging.wandb = offline: Weights & Biases did not start"),
     ],
+    ids=["damaged", "W&B"],
 )
-def test_another_model_or_other_phases_are_refused(old_run, override, expected):
-    message = refusal(start_in(old_run, override))
-    assert expected in message
-    assert "--no-resume" in message  # the way out
-
-
-@pytest.mark.parametrize(
-    ("fault", "override", "expected"),
-    [
-        ("incomplete", "gsa.indexer_dim=32", "step_00000015: no complete checkpoint there"),
-        ("damaged", "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
-        ("", "gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
-        ("", "data.seed=3", "cannot go on with this data"),
-        ("", "gsa.attention_impl=triton", "gsa.attention_impl = triton: there is no CUDA device"),
-        ("", REFUSED_BY_WANDB, "logging.wandb = offline: Weights & Biases did not start"),
-    ],
-    ids=["incomplete", "damaged", "another model", "other data", "no device", "W&B"],
-)
-def test_a_refused_resume_leaves_no_trace(old_run, tmp_path, fault, override, expected):
-    """Neither in a new folder nor in an old one; several ranks say it once."""
+def test_a_refused_resume_of_two_ranks_leaves_no_trace(old_run, tmp_path, damaged, override, expected):
+    """Neither in a new folder nor in an old one; they say it once. More reasons: test_refused_starts.py."""
     checkpoint = old_run.checkpoints / "step_00000015"
-    if fault == "incomplete":
-        (checkpoint / "metadata.json").unlink()
-    elif fault == "damaged":
+    if damaged:
         cut(checkpoint)
     options = ("--resume-from", str(checkpoint), *override.split())
     before = contents(old_run.folder)

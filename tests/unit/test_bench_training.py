@@ -14,12 +14,6 @@ import pytest
 import torch
 
 from gsa_train.batches import to_micro_batch
-from gsa_train.bench import training
-from gsa_train.bench.failures import Failure, RankFailed, difference
-from gsa_train.bench.layout_names import layout_list, layout_overrides
-from gsa_train.bench.results import Result, as_row, scaling
-from gsa_train.bench.step_trace import in_columns
-from gsa_train.bench.variants import Sizes, Variant, plain, variants
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, ConfigError
 from gsa_train.model.flops import count_parameters, flops_per_token
@@ -27,6 +21,12 @@ from gsa_train.profiling.step_breakdown import Breakdown
 from helpers.checkpoints import run_state
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank
+from whole_steps import training
+from whole_steps.failures import Failure, RankFailed, difference
+from whole_steps.layout_names import layout_list, layout_overrides
+from whole_steps.results import Result, as_row, scaling
+from whole_steps.step_trace import in_columns
+from whole_steps.variants import Sizes, Variant, plain, variants
 
 DEMO = REPOSITORY / "configs" / "demo.yaml"
 TEXT = {"train_dir": "train", "tokenizer": "tokenizer.model"}
@@ -206,7 +206,7 @@ def test_a_traced_step_in_the_report(capsys: pytest.CaptureFixture[str]) -> None
     assert row["breakdown"]["indexer_ms"] == 15
     assert row["breakdown"]["other_ms"] == 3
 
-    launcher = runpy.run_path(str(REPOSITORY / "launch" / "bench_training.py"))
+    launcher = runpy.run_path(str(REPOSITORY / "benchmarks" / "bench_training.py"))
     other = dataclasses.replace(result, exposed_communication_ms=[25.0, 40.0])
     launcher["print_breakdowns"]([Result("failed", "tp=1", 1), result, other])
     header, *lines = capsys.readouterr().out.splitlines()[2:]

@@ -25,7 +25,7 @@ from gsa_train.checkpoint.files import (
 from gsa_train.checkpoint.load import find_damage, load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
 from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint

@@ -25,7 +25,7 @@ from gsa_train.checkpoint.load import (
 from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_state
 from gsa_train.config import Config
 from gsa_train.memory.estimate import checkpoint_bytes
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.adamw_state import inner_optimizers
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer

@@ -12,7 +12,7 @@ import torch
 
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveResult
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
 from helpers import saving
 from helpers.checkpoints import run_state

@@ -407,7 +407,7 @@ def test_deepspeed_must_be_installed(base, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check_packages(config)
     assert "not installed" in problem
-    assert "pip install 'gsa-train[deepspeed]'" in problem
+    assert "pip install '.[deepspeed]'" in problem
     assert check_packages(load_config(base)) == []
 
 

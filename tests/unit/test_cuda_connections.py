@@ -80,6 +80,7 @@ def test_no_driver_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute_capability() is None
 
 
+BENCH = "benchmarks/bench_training.py"
 FIRST_TORCH = """
 import os, runpy, sys
 from gsa_train import cuda_connections
@@ -94,6 +95,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 cuda_connections.compute_capability = lambda: 9
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 sys.exit("torch was not imported")
 """
@@ -102,9 +104,13 @@ sys.exit("torch was not imported")
 @pytest.mark.parametrize(
     ("command", "with_tensor", "without"),
     [
-        (["pretrain.py", "--config", CONFIG], "parallel.tensor=2", "parallel.context=2"),
-        (["bench_training.py", "--config", CONFIG, "--layouts"], "tp=1;tp=2", "tp=1;pp=2"),
-        (["bench_training.py", "--config", CONFIG, "--breakdown"], "parallel.tensor=2", "parallel.context=2"),
+        (["launch/pretrain.py", "--config", CONFIG], "parallel.tensor=2", "parallel.context=2"),
+        (["benchmarks/bench_training.py", "--config", CONFIG, "--layouts"], "tp=1;tp=2", "tp=1;pp=2"),
+        (
+            ["benchmarks/bench_training.py", "--config", CONFIG, "--breakdown"],
+            "parallel.tensor=2",
+            "parallel.context=2",
+        ),
     ],
 )
 def test_launchers_set_it_before_torch_is_imported(
@@ -116,8 +122,8 @@ def test_launchers_set_it_before_torch_is_imported(
     }
     environment |= {"RANK": "0", "WORLD_SIZE": "2"}
     for layout, expected in ((with_tensor, "1"), (without, "not set")):
-        arguments = [f"launch/{command[0]}", *command[1:], layout]
-        if command[0] == "pretrain.py":
+        arguments = [*command, layout]
+        if command[0] == "launch/pretrain.py":
             arguments.append(f"run.dir={tmp_path}")
         done = subprocess.run(
             [sys.executable, "-c", FIRST_TORCH, *arguments],

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, is_dataclass
+import subprocess
+import sys
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
-from gsa_train.config import Config
+from gsa_train.config import Config, reference
 from gsa_train.report.panels import PANELS
 from gsa_train.run import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-IDS = [page.name for page in PAGES]
+ALL_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Lab notes name commands and settings as they were at the commit of the note.
+PAGES = [page for page in ALL_PAGES if page.parent.name != "lab_notes"]
+
+NOTE_PARTS = ["Question", "Setup", "Result", "Decision"]
+
+
+def _id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 HINTS = get_type_hints(Config)
 SECTIONS = {field.name: HINTS[field.name] for field in fields(Config) if is_dataclass(HINTS[field.name])}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_id)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_settings_exist(page: Path) -> None:
     named = re.findall(rf"\b({'|'.join(SECTIONS)})\.(\w+)(?![\w/*]|\.\w)", page.read_text())
     unknown = [
@@ -39,7 +50,7 @@ def test_settings_exist(page: Path) -> None:
     assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_commands_exist(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -48,27 +59,54 @@ def test_commands_exist(page: Path) -> None:
     assert [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
 
 
-def test_the_code_tour_has_every_file() -> None:
+NOTES = [page for page in ALL_PAGES if page.parent.name == "lab_notes" and page.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", NOTES, ids=_id)
+def test_lab_notes_have_one_form_and_are_in_their_index(page: Path) -> None:
+    index = (page.parent / "README.md").read_text(encoding="utf-8")
+    chapter = index.partition(f"]({page.name})")[2].partition("\n## ")[0]
+    _, *notes = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    titles = [note.partition("\n")[0] for note in notes]
+    assert re.findall(r"^- (.+)$", chapter, re.MULTILINE) == titles != []
+    for title, note in zip(titles, notes, strict=True):
+        assert re.findall(r"^\*\*(\w+)\.\*\* ", note, re.MULTILINE) == NOTE_PARTS, title
+
+
+def test_the_config_reference_is_that_of_the_dataclasses() -> None:
+    written = (ROOT / "docs/reference/config.md").read_text(encoding="utf-8")
+    assert written == reference.page(), "the config's fields have changed; run `make docs`"
+
+
+def test_the_config_reference_is_made_without_torch() -> None:
+    script = "import sys, gsa_train.config.reference; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_config_field_without_a_text_is_refused() -> None:
+    @dataclass
+    class Section:
+        explained: int = 1
+        """What it means."""
+        bare: int = 2
+
+    with pytest.raises(ValueError, match=r"Section\.bare: no text"):
+        reference.field_texts(Section)
+
+
+def test_files_of_the_code_tour_exist() -> None:
+    """A row's first path names the folder of those behind it that have none."""
     rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs/code.md").read_text(), re.MULTILINE)
-    named = set()
+    missing = []
     for row in rows:
-        paths = [Path(name) for name in re.findall(r"`([\w/.<>*]+)`", row)]
-        named |= {path if len(path.parts) > 1 else paths[0].parent / path for path in paths}
-    package = ROOT / "gsa_train"
-    sections = {f"config/{name}.py" for name in SECTIONS} | {"config/phases.py"}
-    files = {
-        file for file in package.rglob("*.py") if file.name != "__init__.py" and file.parent.name != "bench"
-    }
-    expected = {
-        file.relative_to(ROOT) for file in files if file.relative_to(package).as_posix() not in sections
-    }
-    assert sorted(map(str, expected - named)) == []
-    ours = {path for path in named if path.parts[0] == "gsa_train"}
-    assert [str(path) for path in sorted(ours) if not (ROOT / path).exists()] == []
+        paths = [Path(name) for name in re.findall(r"`([\w/.]+)`", row)]
+        named = [path if len(path.parts) > 1 else paths[0].parent / path for path in paths]
+        missing += [str(path) for path in named if not (ROOT / path).exists()]
+    assert missing == []
 
 
 def test_metrics_that_are_shown_are_explained() -> None:
-    table = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/monitoring.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/reference/monitoring.md").read_text(), re.MULTILINE)
     explained = set(re.findall(r"`([\w*]+)`", "\n".join(table)))
     shown = {key for panel in PANELS for key in (*panel.keys, panel.per_entry) if key}
     shown |= {f"validation_{panel.per_set}" for panel in PANELS if panel.per_set}
@@ -76,7 +114,7 @@ def test_metrics_that_are_shown_are_explained() -> None:
 
 
 def test_exit_codes_are_those_of_the_table() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
     assert [int(row) for row in rows] == [0, *codes]

@@ -123,7 +123,9 @@ def test_every_phase_and_stage_has_a_line():
 
 
 SHIPPED = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name != "demo.yaml")
-NOTE = r"# By --dry-run (\d+) GiB of a GPU: fits 80 GB\. With 141 GB also (\S+), (\d+) GiB\."
+NOTE = (
+    r"# Peak memory of a GPU, by --dry-run, (\d+) GiB for 80 GB GPUs; (\d+) GiB with (\S+) for 141 GB GPUs\."
+)
 
 
 def peak_gib(name: str, overrides: list[str]) -> float:
@@ -140,7 +142,7 @@ def test_every_config_fits_the_gpus_that_its_head_names(name: str) -> None:
     head = (CONFIGS / name).read_text().split("run:")[0]
     found = re.search(NOTE, head)
     assert found is not None, head
-    said, override, said_with = found.groups()
+    said, said_with, override = found.groups()
     peak, peak_with = peak_gib(name, []), peak_gib(name, [override])
     assert (peak, peak_with) == pytest.approx((int(said), int(said_with)), abs=0.51)  # rounded to whole ones
     assert peak * 2**30 < 0.9 * 80e9

@@ -13,17 +13,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from prepare_tokens import prepare_tokens
 
 from gsa_data.faults import Reading
+from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
 from gsa_train.batches import MicroBatch, TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.evaluate import _deal, describe, evaluate, perplexity, scores_of
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import PhaseSpan, enter_phase
+from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.step import evaluation_step
 from gsa_train.trainer import run_phase
 from helpers.single_rank import (
@@ -58,10 +58,8 @@ def mean_loss(model: Model, text: ScoredText) -> float:
     """By a forward pass over all sequences at once."""
     batch = to_micro_batch(torch.from_numpy(text.blocks), EOS, False)
     scored = torch.from_numpy(is_scored(text.blocks, text.lengths, EOS, False))
-    model.runtime.evaluating = True
     with torch.no_grad():
-        losses = token_losses(model, batch)[scored]
-    model.runtime.evaluating = False
+        losses = token_losses(model, batch, evaluating=True)[scored]
     assert len(losses) == text.scored_tokens
     return losses.double().mean().item()
 
@@ -184,10 +182,10 @@ def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> 
         tokenizer=tokenizer,
         sinks=Mock(log=records.append),
     )
-    run_phase(run, PhaseSpan(0, phase, 0, phase.steps), optimizer)
+    run_phase(run, PhaseRange(0, phase, 0, phase.steps), optimizer)
     close_optimizer(model, optimizer)
     steps = [record for record in records if "event" not in record]
-    timing = ("seconds", "per_second", "data_wait", "slowest")
+    timing = ("seconds", "per_second", "data_wait", "slowest", "time")
     return {
         "steps": [
             {name: value for name, value in record.items() if not any(word in name for word in timing)}

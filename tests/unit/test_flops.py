@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gsa_kernels.sampling import SAMPLED_ROWS, sample_rows
+from gsa_kernels.sampling import STRETCH_ROWS, sample_rows
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
 from gsa_train.model.flops import (
     causal_mean_keys,
@@ -179,10 +179,10 @@ def test_a_measured_selection_replaces_the_assumed_one():
 @pytest.mark.parametrize(
     ("length", "block", "fraction"),
     [
-        (6 * SAMPLED_ROWS, 1, 0.3333),
-        (12 * SAMPLED_ROWS, 2, 0.5),
-        (2 * SAMPLED_ROWS, 1, 0.25),
-        (4 * SAMPLED_ROWS, 4, 0.5),
+        (6 * STRETCH_ROWS, 1, 0.3333),
+        (12 * STRETCH_ROWS, 2, 0.5),
+        (2 * STRETCH_ROWS, 1, 0.25),
+        (4 * STRETCH_ROWS, 4, 0.5),
     ],
     ids=["of runs", "of blocks", "fewer runs than n", "one run"],
 )

@@ -19,15 +19,15 @@ from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.monitor import SpikeFound
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.resume import Start
+from gsa_train.run.state import Run
 from gsa_train.train import open_phase, train_phases
-from gsa_train.trainer import Run
 from helpers.checkpoints import write_checkpoint
 from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
@@ -101,15 +101,16 @@ def train(config: Config, folder: Path, resume_from: Path | None = None) -> list
         tokenizer=tokenizer,
         saver=CheckpointSaver(folder, config.checkpoint, single_rank()),
         sinks=Mock(log=records.append),
+        start=start,
         step=start.step,
         tokens=start.tokens,
         monitor=start.monitor,
     )
-    spans = phase_spans(config.phases)
-    run.phase_optimizer = open_phase(config, run.model, start, spans, single_rank())
-    assert train_phases(run, start, spans) is None
+    ranges = phase_ranges(config.phases)
+    run.phase_optimizer = open_phase(config, run.model, start, ranges[start.phase_index], single_rank())
+    assert train_phases(run, ranges) is None
     assert run.phase_optimizer is None
-    run.saver.close()
+    run.services.saver.close()
     return numbers_of(records)
 
 
@@ -141,16 +142,16 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
         kept.append(weakref.ref(weights))
         return weights
 
-    def run_phase(run: Run, span: PhaseSpan, optimizer: PhaseOptimizer) -> SpikeFound | None:
+    def run_phase(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> SpikeFound | None:
         alive.append([each() is not None for each in kept])
-        return SpikeFound(6, 6, "loss", 9.0, 5.0, 1) if span.index == 2 else None
+        return SpikeFound(6, 6, "loss", 9.0, 5.0, 1) if phase_range.index == 2 else None
 
     monkeypatch.setattr(gsa_train.train, "keep_main_weights", keep)
     monkeypatch.setattr(gsa_train.train, "run_phase", run_phase)
     phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third", "fourth")]
     config = tiny_config(phases, train={"precision": "bf16"})
-    run, spans = tiny_run(config, tiny_model(config)), phase_spans(phases)
-    run.phase_optimizer = open_phase(config, run.model, Start(), spans, single_rank())
-    assert train_phases(run, Start(), spans) is not None
+    run, ranges = tiny_run(config, tiny_model(config)), phase_ranges(phases)
+    run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank())
+    assert train_phases(run, ranges) is not None
     assert alive == [[], [False], [False, False]]
     assert len(kept) == 2  # none where a rewind begins anew

@@ -1,6 +1,5 @@
 """What a dry run says of memory: sizes that follow from each other. test_memory_trace.py has the real step."""
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from gsa_train.memory import selection as memory_selection
 from gsa_train.memory.estimate import estimate_memory
 from gsa_train.memory.selection import gathered_heads
 from gsa_train.memory.sizes import sizes_of
-from gsa_train.model import flops
 from gsa_train.model.flops import count_parameters
 
 GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"
@@ -193,42 +191,12 @@ def test_context_parallelism_divides_what_grows_with_the_length():
     )
 
 
-def test_scratch_is_what_the_kernels_take():
-    """The estimate cannot import them: they need Triton, and a dry run does not."""
-    pytest.importorskip("triton")
-    from gsa_kernels import sampling
-    from gsa_kernels.attention import triton_backward_target
-    from gsa_kernels.attention.gathered import gathered_attention
-    from gsa_kernels.distillation.op import distilling_attention
-    from gsa_kernels.kl.gathered import gathered_indexer_kl_loss
-    from gsa_kernels.kl.op import indexer_kl_loss
-    from gsa_kernels.selection import candidates
-    from gsa_kernels.selection.lists_op import select_key_lists
-    from gsa_kernels.selection.op import select_keys
-
-    def default(function, name):
-        return inspect.signature(function).parameters[name].default
-
-    assert default(select_keys, "row_chunk_bytes") == memory_selection.SCORE_CHUNK_BYTES
-    assert default(select_key_lists, "row_chunk_bytes") == memory_selection.SCORE_CHUNK_BYTES
-    assert default(select_key_lists, "candidates_from") == memory_selection.CANDIDATES_FROM
-    assert candidates.MOST_CANDIDATES == memory_selection.MOST_CANDIDATES
-    for k_max in (1, 100, 1024, 2048, 4096, 5000, 16384):
-        assert candidates.candidate_room(k_max) == memory_selection.candidate_room(k_max)
-    assert default(indexer_kl_loss, "row_chunk_bytes") == 4 * memory_selection.KL_CHUNK_PAIRS
-    assert default(distilling_attention, "row_chunk_bytes") == memory_selection.DISTILLING_CHUNK_BYTES
-    assert memory_selection.HEADS_OF_PART == triton_backward_target.HEADS
-    assert flops.LOSS_RUN_ROWS == sampling.SAMPLED_ROWS
-    assert default(gathered_indexer_kl_loss, "scratch_bytes") == memory_selection.GATHERED_KL_BYTES
-    assert default(gathered_attention, "scratch_bytes") == memory_selection.GATHERED_PARTIAL_BYTES
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80), (4, 64), (6, 40), (7, 36), (2, 8)])
 def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype):
     pytest.importorskip("triton")
-    from gsa_kernels.kl import triton_launch
-    from gsa_kernels.sampling import RowSample
+    from gsa_kernels.indexer_loss import triton_launch
+    from gsa_kernels.sampling import SampledRows
 
     taken = []
 
@@ -250,7 +218,9 @@ def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype)
     inputs = triton_launch.Inputs(q_idx, k_idx, weights, *nothing, tensor(1), *nothing, kind=0)
     outputs = triton_launch.new_outputs(inputs, with_gradients=True, sampled=False, one_chunk=True)
     blocks = triton_launch.choose_blocks(inputs)
-    triton_launch.chunk_launches(inputs, outputs, tensor(1, 1, length, length), RowSample(0, length), blocks)
+    triton_launch.chunk_launches(
+        inputs, outputs, tensor(1, 1, length, length), SampledRows(0, length), blocks
+    )
     partial = sum(each.nbytes for each in taken if each.ndim == 5)
     expected = memory_selection.loss_gradient_bytes(heads, dim, dtype.itemsize)
     assert partial == pytest.approx(expected * length**2)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from gsa_train.config import load_config
+from gsa_train.context_sharding import QueryChunk
 from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
 from gsa_train.memory.selection import listing_bytes
 from gsa_train.memory.sizes import sizes_of
-from gsa_train.sequence_cut import QueryRun
 from helpers.runs import ENVIRONMENT, REPOSITORY
 
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"
@@ -162,7 +162,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
         case = {"config": GSA_128K, "overrides": overrides, "world_size": 8, "queries": (start, stop)}
         cases.append(case)
     file.write_text(json.dumps(cases))
-    paths = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "tests/helpers/memory_trace.py", str(file)],
         cwd=REPOSITORY,
@@ -200,7 +202,7 @@ def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, An
     config = load_config(REPOSITORY / GSA_128K, overrides, world_size=8, need_data=False)
     lists = traced[name]["lists"]
     said = lists + listing_bytes(
-        config, sizes_of(config), QueryRun(slice(0, stop - start), start, stop), lists
+        config, sizes_of(config), QueryChunk(slice(0, stop - start), start, stop), lists
     )
     assert 0.97 <= said / traced[name]["peak"] <= 1.09
 

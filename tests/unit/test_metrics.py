@@ -7,7 +7,7 @@ import torch
 
 from gsa_train.batches import MicroBatch, mean_visible_keys, to_micro_batch
 from gsa_train.config import PhaseConfig
-from gsa_train.metrics.record import Interval, data_totals, reduce_step, step_record
+from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
 from gsa_train.model.flops import flops_per_token
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
@@ -58,13 +58,13 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(
     model, parallel = tiny_model(config, variance_ema=0.02), single_rank()
     optimizer, batches = build_optimizer(model, phase, config), random_batches(config)
     assert take_step(model, optimizer, batches, config, lr=0.0).visible_keys is None
-    model.runtime.measuring = True
-    result = take_step(model, optimizer, batches, config, lr=0.0)
+    result = take_step(model, optimizer, batches, config, lr=0.0, measures=True)
     interval = Interval(steps=2, tokens=3000, seconds=1.5, wait_seconds=0.0)
-    stats, tokens, visible = model.runtime.stats, result.loss_tokens.item(), result.visible_keys
-    totals = data_totals({}, config.data)
-    reduced = reduce_step(stats, result.loss_sum, tokens, interval, parallel, totals, visible_keys=visible)
-    record = step_record(1, phase, {"base": 0.0}, 1.0, 64, reduced, interval, config, parallel, "fp32")
+    measured = Measured(interval, data_totals=data_totals({}, config.data), visible_keys=result.visible_keys)
+    stats, tokens = model.runtime.stats, result.loss_tokens.item()
+    reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
+    logged = LoggedStep(1, phase, {"base": 0.0}, grad_norm=1.0, tokens=64)
+    record = step_record(logged, reduced, interval, config, parallel, "fp32")
 
     visible = record["visible_keys"]
     assert visible == pytest.approx(by_loops(batches), rel=1e-12)
@@ -80,7 +80,8 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(
 
 def test_a_validation_has_no_mean_of_visible_keys() -> None:
     stats = tiny_model(tiny_config(gsa=STANDARD, phases=[DENSE])).runtime.stats
-    reduced = reduce_step(stats, torch.ones(()), 2.0, None, single_rank(), {"a": 3}, checksum=5)
+    measured = Measured(data_totals={"a": 3}, data_checksum=5)
+    reduced = reduce_step(stats, torch.ones(()), 2.0, measured, single_rank())
     assert (reduced.loss, reduced.visible_keys) == (0.5, None)
     assert (reduced.data_totals, reduced.data_checksum) == ({"a": 3}, 5)
     assert len(reduced.work_seconds) == 1

@@ -19,7 +19,7 @@ from gsa_train.batches import TrainBatches, to_micro_batch
 from gsa_train.config import Config
 from gsa_train.metrics.record import data_metrics, data_totals
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import PhaseSpan
+from gsa_train.phases import PhaseRange
 from gsa_train.trainer import run_phase
 from helpers.single_rank import EOS, SPARSE, random_blocks, single_rank, tiny_config, tiny_model, token_losses
 from helpers.tiny_run import tiny_run
@@ -104,7 +104,7 @@ def steps(
         sinks=Mock(log=records.append),
         step=first,
     )
-    run_phase(run, PhaseSpan(0, phase, 0, last), optimizer)
+    run_phase(run, PhaseRange(0, phase, 0, last), optimizer)
     close_optimizer(model, optimizer)
     return records, batches.state()
 

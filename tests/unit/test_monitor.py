@@ -25,11 +25,11 @@ from gsa_train.monitor.rewind import rewind, skipped_steps, with_rewinds
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.parallel import Parallel
-from gsa_train.phases import PhaseSpan
+from gsa_train.phases import PhaseRange
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import single_rank, tiny_config, tiny_model
 
-SPAN = PhaseSpan(1, PhaseConfig(name="sparse", steps=1000), 0, 1000)
+SPAN = PhaseRange(1, PhaseConfig(name="sparse", steps=1000), 0, 1000)
 CPU = torch.device("cpu")
 
 

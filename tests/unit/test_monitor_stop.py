@@ -12,10 +12,10 @@ from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.monitor.stop import FILE, SpikeAhead, note_stop
-from gsa_train.phases import phase_spans
+from gsa_train.phases import phase_ranges
 from gsa_train.resume import choose_start
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.launch import note_launch
+from gsa_train.run.job_start import note_job_start
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 NEW = Arguments("", (), None, False, False, False, False, 1)
@@ -37,7 +37,7 @@ def with_skips(folder: Path, *steps: int) -> Config:
 
 def start(config: Config, **arguments: Any) -> None:
     given = dataclasses.replace(NEW, **arguments)
-    choose_start(config, given, phase_spans(config.phases), single_rank())
+    choose_start(config, given, phase_ranges(config.phases), single_rank())
 
 
 def test_the_same_command_is_refused_with_what_to_do(stopped: Config, tmp_path: Path) -> None:
@@ -58,13 +58,8 @@ def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_p
     without = with_skips(tmp_path, *range(6, 11))
     start(without)
     assert (tmp_path / "run" / FILE).exists()  # until the run folder is opened
-    spans = phase_spans(without.phases)
-    chosen = choose_start(without, NEW, spans, single_rank())
-    folder = open_run_folder(without, chosen, single_rank(), total_steps=spans[-1].end)
-    assert folder.sinks is not None
-    assert folder.progress is not None
-    folder.sinks.close()
-    folder.progress.close()
+    chosen = choose_start(without, NEW, phase_ranges(without.phases), single_rank())
+    open_run_folder(without, chosen, single_rank()).log.close(0)
     assert not (tmp_path / "run" / FILE).exists()
     start(stopped)
 
@@ -73,7 +68,7 @@ def test_a_restart_by_torchrun_has_no_options(
     stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ab")
-    note_launch(tmp_path / "run")
+    note_job_start(tmp_path / "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for option in ("resume_after_stop", "no_resume"):
         with pytest.raises(SpikeAhead):

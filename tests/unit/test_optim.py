@@ -12,7 +12,7 @@ import torch
 
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import PhaseConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import (

@@ -12,11 +12,11 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from gsa_train.bench.step_trace import in_columns
-from gsa_train.profiling.spans import span
 from gsa_train.profiling.step_breakdown import Interval, breakdown
 from gsa_train.profiling.table import profile_table
 from gsa_train.profiling.trace_events import BACKWARD, STEP, device_intervals, host_events, traced_span
+from gsa_train.profiling.trace_spans import trace_span
+from whole_steps.step_trace import in_columns
 
 MAIN, AUTOGRAD = 1, 2
 """Threads, as the profiler numbers them. Launches that no operation stands around get the main thread's."""
@@ -213,21 +213,21 @@ def cpu_trace(steps: int) -> EventList:
     weights = [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
 
     def mlp(x: torch.Tensor) -> torch.Tensor:
-        with span("mlp"):
+        with trace_span("mlp"):
             return Double.apply(x @ weights[1]).relu()
 
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         for step in range(steps):
             with record_function(f"{STEP}#{step}"):
-                with span("attention"):
+                with trace_span("attention"):
                     x = torch.ones(64, 64) @ weights[0]
-                    with span("indexer"):
+                    with trace_span("indexer"):
                         x = x + (x @ weights[2]).cumsum(0)
                 x = Recomputed.apply(mlp, x)
-                with span("loss"):
+                with trace_span("loss"):
                     loss = x.exp().sum()
                 loss.backward()
-                with span("optimizer"), torch.no_grad():
+                with trace_span("optimizer"), torch.no_grad():
                     for weight in weights:
                         weight.sub_(weight.grad).sin_()
     events = trace.events()

@@ -1,4 +1,4 @@
-"""A restart by torchrun or Slurm is told from a new launch of the same command."""
+"""A restart by torchrun or Slurm is told from a new start of the same command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gsa_train.run import launch
-from gsa_train.run.launch import LAUNCH, SUBMISSION, is_restart, launch_id, note_launch
+from gsa_train.run import job_start
+from gsa_train.run.job_start import JOB_START, SUBMISSION, is_restart, job_id, note_job_start
 from helpers.single_rank import single_rank
 
 SECOND_BY_SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
@@ -36,7 +36,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("", {}, False),
     ],
 )
-def test_only_what_the_same_launch_began_is_restarted(
+def test_only_what_the_same_job_began_is_restarted(
     opened_by: str | None,
     variables: dict[str, str],
     expected: bool,
@@ -46,25 +46,25 @@ def test_only_what_the_same_launch_began_is_restarted(
     parallel = single_rank()
     if opened_by is not None:
         environment.setenv("TORCHELASTIC_RUN_ID", opened_by)
-        note_launch(tmp_path)
+        note_job_start(tmp_path)
         environment.delenv("TORCHELASTIC_RUN_ID")
     for name, value in variables.items():
         environment.setenv(name, value)
     assert is_restart(tmp_path, parallel) is expected
     names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
-    assert launch_id() == next((variables[name] for name in names if name in variables), "")
+    assert job_id() == next((variables[name] for name in names if name in variables), "")
 
 
 @pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
-def test_launches_of_one_name_are_told_by_their_launchers(
+def test_jobs_of_one_name_are_told_by_their_launchers(
     started: tuple[float, float], tmp_path: Path, environment: pytest.MonkeyPatch
 ) -> None:
     """torchrun over several nodes without --rdzv-id. The folder was opened at 100: a launcher of then goes on, on
-    whichever node; where none is left, a new launch lost its first start before it opened the folder."""
+    whichever node; where none is left, a new job lost its first start before it opened the folder."""
     for name, value in NAMELESS.items():
         environment.setenv(name, value)
-    (tmp_path / LAUNCH).write_text("none\n100.0\n")
-    environment.setattr(launch, "launch_time", lambda: started[0])
+    (tmp_path / JOB_START).write_text("none\n100.0\n")
+    environment.setattr(job_start, "job_start_time", lambda: started[0])
 
     def gather(found: list, own: tuple) -> None:
         found[:] = [own, (*own[:4], started[1])]
@@ -74,7 +74,7 @@ def test_launches_of_one_name_are_told_by_their_launchers(
 
 
 def test_a_folder_without_the_time_is_anothers(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
-    (tmp_path / LAUNCH).write_text("ab\n")
+    (tmp_path / JOB_START).write_text("ab\n")
     for name, value in NAMED.items():
         environment.setenv(name, value)
     assert not is_restart(tmp_path, single_rank())

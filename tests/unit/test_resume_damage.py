@@ -14,10 +14,10 @@ from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.metrics.record_format import read_records
 from gsa_train.optimizer.mcore import build_optimizer
-from gsa_train.phases import phase_spans
+from gsa_train.phases import phase_ranges
 from gsa_train.resume import ResumeError, Start, choose_start
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.launch import SUBMISSION, note_launch
+from gsa_train.run.job_start import SUBMISSION, note_job_start
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
@@ -47,16 +47,14 @@ def config(written: Path, tmp_path: Path) -> Config:
 def start_of(config: Config, **arguments: Any) -> Start:
     defaults = Arguments("", (), None, False, False, False, False, 1)
     return choose_start(
-        config, dataclasses.replace(defaults, **arguments), phase_spans(config.phases), single_rank()
+        config, dataclasses.replace(defaults, **arguments), phase_ranges(config.phases), single_rank()
     )
 
 
 def go_on(config: Config, **arguments: Any) -> Start:
     """A start that nothing refuses: it opens the run folder."""
     start = start_of(config, **arguments)
-    folder = open_run_folder(config, start, single_rank(), total_steps=10)
-    assert folder.sinks is not None
-    folder.sinks.close()
+    open_run_folder(config, start, single_rank()).log.close(0)
     return start
 
 
@@ -177,7 +175,7 @@ def test_a_restart_before_the_first_save_starts_where_the_launch_did(
         monkeypatch.setenv("SLURM_JOB_ID", "8")
     other = str(written / "step_00000002")
     own = checkpoints_of(config)
-    note_launch(own.parent)
+    note_job_start(own.parent)
     assert start_of(config, resume_from=other).step == 6  # its own
     shutil.rmtree(own)
     assert start_of(config, resume_from=other).step == 2

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from gsa_train.config import MonitorConfig
-from gsa_train.monitor.spike_trials import FAULTS, OLMO, Fault, table, try_rule
 from gsa_train.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, replay
+from spike_trials import FAULTS, OLMO, Fault, table, try_rule
 
 ROBUST = MonitorConfig()
 RULES = {"robust": ROBUST, "sigma": OLMO}
-CLEAN = Path(__file__).parent / "clean_traces.npz"
+CLEAN = Path(__file__).parents[2] / "benchmarks" / "clean_traces.npz"
 """Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on. `demo`: demo.yaml at 128
 tokens. The others have 1 or 2 layers of width 64 and batches of 4 or 8 sequences of 64 tokens, which makes them noisy:
 `dense` attention; `small`, sparse with a constant rate; `hot`, with a rate of 0.01; `indexer`, a warm-up; `packed`, one
@@ -238,7 +238,7 @@ def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
 
 
 def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> None:
-    """Seen with -s, and of all runs by `python launch/spikes.py tests/unit/clean_traces.npz --faults`."""
+    """Seen with -s, and of all runs by `python benchmarks/spikes.py benchmarks/clean_traces.npz --faults`."""
     for name in ("demo", "packed"):
         trials = {rule: try_rule(traces()[name], config, grad_clip=1.0) for rule, config in RULES.items()}
         print(f"\n{name}\n{table(trials)}")
@@ -278,7 +278,7 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
 
     def printed(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["spikes.py", str(tmp_path), *words])
-        runpy.run_path(str(repository / "launch" / "spikes.py"), run_name="__main__")
+        runpy.run_path(str(repository / "benchmarks" / "spikes.py"), run_name="__main__")
         return capsys.readouterr().out
 
     out = printed("--faults")
@@ -305,5 +305,5 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
     for other in (tmp_path / "config.yaml", tmp_path / "none"):
         monkeypatch.setattr(sys, "argv", ["spikes.py", str(other)])
         with pytest.raises(SystemExit):
-            runpy.run_path(str(repository / "launch" / "spikes.py"), run_name="__main__")
+            runpy.run_path(str(repository / "benchmarks" / "spikes.py"), run_name="__main__")
         assert f"{other}: neither a folder nor an .npz file" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import PhaseConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
@@ -97,12 +97,12 @@ def test_steps_go_down() -> None:
 
 def test_warm_up_lowers_the_kl_and_leaves_the_loss() -> None:
     model, batches = tiny_model(CONFIG), random_batches(CONFIG)
-    model.runtime.measuring = True
     optimizer = build_optimizer(model, WARM_UP, CONFIG)
     losses, kls = set(), []
     for _ in range(10):
         model.runtime.stats.reset()
-        losses.add(take_step(model, optimizer, batches, CONFIG, lr=3e-2).loss_sum.item())
+        result = take_step(model, optimizer, batches, CONFIG, lr=3e-2, measures=True)
+        losses.add(result.loss_sum.item())
         kls.append(read_stats(model)["indexer_kl"])
     assert len(losses) == 1
     assert all(last < 0.9 * first for first, last in zip(kls[0], kls[-1], strict=True))
@@ -152,13 +152,11 @@ def test_evaluation_sums_the_losses_and_leaves_no_trace(phase: PhaseConfig) -> N
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_evaluation_measures_what_training_measures(phase: PhaseConfig) -> None:
     model = tiny_model(CONFIG, variance_ema=0.02)
-    model.runtime.measuring = True
-    step_gradients(model, phase, random_batches(CONFIG), CONFIG)
+    step_gradients(model, phase, random_batches(CONFIG), CONFIG, measures=True)
     trained = read_stats(model)
     model = tiny_model(CONFIG, variance_ema=0.02)
     enter_phase(model, phase)
-    model.runtime.measuring = True
-    evaluation_step(model, random_batches(CONFIG), CONFIG, single_rank())
+    evaluation_step(model, random_batches(CONFIG), CONFIG, single_rank(), measures=True)
     assert read_stats(model) == trained
     assert {"recall", "indexer_kl", "output_gate_mean", "max_activation"} <= trained.keys()
 

@@ -28,7 +28,8 @@ from gsa_train.metrics import record
 from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import PhaseSpan
+from gsa_train.phases import PhaseRange
+from gsa_train.plan import StepPlan
 from gsa_train.run.stop_signals import (
     STOP_SIGNALS,
     TIME_LIMIT,
@@ -47,7 +48,7 @@ from helpers.tiny_run import tiny_run
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 PHASE = dataclasses.replace(SPARSE, steps=4)
-SPAN = PhaseSpan(0, PHASE, 0, PHASE.steps)
+SPAN = PhaseRange(0, PHASE, 0, PHASE.steps)
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_children_do_not_get_the_signals_and_this_process_gets_them_later(
 def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(
     limit_minutes: float, slurm: dict[str, str], expected: float | None
 ) -> None:
-    assert find_deadline(limit_minutes, 5, slurm, launched=1000.0) == expected
+    assert find_deadline(limit_minutes, 5, slurm, began=1000.0) == expected
 
 
 def test_reasons_have_names() -> None:
@@ -193,7 +194,7 @@ def train_phase(
     except (Stopped, MonitorStop) as error:
         ended_by = error
     close_optimizer(model, optimizer)
-    run.saver.close()
+    run.services.saver.close()
     return [each for each in records if not each.get("event", "").startswith("checkpoint")], ended_by
 
 
@@ -275,7 +276,12 @@ def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
         return dataclasses.replace(train_step(*args, **options), verdict=Verdict(torch.tensor(False), row))
 
     monkeypatch.setattr(trainer, "train_step", step)
-    monkeypatch.setattr(trainer, "_is_logged", lambda *_: False)
+    plan_step = trainer.plan_step
+
+    def unlogged(*args: Any, **options: Any) -> StepPlan:
+        return dataclasses.replace(plan_step(*args, **options), logs=False)
+
+    monkeypatch.setattr(trainer, "plan_step", unlogged)
 
 
 def test_a_stop_saves_nothing_after_a_step_that_is_not_finite(

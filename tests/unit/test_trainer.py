@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import resource
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,16 @@ from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.monitor.rewind import Rewind
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import PhaseSpan, phase_spans
+from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.resume import Start
-from gsa_train.run import finish, work_time
+from gsa_train.run import finish, saves, work_time
 from gsa_train.run.lock import RunLock
+from gsa_train.run.saves import newest_save, save, save_the_end
+from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, StopRequest
 from gsa_train.step import StepResult, train_step
 from gsa_train.train import open_run, train_phases
-from gsa_train.trainer import Run, newest_save, run_phase, save, save_the_end
+from gsa_train.trainer import run_phase
 from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
@@ -41,51 +44,54 @@ def limit_files_to(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
-def run_of(folder: Path, checkpoint_config: CheckpointConfig) -> tuple[Run, PhaseSpan, PhaseOptimizer]:
+def run_of(
+    folder: Path,
+    checkpoint_config: CheckpointConfig,
+    log: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> tuple[Run, PhaseRange, PhaseOptimizer]:
     """After three steps."""
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
-    (span,) = phase_spans(config.phases)
+    (phase_range,) = phase_ranges(config.phases)
     run = tiny_run(
         config,
         model,
         saver=CheckpointSaver(folder, checkpoint_config, single_rank()),
         step=3,
+        sinks=Mock(log=log),
     )
-    return run, span, optimizer
+    return run, phase_range, optimizer
 
 
 def test_an_end_by_a_spike_names_the_save_that_was_under_way(tmp_path: Path) -> None:
-    run, span, optimizer = run_of(tmp_path, CheckpointConfig())
     records: list[dict[str, Any]] = []
-    run.sinks.log = records.append  # type: ignore[union-attr,method-assign]
-    save(run, span, optimizer)
-    assert run.saver.durable_step is None
-    run.step = 4
+    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(), records.append)
+    save(run, phase_range, optimizer)
+    assert run.services.saver.durable_step is None
+    run.state.step = 4
     assert newest_save(run) == 3
     assert [(record["event"], record["step"]) for record in records] == [("checkpoint", 3)]
-    run.saver.close()
+    run.services.saver.close()
 
 
 def test_a_rewind_forgets_the_save_that_was_to_be_tried_again(tmp_path: Path) -> None:
-    run, span, optimizer = run_of(tmp_path, CheckpointConfig(retry_after_steps=2))
+    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(retry_after_steps=2))
     try:
         limit_files_to(10_000)
-        save(run, span, optimizer)
-        (failed,) = run.saver.ended(now=4, wait=True)
+        save(run, phase_range, optimizer)
+        (failed,) = run.services.saver.ended(now=4, wait=True)
     finally:
         limit_files_to(resource.RLIM_INFINITY)
     assert failed.error is not None
-    assert run.saver.is_due(6)
-    run.saver.go_back(2)
-    assert not run.saver.is_due(6)
-    assert run.saver.has(2)
-    run.saver.close()
+    assert run.services.saver.is_due(6)
+    run.services.saver.go_back(2)
+    assert not run.services.saver.is_due(6)
+    assert run.services.saver.has(2)
+    run.services.saver.close()
 
 
 def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp_path: Path) -> None:
-    run, span, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=1))
     events: list[str] = []
 
     def log(record: dict[str, Any]) -> None:
@@ -93,36 +99,36 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp
         if len(events) == 1:
             limit_files_to(resource.RLIM_INFINITY)
 
-    run.sinks.log = log  # type: ignore[union-attr,method-assign]
+    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=1), log)
     try:
         limit_files_to(10_000)
-        save_the_end(run, span, optimizer)
-        assert run.saver.durable_step == 3
+        save_the_end(run, phase_range, optimizer)
+        assert run.services.saver.durable_step == 3
         assert (tmp_path / "latest").read_text() == "step_00000003"
         assert events == ["checkpoint_failed", "checkpoint"]
 
-        run.step = 4
+        run.state.step = 4
         limit_files_to(10_000)
         with pytest.raises(CheckpointError, match=r"2 saves in a row failed .* of step 3\."):
-            save_the_end(run, span, optimizer)
+            save_the_end(run, phase_range, optimizer)
     finally:
         limit_files_to(resource.RLIM_INFINITY)
-        run.saver.close()
+        run.services.saver.close()
 
 
 def test_the_last_save_is_tried_again_before_the_run_would_count_as_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, span, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=12))
+    run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=12))
     waits: list[float] = []
-    monkeypatch.setattr(trainer, "time", Mock(sleep=waits.append))
+    monkeypatch.setattr(saves, "time", Mock(sleep=waits.append))
     try:
         limit_files_to(10_000)
         with pytest.raises(CheckpointError, match="13 saves in a row failed"):
-            save_the_end(run, span, optimizer)
+            save_the_end(run, phase_range, optimizer)
     finally:
         limit_files_to(resource.RLIM_INFINITY)
-        run.saver.close()
+        run.services.saver.close()
     assert waits[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert max(waits) <= 0.5 * 60 * run.config.parallel.timeout_minutes
 
@@ -146,9 +152,9 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(
     )
     ticks = itertools.count(0.0, 1.0)
     monkeypatch.setattr(work_time, "time", Mock(perf_counter=lambda: next(ticks)))
-    for span in phase_spans(config.phases):
-        optimizer = build_optimizer(model, span.phase, config)
-        assert run_phase(run, span, optimizer) is None
+    for phase_range in phase_ranges(config.phases):
+        optimizer = build_optimizer(model, phase_range.phase, config)
+        assert run_phase(run, phase_range, optimizer) is None
         close_optimizer(model, optimizer)
     steps = [record for record in records if "event" not in record]
     assert [record["step"] for record in steps] == [1, 5, 8]
@@ -174,13 +180,17 @@ def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
         logging={"wandb": "disabled", "tensorboard": False},
         monitor={"action": "rewind", "rewind_min_steps": 20},
     )
-    arguments, spans = parse_arguments(["--config", "of no file"]), phase_spans(config.phases)
+    arguments = parse_arguments(["--config", "of no file"])
     lock = RunLock(tmp_path / config.run.name, single_rank())
-    run = open_run(config, arguments, StopRequest(), Start(), spans, lock, single_rank())
-    assert run.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
+    run = open_run(config, arguments, StopRequest(), Start(), lock, single_rank())
+    assert (
+        run.services.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
+    )
     assert run.phase_optimizer is not None
     close_optimizer(run.model, run.phase_optimizer)
-    for each in (run.saver, run.batches, run.sinks, run.stop_vote, run.watch, lock):
+    services = run.services
+    services.log.close(0)
+    for each in (services.saver, run.data.batches, services.stop_vote, services.watchdog, lock):
         each.close()
 
 
@@ -205,20 +215,20 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(
     def logged() -> list[int]:
         return [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
 
-    def step(training: Any, micro_batches: Any, lr: float, number: int, saves: bool) -> StepResult:
+    def step(training: Any, micro_batches: Any, lr: float, number: int, **options: Any) -> StepResult:
         if number + 1 == fails_at:
             raise FailedStep
-        result = train_step(training, micro_batches, lr, number, saves=saves)
+        result = train_step(training, micro_batches, lr, number, **options)
         seen[f"step {number + 1}"] = logged()
         return result
 
     def save_now(run: Run, *_: Any) -> None:
-        seen[f"save {run.step}"] = logged()
+        seen[f"save {run.state.step}"] = logged()
 
     monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "save", save_now)
     monkeypatch.setattr("gsa_train.train.save_the_end", save_now)
-    spans = phase_spans(config.phases)
+    ranges = phase_ranges(config.phases)
     run = tiny_run(
         config,
         model,
@@ -226,11 +236,11 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(
         saver=Mock(is_due=lambda step: step in (2, 3), ended=lambda now: []),
         sinks=Sinks(tmp_path, None, None),
         phase_optimizer=build_optimizer(model, phase, config),
-        records_late=late,
+        writes_late=late,
     )
     ends = nullcontext() if fails_at is None else pytest.raises(FailedStep)
     with ends:
-        train_phases(run, Start(), spans)
+        train_phases(run, ranges)
     assert seen["step 1"] == []
     assert seen["step 2"] == ([] if late else [1])
     assert seen["save 2"] == [1]
@@ -249,11 +259,11 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
     model = tiny_model(config, variance_ema=0.02)
     weight = next(each for name, each in model.gpt.named_parameters() if part in name and each.dim() == 2)
 
-    def step(training: Any, micro_batches: Any, lr: float, number: int, saves: bool) -> StepResult:
+    def step(training: Any, micro_batches: Any, lr: float, number: int, **options: Any) -> StepResult:
         kept = weight.detach().clone()
         if number == 1:
             weight.detach().fill_(math.nan)
-        result = train_step(training, micro_batches, lr, number, saves=saves)
+        result = train_step(training, micro_batches, lr, number, **options)
         if number == 1:
             weight.detach().copy_(kept)
         return result
@@ -265,7 +275,7 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
     )
     run = tiny_run(config, model, batches=batches, sinks=Mock(log=records.append))
     optimizer = build_optimizer(model, phase, config)
-    assert run_phase(run, phase_spans(config.phases)[0], optimizer) is None
+    assert run_phase(run, phase_ranges(config.phases)[0], optimizer) is None
     close_optimizer(model, optimizer)
     first, left_out, last = (record for record in records if "event" not in record)
     assert math.isnan(left_out["variance" if part == "indexer" else "recall"])
@@ -285,9 +295,15 @@ def test_batches_left_out_are_told_of_also_behind_a_range_that_a_start_before_ha
     )
     skipped = frozenset([2, 3, 4, 5, 7])
     run = tiny_run(
-        config, model, batches=batches, sinks=Mock(log=records.append), step=2, skipped_steps=skipped
+        config,
+        model,
+        batches=batches,
+        sinks=Mock(log=records.append),
+        start=Mock(step=2),
+        step=2,
+        skipped_steps=skipped,
     )
-    run_phase(run, phase_spans(config.phases)[0], optimizer)
+    run_phase(run, phase_ranges(config.phases)[0], optimizer)
     close_optimizer(model, optimizer)
     told = [(record["step"], record["last_step"]) for record in records if "last_step" in record]
     assert told == [(3, 5), (7, 7)]
@@ -307,9 +323,10 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
     saver = Mock(ended=lambda now, wait: [])
     run = tiny_run(config, tiny_model(config), step=7, saver=saver)
     with pytest.raises(Killed):
-        train.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_spans(config.phases))
-    assert run.sinks is not None
-    calls = run.sinks.method_calls  # type: ignore[attr-defined]
+        train.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
+    sinks = run.services.log.sinks
+    assert sinks is not None
+    calls = sinks.method_calls  # type: ignore[attr-defined]
     assert [call[0] for call in calls] == ["go_back", "log"]
     assert calls[1].args[0]["event"] == "rewind"
 
@@ -321,8 +338,8 @@ def test_a_note_that_cannot_be_written_changes_no_exit_code(
     codes: list[int] = []
     monkeypatch.setattr(finish, "_close", lambda run, code: codes.append(code))
     config = tiny_config([SPARSE], run={"dir": str(tmp_path)})
-    run = tiny_run(config, tiny_model(config))
-    run.saver = Mock(ended=lambda now, wait: [], durable_step=2)
+    saver = Mock(ended=lambda now, wait: [], durable_step=2)
+    run = tiny_run(config, tiny_model(config), saver=saver)
     (tmp_path / config.run.name).write_text("a file where the run's folder should be")
     if end == "leave":
         finish.leave(run, Stopped(15, 3))
@@ -331,6 +348,7 @@ def test_a_note_that_cannot_be_written_changes_no_exit_code(
     else:
         finish.give_up_corrupted(run, CorruptionFound("wrong bits"))
     assert codes == [code]
-    assert run.progress is not None
-    said = run.progress.message.call_args_list[0].args[0]  # type: ignore[attr-defined]
+    console = run.services.log.console
+    assert console is not None
+    said = console.message.call_args_list[0].args[0]  # type: ignore[attr-defined]
     assert "cannot be written" in said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.run.watch import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
+from gsa_train.run.hang_watchdog import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
 from gsa_train.run.work_time import StragglerWarning, WorkTime, slowest
 
 TIMEOUT = 60.0

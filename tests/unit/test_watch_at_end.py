@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gsa_train.run.watch import ALL_SAFE, REPORT, newest_hang
+from gsa_train.run.hang_watchdog import ALL_SAFE, REPORT, newest_hang
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
 

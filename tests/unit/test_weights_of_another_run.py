@@ -20,10 +20,10 @@ from gsa_train.checkpoint.load import StateError
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import CheckpointConfig, Config
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import phase_spans
+from gsa_train.phases import phase_ranges
 from gsa_train.resume import ResumeError, Start
 from gsa_train.run.lock import RunFolderError
 from gsa_train.train import open_phase, train_phases
@@ -206,17 +206,17 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
     checkpoint, mains, _ = saved_in_bf16(tmp_path, config)
     model, seen = start(checkpoint, config, NO_TOKENIZER), []
 
-    def one_weight_changes(run: Any, span: Any, optimizer: PhaseOptimizer) -> None:
+    def one_weight_changes(run: Any, phase_range: Any, optimizer: PhaseOptimizer) -> None:
         seen.append(main_weights(run.model, optimizer))
         next(optimizer.state_parts()).tensors[MAIN_WEIGHT][0] += 1
 
     monkeypatch.setattr("gsa_train.train.run_phase", one_weight_changes)
     monkeypatch.setattr("gsa_train.train.save_the_end", lambda *_: None)
-    spans = phase_spans(config.phases)
-    optimizer = open_phase(config, model, Start(), spans, single_rank(), checkpoint)
+    ranges = phase_ranges(config.phases)
+    optimizer = open_phase(config, model, Start(), ranges[0], single_rank(), checkpoint)
     run = tiny_run(config, model, phase_optimizer=optimizer)
     del optimizer
-    assert train_phases(run, Start(), spans) is None
+    assert train_phases(run, ranges) is None
     for name, main in mains.items():
         assert torch.equal(seen[0][name], main), name
     changed = [name for name, main in mains.items() if not torch.equal(seen[1][name], main)]
@@ -231,7 +231,7 @@ def test_a_start_loads_before_it_opens_the_run_folder(
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
     monkeypatch.setattr(train, "load_tokenizer", lambda _: NO_TOKENIZER)
-    for name in ("Watch", "shared_validation_sets", "open_batches"):
+    for name in ("HangWatchdog", "shared_validation_sets", "open_batches"):
         monkeypatch.setattr(train, name, Mock())
     arguments = Arguments("", (), str(checkpoint), False, False, False, False, 1)
     with pytest.raises(StateError, match=r"fp32 weights of embedding.* are not those of the model"):

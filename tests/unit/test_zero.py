@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gsa_train.config import Config
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer import zero
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer

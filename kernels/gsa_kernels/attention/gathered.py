@@ -8,12 +8,9 @@ from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.gates.rows import grouped
-from gsa_kernels.lists.key_lists import TILE_QUERIES, KeyLists
-
-SCRATCH_BYTES = 1 << 30
-"""At 128K the 1.7B shape's pass so takes up to 1.2 times flash attention's memory on an H200; twice as much is 5 to 20%
-faster, and takes 1.47 times."""
+from gsa_kernels.fused.gates.rows import grouped
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import GATHERED_GRADIENT_BYTES, TILE_SIZES
 
 
 def gathered_attention(
@@ -24,7 +21,7 @@ def gathered_attention(
     *,
     softmax_scale: float | None = None,
     output_gate_logits: torch.Tensor | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int = GATHERED_GRADIENT_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], times sigmoid(gate), per head.
 
@@ -84,8 +81,8 @@ def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:
     batch, length = q.shape[:2]
     if lists.length != length:
         raise ValueError(f"lists are of {lists.length} tokens and q of {length}; pass lists of q's sequences")
-    if lists.queries not in TILE_QUERIES:
-        raise ValueError(f"lists.queries is {lists.queries}; pass one of {TILE_QUERIES}")
+    if lists.queries not in TILE_SIZES:
+        raise ValueError(f"lists.queries is {lists.queries}; pass one of {TILE_SIZES}")
     check_at_least("lists.max_count", lists.max_count, 0)
     per_tile = (batch, -(-length // lists.queries))
     fields = {

@@ -6,9 +6,9 @@ from gsa_kernels.attention.triton_backward import attention_backward
 from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.devices import interpreted
-from gsa_kernels.gates.rows import grouped
+from gsa_kernels.fused.gates.rows import grouped
+from gsa_kernels.limits import HEAD_SIZES
 
-_HEAD_SIZES = (32, 64, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -91,8 +91,8 @@ def check_attention(
         raise ValueError(f"q has shape {tuple(q.shape)}; pass at least one sequence, token and head")
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
-    if dim not in _HEAD_SIZES:
-        raise ValueError(f"the head size is {dim}; pass one of {_HEAD_SIZES}")
+    if dim not in HEAD_SIZES:
+        raise ValueError(f"the head size is {dim}; pass one of {HEAD_SIZES}")
     if q.dtype not in _DTYPES:
         raise ValueError(f"q has dtype {q.dtype}; pass bfloat16, float16 or float32")
     floats = {"q": q, "k": k, "v": v}

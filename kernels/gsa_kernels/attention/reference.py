@@ -23,6 +23,9 @@ class AttentionOutput:
     sink: torch.Tensor | None = None
     """[B, Lq, H]: probability on key 0, the first token of the sequence."""
 
+    lse: torch.Tensor | None = None
+    """fp32 [B, H, Lq]: log sum_{s in S_t} exp(q[t] . k[s] * scale), -inf for a row whose mask is empty."""
+
 
 def sparse_attention(
     q: torch.Tensor,
@@ -34,6 +37,7 @@ def sparse_attention(
     return_probs: bool = False,
     return_recall: bool = False,
     return_sink: bool = False,
+    return_lse: bool = False,
     softmax_scale: float | None = None,
 ) -> AttentionOutput:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], per head.
@@ -64,9 +68,7 @@ def sparse_attention(
 
     dtype = compute_dtype(q=q, k=k, v=v)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    # g: key-value head, r: query head within its group
-    grouped = q.to(dtype).unflatten(2, (kv_heads, heads // kv_heads))
-    logits = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k.to(dtype)) * scale
+    logits = _logits(q.to(dtype), k.to(dtype), scale)
 
     mask = mask[:, None, None]
     # An empty row is normalised over all keys and then zeroed: finite, also in the backward pass.
@@ -82,7 +84,44 @@ def sparse_attention(
         if return_recall and visible is not None
         else None,
         sink=_heads_last(probs.detach()[..., 0]) if return_sink else None,
+        lse=_log_sum_exp(logits.detach(), mask) if return_lse else None,
     )
+
+
+@torch.no_grad()
+def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """sum_h exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) on the mask, 0 elsewhere: the target of the indexer's loss.
+
+    Args:
+        q: [B, Lq, H, D]
+        k: [B, Lk, Hkv, D]
+        lse: fp32 [B, H, Lq], of the attention over the same mask: each head's probabilities sum to 1
+        mask: bool [B or 1, Lq, Lk]
+
+    Returns:
+        [B, Lq, Lk] in fp32 (fp64 for fp64 inputs)
+    """
+    batch, num_queries, heads, dim = q.shape
+    check_shape("k", k, "[B, Lk, Hkv, D]", (batch, None, None, dim))
+    check_shape("lse", lse, "[B, H, Lq]", (batch, heads, num_queries))
+    check_mask("mask", mask, batch, num_queries, k.shape[1])
+    dtype = compute_dtype(q=q, k=k)
+    logits = _logits(q.to(dtype), k.to(dtype), dim**-0.5).flatten(1, 2)
+    probs = (logits - lse.to(dtype)[..., None]).exp()
+    return torch.where(mask[:, None], probs, 0).sum(1)
+
+
+def _logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """[B, Hkv, H / Hkv, Lq, Lk]"""
+    kv_heads = k.shape[2]
+    # g: key-value head, r: query head within its group
+    grouped = q.unflatten(2, (kv_heads, q.shape[2] // kv_heads))
+    return torch.einsum("bqgrd,bkgd->bgrqk", grouped, k) * scale
+
+
+def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, H / Hkv, Lq, Lk] -> fp32 [B, H, Lq]"""
+    return logits.masked_fill(~mask, float("-inf")).logsumexp(-1).flatten(1, 2).float()
 
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from gsa_kernels.attention.triton_backward_keys import backward_keys, key_tiles
 from gsa_kernels.attention.triton_backward_queries import backward_queries, query_tiles
 from gsa_kernels.attention.triton_tiles import Tiles
-from gsa_kernels.gates.rows import empty_gradient
+from gsa_kernels.fused.gates.rows import empty_gradient
 from gsa_kernels.triton_constants import LOG2_E
 
 

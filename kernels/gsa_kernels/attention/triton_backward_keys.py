@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.triton_packed_mask import transpose_words
 from gsa_kernels.attention.triton_tiles import (
     Tiles,
     count_multiprocessors,
@@ -15,7 +16,6 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
-from gsa_kernels.attention.triton_words import transpose_words
 from gsa_kernels.triton_constants import LOG2_E
 
 

@@ -17,7 +17,8 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.checks import check_at_least, check_shape, count_queries
-from gsa_kernels.sampling import RowSample
+from gsa_kernels.limits import SELECTION_BLOCKS
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
 
@@ -27,7 +28,7 @@ def block_sum_probs_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    rows: RowSample,
+    rows: SampledRows,
     *,
     selection_block: int,
     document_starts: torch.Tensor | None = None,
@@ -55,8 +56,8 @@ def block_sum_probs_rows(
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
-    if selection_block not in (16, 32, 64, 128):
-        raise ValueError(f"selection_block is {selection_block}; pass 16, 32, 64 or 128")
+    if selection_block not in SELECTION_BLOCKS[1:]:
+        raise ValueError(f"selection_block is {selection_block}; pass one of {SELECTION_BLOCKS[1:]}")
     count_queries(query_start, num_keys, selection_block)
     check_at_least("rows.start", rows.start, 0)
     check_at_least("rows.count", rows.count, 1)
@@ -93,7 +94,7 @@ def block_sum_probs_rows(
         ROWS=rows_per_tile,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        RUN=sampling.SAMPLED_ROWS,
+        RUN=sampling.STRETCH_ROWS,
         SPACING=rows.spacing,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys, selection_block))

@@ -12,8 +12,8 @@ import triton.language as tl
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, input_precision
-from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
 from gsa_kernels.triton_constants import LOG2_E
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, Tiles, input_precision
-from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 _MAX_ROWS = 128

@@ -13,7 +13,7 @@ import triton.language as tl
 from gsa_kernels.attention.op import check_attention
 from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
-from gsa_kernels.lists.key_lists import KeyLists
+from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.triton_constants import LOG2_E
 
 

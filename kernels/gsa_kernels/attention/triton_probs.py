@@ -18,7 +18,7 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.sampling import RowSample
+from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
 
@@ -41,7 +41,7 @@ def head_sum_probs_rows(
     k: torch.Tensor,
     lse: torch.Tensor,
     words: torch.Tensor | None,
-    rows: RowSample,
+    rows: SampledRows,
     *,
     document_starts: torch.Tensor | None = None,
     softmax_scale: float | None = None,
@@ -100,7 +100,7 @@ def head_sum_probs_rows(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        RUN=sampling.SAMPLED_ROWS,
+        RUN=sampling.STRETCH_ROWS,
         SPACING=rows.spacing,
         HAS_WORDS=words is not None,
         HAS_DOCUMENTS=document_starts is not None,

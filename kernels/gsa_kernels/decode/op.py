@@ -25,11 +25,9 @@ from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
 from gsa_kernels.devices import launching_on
+from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HEAD_SIZES = (32, 64, 128)
-_MAX_INDEXER_HEADS = 16
-_INDEXER_SIZES = range(16, 129)
 
 
 @torch.no_grad()
@@ -138,9 +136,9 @@ def decode_select(
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
     max_length = k_idx.shape[1]
     check_at_least("the cache's L_max", max_length, 1)
-    if not 1 <= heads <= _MAX_INDEXER_HEADS:
-        raise ValueError(f"q_idx has {heads} heads; pass 1 to {_MAX_INDEXER_HEADS}")
-    if dim not in _INDEXER_SIZES:
+    if heads not in DECODE_INDEXER_HEADS:
+        raise ValueError(f"q_idx has {heads} heads; pass 1 to {DECODE_INDEXER_HEADS[-1]}")
+    if dim not in INDEXER_HEAD_SIZES:
         raise ValueError(f"q_idx has head size {dim}; pass 16 to 128")
     biases = {"score_bias": score_bias, "weight_bias": weight_bias}
     check_activation(activation, heads, **biases)
@@ -241,8 +239,8 @@ def _attend(
         raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}; pass a sequence, a head, a token")
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
-    if dim not in _HEAD_SIZES:
-        raise ValueError(f"the head size is {dim}; pass one of {_HEAD_SIZES}")
+    if dim not in HEAD_SIZES:
+        raise ValueError(f"the head size is {dim}; pass one of {HEAD_SIZES}")
     check_at_least("local_window", local_window, 0)
     floats = {"q": q, "k": k, "v": v}
     for name, tensor in (("output_gate_logits", output_gate_logits), ("out", out)):

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 
 from gsa_kernels.attention.reference import sparse_attention
-from gsa_kernels.budget.reference import adaptive_budget, score_moments
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.gates.reference import sigmoid_gate
+from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import indexer_scores
+from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import select_top_k
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from gsa_kernels.checks import check_at_least
+from gsa_kernels.limits import next_power_of_2
 
 CHUNK = 256
 """Keys that one program scores. A constant, so that a sequence's variance depends on nothing but its scores."""
@@ -76,6 +76,27 @@ class DecodeWorkspace:
         return self.partial_out.shape[2]
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """What decoding keeps of one layer, beside the keys of its indexer (`Indexer.keys`, [B, L_max, DI])."""
+
+    k: torch.Tensor
+    """[B, L_max, Hkv, D], the new token's key included."""
+
+    v: torch.Tensor
+    """[B, L_max, Hkv, D]"""
+
+    lengths: torch.Tensor
+    """int32 [B]: tokens of each sequence, the new one included; 0 marks an unused slot. Layers may share it. Values
+    above L_max count as L_max; entries of the caches from there on are not read."""
+
+    selection: DecodeSelection
+    """For B sequences and at least min(k_max, L_max) keys; written by each step that selects."""
+
+    workspace: DecodeWorkspace | None
+    """Layers that run one after the other may share it. None: for the reference."""
+
+
 def new_selection(batch: int, k_max: int, *, device: torch.device | str) -> DecodeSelection:
     """An empty selection (counts 0) of up to `k_max` keys for each of `batch` sequences."""
     check_at_least("batch", batch, 1)
@@ -108,10 +129,10 @@ def new_workspace(
         raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; pass heads in a multiple of kv_heads")
     if splits is None:
         splits = _default_splits(batch * kv_heads, torch.device(device))
-    if splits != triton.next_power_of_2(splits):
+    if splits != next_power_of_2(splits):
         raise ValueError(f"splits is {splits}; pass a power of two")
 
-    columns = triton.cdiv(max_length, SPAN) * SPAN
+    columns = -(-max_length // SPAN) * SPAN
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -142,4 +163,4 @@ def _default_splits(rows: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(triton.next_power_of_2(max(programs // rows, 1)), _MAX_SPLITS)
+    return min(next_power_of_2(max(programs // rows, 1)), _MAX_SPLITS)

@@ -18,10 +18,10 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_activation, check_at_least, check_shape, count_queries
 from gsa_kernels.devices import on_hopper
+from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-_MAX_HEADS = 8
 
 
 class Tiles(NamedTuple):
@@ -34,12 +34,11 @@ class Tiles(NamedTuple):
     stages: int
 
 
-HALF_TILES = Tiles(rows=64, cols=64, per_program=8, warps=4, stages=3)
-FLOAT_TILES = Tiles(rows=32, cols=64, per_program=4, warps=4, stages=1)
-STACKED_TILES = Tiles(rows=32, cols=64, per_program=8, warps=4, stages=3)
+HALF_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
+FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
+STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 """With the heads side by side in one product. In a step (H200, 8 sequences of 4096) 142 us instead of 158 head by head;
 alone on an H100, for each sequence, 16.2 instead of 17.4, 64 rows by 8 warps 18.6, 32 keys 16.8, two stages 17.6."""
-_MIN_DIM, _MAX_DIM = 16, 128
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,12 @@ def score_inputs(
     length = count_queries(query_start, k_idx.shape[1], query_stride)
     check_shape("q_idx", q_idx, "[B, R, HI, DI]", (batch, -(-length // query_stride), heads, dim))
     check_shape("weight_logits", weight_logits, "[B, R, HI]", (batch, rows, heads))
-    if not 1 <= heads <= _MAX_HEADS:
-        raise ValueError(f"q_idx has {heads} heads; pass 1 to {_MAX_HEADS}")
-    if not _MIN_DIM <= dim <= _MAX_DIM:
-        raise ValueError(f"q_idx has head size {dim}; pass {_MIN_DIM} to {_MAX_DIM}")
+    if heads not in INDEXER_HEADS:
+        raise ValueError(f"q_idx has {heads} heads; pass 1 to {INDEXER_HEADS[-1]}")
+    if dim not in INDEXER_HEAD_SIZES:
+        raise ValueError(
+            f"q_idx has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
+        )
     if q_idx.dtype not in (*HALF_DTYPES, torch.float32):
         raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass bfloat16, float16 or float32")
     if k_idx.dtype != q_idx.dtype:

@@ -7,11 +7,10 @@ import torch
 
 from gsa_kernels.checks import count_queries
 from gsa_kernels.devices import launching_on
-from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_block_lists import block_key_lists
-from gsa_kernels.selection.op import ROW_CHUNK_BYTES, select_keys
-
-SELECTION_BLOCKS = (16, 32, 64, 128)
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.triton_block_lists import block_key_lists
+from gsa_kernels.limits import SELECTION_BLOCKS, SELECTION_CHUNK_BYTES
+from gsa_kernels.selection.op import select_keys
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ def select_block_lists(
     local_window: int,
     document_starts: torch.Tensor | None = None,
     query_start: int = 0,
-    row_chunk_bytes: int = ROW_CHUNK_BYTES,
+    row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
 ) -> BlockSelection:
     """S_t = (top-k of the block's first query, over keys at or before it) and the last `local_window` keys.
 
-    The definition is `select_top_k`, `expand_block_selection`, `local_window_mask` and `visible_mask`. As with
+    The definition is `select_top_k`, `expand_block_selection`, `local_window_mask` and `causal_mask`. As with
     `select_keys`: exact for the scores this call calculates, no gradients, no waiting for the device, equal
     inputs give equal bits. What a query attends to does not depend on later tokens.
 
@@ -100,8 +99,8 @@ def select_block_lists(
 
 
 def _check_blocks(selection_block: int, local_window: int) -> None:
-    if selection_block not in SELECTION_BLOCKS:
-        raise ValueError(f"selection_block is {selection_block}; pass one of {SELECTION_BLOCKS}")
+    if selection_block not in SELECTION_BLOCKS[1:]:
+        raise ValueError(f"selection_block is {selection_block}; pass one of {SELECTION_BLOCKS[1:]}")
     if local_window < selection_block:
         raise ValueError(
             f"local_window is {local_window}, below selection_block {selection_block}; pass at least "

@@ -6,50 +6,31 @@ k_t best, whatever the sample was: the result is exact. A row in which there are
 again in full and selected by groups of keys.
 """
 
-import math
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import triton
 
+from gsa_kernels import limits
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
 from gsa_kernels.selection.triton_candidates import columns_per_program, write_candidates
-from gsa_kernels.selection.triton_guess import SLACK, guess_thresholds
+from gsa_kernels.selection.triton_guess import guess_thresholds
 from gsa_kernels.selection.triton_narrow import narrow_candidates
 from gsa_kernels.selection.triton_select_long import select_long_rows
-
-SAMPLE_STRIDE = 32
-"""One key of so many is in the sample, which costs as much of the scores' time."""
-
-MOST_CANDIDATES = 16384
-"""In one row: they stay in registers. `candidate_room` has what k_max asks for."""
-
-_ENTRY_BYTES = 8
 
 _Numbers = TypeVar("_Numbers", int, torch.Tensor)
 
 
-def candidate_room(k_max: int) -> int:
-    """How many candidates of a row are kept: what a guess for the largest budget lets through.
-
-    A guess takes a share of the sample (`_guess_kernel`). The keys for which that stands are as many times
-    SAMPLE_STRIDE, and spread about it as counts do: three deviations leave out one row in a thousand.
-    """
-    expected = k_max / SAMPLE_STRIDE
-    sampled = (expected + 5 * expected**0.5 + 3) * (1 + SLACK.value)
-    return int(triton.next_power_of_2(math.ceil(SAMPLE_STRIDE * (sampled + 3 * sampled**0.5))))
-
-
 def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
-    """The indexer with one key of each SAMPLE_STRIDE neighbours, and the positions of these, int32 [S], ascending.
+    """The indexer with one key of each CANDIDATE_SAMPLE_STRIDE neighbours, and their positions, int32 [S], ascending.
 
     Which of the neighbours changes from one to the next, by the golden ratio: text that repeats with a period
     must not show the sample one phase of it alone. Of the last neighbours there may be none: a key is in the sample
     or not wherever the sequence ends.
     """
     length = inputs.k_idx.shape[1]
-    groups = length // SAMPLE_STRIDE
+    groups = length // limits.CANDIDATE_SAMPLE_STRIDE
     if _sampled_of(groups) < length:
         groups += 1
     sampled = _sampled_of(torch.arange(groups, device=inputs.k_idx.device))
@@ -57,14 +38,16 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
 
 
 def _sampled_of(groups: _Numbers) -> _Numbers:
-    """Positions of the sampled keys of the groups of SAMPLE_STRIDE neighbours with these numbers."""
-    phase = ((groups * 2654435769) % 2**32 * SAMPLE_STRIDE) >> 32
-    return groups * SAMPLE_STRIDE + phase
+    """Positions of the sampled keys of the groups of CANDIDATE_SAMPLE_STRIDE neighbours with these numbers."""
+    phase = ((groups * 2654435769) % 2**32 * limits.CANDIDATE_SAMPLE_STRIDE) >> 32
+    return groups * limits.CANDIDATE_SAMPLE_STRIDE + phase
 
 
 def candidate_rows(batch: int, k_max: int, tile: int, chunk_bytes: int) -> int:
     """Rows, whole tiles of them, whose candidates fit in `chunk_bytes`."""
-    return max(chunk_bytes // (_ENTRY_BYTES * batch * candidate_room(k_max)) // tile, 1) * tile
+    return (
+        max(chunk_bytes // (limits.CANDIDATE_BYTES * batch * limits.candidate_room(k_max)) // tile, 1) * tile
+    )
 
 
 def select_by_candidates(
@@ -96,11 +79,13 @@ def select_by_candidates(
     starts = inputs.document_starts
     end = inputs.position(rows.stop - 1) + 1
     sample_scores = torch.empty(
-        (batch, len(rows), triton.cdiv(end, SAMPLE_STRIDE * 16) * 16),
+        (batch, len(rows), triton.cdiv(end, limits.CANDIDATE_SAMPLE_STRIDE * 16) * 16),
         dtype=torch.float32,
         device=device,
     )
-    write_scores(sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=SAMPLE_STRIDE)
+    write_scores(
+        sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=limits.CANDIDATE_SAMPLE_STRIDE
+    )
     guesses = torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device)
     tile_rows = score_tiles(inputs).rows
     num_tiles = triton.cdiv(len(rows), tile_rows)
@@ -113,7 +98,7 @@ def select_by_candidates(
             part,
             rows.start,
             block,
-            SAMPLE_STRIDE,
+            limits.CANDIDATE_SAMPLE_STRIDE,
             starts,
             variance_ema,
             budget_rule,
@@ -125,7 +110,7 @@ def select_by_candidates(
 
     span = columns_per_program(inputs)
     sums = torch.empty((batch, len(rows), triton.cdiv(end, span), 2), dtype=torch.float32, device=device)
-    room = candidate_room(budget_rule[2])
+    room = limits.candidate_room(budget_rule[2])
     candidates = torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device)
     counts = torch.zeros((batch, len(rows)), dtype=torch.int32, device=device)
     write_candidates(inputs, rows, guesses, tied, candidates, counts, words, words_start, sums)

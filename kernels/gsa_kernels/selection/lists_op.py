@@ -9,8 +9,8 @@ import triton
 from gsa_kernels.checks import check_at_least
 from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import score_inputs
-from gsa_kernels.lists.key_lists import KeyLists
-from gsa_kernels.lists.triton_build import (
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.triton_build import (
     CountedKeys,
     FilledLists,
     copy_to_host,
@@ -18,11 +18,8 @@ from gsa_kernels.lists.triton_build import (
     fill_lists,
     join_lists,
 )
-from gsa_kernels.selection.op import ROW_CHUNK_BYTES, Selector, make_selector
-
-CANDIDATES_FROM = 8192
-"""Keys of the first row that is selected by candidates, wherever its run of queries starts: at 128K on an H200, 33 ms
-instead of 62."""
+from gsa_kernels.limits import CANDIDATES_FROM, SELECTION_CHUNK_BYTES
+from gsa_kernels.selection.op import Selector, make_selector
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def select_key_lists(
     document_starts: torch.Tensor | None = None,
     local_window: int = 0,
     query_start: int = 0,
-    row_chunk_bytes: int = ROW_CHUNK_BYTES,
+    row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
     candidates_from: int | None = CANDIDATES_FROM,
 ) -> ListSelection:
     """The selection of `select_keys`, to the bit, and its arguments; another form of the result.

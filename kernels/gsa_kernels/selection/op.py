@@ -11,9 +11,8 @@ import triton
 from gsa_kernels.checks import beta_tensor, check_at_least, check_budget_rule, check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
+from gsa_kernels.limits import MOST_CANDIDATES, REGISTER_KEYS, SELECTION_CHUNK_BYTES, candidate_room
 from gsa_kernels.selection.candidates import (
-    MOST_CANDIDATES,
-    candidate_room,
     candidate_rows,
     sample_keys,
     select_by_candidates,
@@ -28,11 +27,7 @@ from gsa_kernels.selection.score_chunks import (
 )
 from gsa_kernels.selection.triton_select import LogSums, select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
-from gsa_kernels.words import int32_words
 
-ROW_CHUNK_BYTES = 512 * 2**20
-# Rows below this many keys are selected in registers. One program has 256 KiB of them.
-REGISTER_KEYS = 32768
 _TILE_MULTIPLE = 64  # of the rows where another method begins: no tile of rows is split
 
 
@@ -74,7 +69,7 @@ def select_keys(
     local_window: int = 0,
     selection_block: int = 1,
     query_start: int = 0,
-    row_chunk_bytes: int = ROW_CHUNK_BYTES,
+    row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
     candidates_from: int | None = None,
     inverse_temperature: float | torch.Tensor | None = None,
 ) -> Selection:
@@ -326,25 +321,6 @@ def score_rows(
         scores = torch.empty((batch, row_stop - row_start, length), dtype=torch.float32, device=q_idx.device)
         write_scores(inputs, row_start, row_stop, scores)
     return scores
-
-
-def words_from_mask(mask: torch.Tensor) -> torch.Tensor:
-    """bool [..., Lk] -> int32 [..., ceil(Lk / 32)], bit s % 32 of word s // 32."""
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask has dtype {mask.dtype}; pass a bool mask")
-    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    bits = padded.to(torch.int64) << torch.arange(32, device=mask.device)
-    return int32_words(bits.sum(-1))
-
-
-def mask_from_words(words: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """int32 [..., W] -> bool [..., num_keys]; the inverse of `words_from_mask`."""
-    if words.dtype != torch.int32 or words.shape[-1] != -(-num_keys // 32):
-        raise ValueError(
-            f"words is {words.dtype} {tuple(words.shape)}; pass int32 [..., ceil({num_keys} / 32)]"
-        )
-    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
-    return bits.bool().flatten(-2)[..., :num_keys]
 
 
 def new_outputs(inputs: ScoreInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

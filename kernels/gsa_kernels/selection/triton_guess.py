@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.limits import CANDIDATE_SLACK
 from gsa_kernels.selection.triton_search import order_key, row_budget, score_of_key
 
 FEWEST_SAMPLES = 64
 """Rows with fewer have no guess: the threshold is -inf. They see few keys, which then all are candidates."""
 
-SLACK = tl.constexpr(0.0625)  # so much more of the sample than wanted is close enough
+SLACK = tl.constexpr(CANDIDATE_SLACK)
 _MOST_ROUNDS = tl.constexpr(12)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import verify
 from data_corpus import Run, read_run
-from prepare_tokens import prepare_tokens
 
 from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer
 from gsa_data.best_fit import MIN_POOL_BLOCKS, best_fit, packing_shares
@@ -24,6 +23,7 @@ from gsa_data.faults import Reading
 from gsa_data.lanes import LaneReader
 from gsa_data.ngram import scored_pairs
 from gsa_data.pack import FILLER, LANE_START, Cursor
+from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.reader import TextReader
 from gsa_data.stream import StateMismatch
 

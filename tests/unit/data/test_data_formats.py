@@ -218,7 +218,9 @@ def test_missing_pyarrow_is_named_before_anything_is_read(
 ) -> None:
     (tmp_path / "s.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataFault, match=r"s\.parquet needs pyarrow; run: pip install 'gsa-train\[parquet\]'"):
+    with pytest.raises(
+        DataFault, match=r"s\.parquet needs pyarrow; run in the checkout: pip install '\.\[parquet\]'"
+    ):
         build_manifest(str(tmp_path))
 
 

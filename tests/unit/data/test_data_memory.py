@@ -1,4 +1,4 @@
-"""Reading takes a bounded memory, however long it goes on. `data/bench_memory.py` does the same over 10 GB."""
+"""Reading takes a bounded memory, however long it goes on. `benchmarks/bench_memory.py` does the same over 10 GB."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_resident_memory_stays_flat(name: str, sample_folder: Path, tmp_path
         "--tokenizer",
         str(sample_folder / "tokenizer.model"),
     ]
-    command = [sys.executable, str(ROOT / "data" / "bench_memory.py"), *corpus, *CASES[name]]
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_memory.py"), *corpus, *CASES[name]]
     result = subprocess.run(
         [*command, "--scratch", str(tmp_path)], capture_output=True, text=True, timeout=500, check=False
     )

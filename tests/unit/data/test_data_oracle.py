@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from prepare_tokens import prepare_tokens
 
 from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, merge_states
 from gsa_data.best_fit import MIN_POOL_BLOCKS
@@ -29,6 +28,7 @@ from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.lanes import stable_hash
 from gsa_data.pack import FILLER
+from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.source_weights import LEFT_OUT_OF, NO_SOURCE, TOKENS_OF
 from gsa_data.token_files import TokenFolder
 

@@ -19,13 +19,13 @@ import pytest
 from data_clock import Clock, stopped_clock
 from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
-from prepare_tokens import prepare_tokens
 from test_data_indexed import write_indexed
 
 from gsa_data import DataFault, Manifest, Tokenizer, indexed, token_files
 from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.fetch import ReadError, in_time, patiently
+from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import TokenizerError
 
 QUICK = Reading(retries=1, backoff_seconds=0.0, timeout_seconds=0.2)

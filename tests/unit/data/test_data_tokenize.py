@@ -238,7 +238,7 @@ def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(TokenizerError, match=message):
             Tokenizer(str(path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(TokenizerError, match=r"pip install 'gsa-train\[hf\]'"):
+    with pytest.raises(TokenizerError, match=r"pip install '\.\[hf\]'"):
         Tokenizer(str(path))
     with pytest.raises(TokenizerError, match="does not exist"):
         Tokenizer(str(tmp_path))

@@ -18,12 +18,12 @@ import orjson
 import prepare
 import pytest
 from data_corpus import Run, document, line, read_run, write_corpus, write_shard
-from prepare_tokens import check_tokens, prepare_tokens
 
 import gsa_data.token_files
 from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
+from gsa_data.prepare_tokens import check_tokens, prepare_tokens
 from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
@@ -184,7 +184,8 @@ def test_command(
 
 
 STOPS_AT_4 = """
-import sys, threading, prepare, prepare_tokens
+import sys, threading, prepare
+from gsa_data import prepare_tokens
 shards = iter(range(1, 40))
 class Bar(prepare_tokens.tqdm):
     def update(self):

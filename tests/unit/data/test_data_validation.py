@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_corpus import document, line, write_shard
-from prepare_tokens import prepare_tokens
 
 from gsa_data import DataFault, Manifest, Tokenizer, ValidationSet, build_manifest, read_validation_set
 from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import Reading
+from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.source_weights import NO_SOURCE
 from gsa_data.validation import is_scored
 

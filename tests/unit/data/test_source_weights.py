@@ -15,13 +15,13 @@ import numpy as np
 import orjson
 import pytest
 from data_corpus import Run, document, line, read_run, write_shard
-from prepare_tokens import check_tokens, prepare_tokens
 
 from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.indexed import HEADER, MAGIC
 from gsa_data.lanes import LaneReader, stable_hash
+from gsa_data.prepare_tokens import check_tokens, prepare_tokens
 from gsa_data.reader import TextReader
 from gsa_data.source_weights import NO_SOURCE, copies_in_epoch, document_offsets, tokens_by_source
 from gsa_data.token_files import MANIFEST_NAME, TokenFolder

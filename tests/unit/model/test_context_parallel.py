@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
+from gsa_train.context_sharding import ContextSharding, query_chunks
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.rotary import LocalRotaryEmbedding
-from gsa_train.sequence_cut import SequenceCut, query_runs
 from helpers.single_rank import single_rank
 
 SIZES = [(1, 2), (2, 2), (3, 2), (2, 4), (3, 6), (4, 8)]
@@ -22,7 +22,7 @@ def test_the_ranks_hold_every_token_once(size: int, chunks: int) -> None:
     held = [
         position
         for rank in range(size)
-        for run in query_runs(length // size, SequenceCut(rank, size, chunks))
+        for run in query_chunks(length // size, ContextSharding(rank, size, chunks))
         for position in range(run.start, run.end)
     ]
     assert sorted(held) == list(range(length))
@@ -33,16 +33,16 @@ def test_runs_say_where_the_local_tokens_stand(size: int, chunks: int) -> None:
     length = 3 * chunks * size
     positions = torch.arange(length).expand(2, length)
     for rank in range(size):
-        cut = SequenceCut(rank, size, chunks)
+        cut = ContextSharding(rank, size, chunks)
         local = local_part(positions, cut)
         assert local.shape == (2, length // size)
         assert torch.equal(local_part(positions.T, cut, dim=0), local.T)
-        for run in query_runs(length // size, cut):
+        for run in query_chunks(length // size, cut):
             assert torch.equal(local[:, run.local], positions[:, run.start : run.end])
 
 
-def cost(cut: SequenceCut, length: int, of_query: list[float]) -> float:
-    runs = query_runs(length // cut.size, cut)
+def cost(cut: ContextSharding, length: int, of_query: list[float]) -> float:
+    runs = query_chunks(length // cut.size, cut)
     return sum(sum(of_query[run.start : run.end]) for run in runs)
 
 
@@ -50,7 +50,7 @@ def cost(cut: SequenceCut, length: int, of_query: list[float]) -> float:
 def test_all_ranks_see_as_many_keys(size: int, chunks: int) -> None:
     length = 3 * chunks * size
     keys = [float(position + 1) for position in range(length)]
-    assert len({cost(SequenceCut(rank, size, chunks), length, keys) for rank in range(size)}) == 1
+    assert len({cost(ContextSharding(rank, size, chunks), length, keys) for rank in range(size)}) == 1
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -60,7 +60,7 @@ def test_more_chunks_even_out_what_does_not_grow_with_the_position(size: int) ->
     keys = [1 - math.exp(-position / 200) for position in range(length)]
 
     def spread(chunks: int) -> float:
-        costs = [cost(SequenceCut(rank, size, chunks), length, keys) for rank in range(size)]
+        costs = [cost(ContextSharding(rank, size, chunks), length, keys) for rank in range(size)]
         return (max(costs) - min(costs)) / max(costs)
 
     assert spread(2) > 0.15
@@ -79,11 +79,11 @@ def test_megatron_core_cuts_its_rotary_angles_in_the_same_way(rank: int) -> None
 
     parallel = single_rank()  # installs what megatron-core needs on CPUs
     options = {"kv_channels": 8, "rotary_percent": 1.0, "cp_group": parallel.groups.cp}
-    angles = LocalRotaryEmbedding(SequenceCut(), **options)(24)
+    angles = LocalRotaryEmbedding(ContextSharding(), **options)(24)
     theirs = get_pos_emb_on_this_cp_rank(angles, 0, Group())
-    ours = LocalRotaryEmbedding(SequenceCut(rank, 3), **options)
+    ours = LocalRotaryEmbedding(ContextSharding(rank, 3), **options)
     assert torch.equal(ours(24), theirs)
     assert ours(24) is ours(24)  # whoever makes tables of the angles makes them once
-    finer = LocalRotaryEmbedding(SequenceCut(rank, 3, 4), **options)(24)
-    positions = local_part(torch.arange(24)[None], SequenceCut(rank, 3, 4))[0]
+    finer = LocalRotaryEmbedding(ContextSharding(rank, 3, 4), **options)(24)
+    positions = local_part(torch.arange(24)[None], ContextSharding(rank, 3, 4))[0]
     assert torch.equal(finer, angles[positions])

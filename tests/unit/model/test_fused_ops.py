@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.model import mcore_config
-from gsa_train.model.mcore_config import uses_fused_ops
+from gsa_train.model.mcore import config as mcore_config
+from gsa_train.model.mcore.config import uses_fused_ops
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -29,8 +29,7 @@ def one_step(monkeypatch: pytest.MonkeyPatch, fused: bool, phase: Any, **section
     config = tiny_config([phase], **sections)
     model = tiny_model(config, variance_ema=0.02)
     names = [name for name, _ in model.gpt.named_parameters()]
-    model.runtime.measuring = True
-    result, gradients = step_gradients(model, phase, random_batches(config), config)
+    result, gradients = step_gradients(model, phase, random_batches(config), config, measures=True)
     return result, gradients, read_stats(model), names
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gsa_data.pack import document_ids
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
 from helpers.single_rank import SPARSE, random_batches, tiny_config, tiny_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.losses import indexer_kl_grad_scale, inject_loss
+from gsa_train.loss_injection import indexer_kl_grad_scale, inject_loss
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,
@@ -87,8 +87,7 @@ def test_indexer_gradient_is_that_of_lambda_times_the_mean_kl_over_queries_and_l
         model = tiny_model(config)
         moved = {name: weights[name] + distance * step for name, step in direction.items()}
         model.gpt.load_state_dict({**weights, **moved}, strict=False)
-        model.runtime.measuring = True
-        step_gradients(model, phase, BATCHES, config)
+        step_gradients(model, phase, BATCHES, config, measures=True)
         layers = read_stats(model)["indexer_kl"]
         return sum(layers) / len(layers)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gsa_train.model.init import _full_matrix, _local_part, global_named_parameters, initialize_weights
+from gsa_train.model.mcore.init import _full_matrix, _local_part, global_named_parameters, initialize_weights
 from helpers.single_rank import named_weights, single_rank, tiny_config, tiny_model
 
 CONFIG = tiny_config(model={"hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 128, "init_std": 0.02})

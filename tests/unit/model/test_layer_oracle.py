@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import oracle
@@ -12,8 +12,8 @@ from composition import random_weights
 from oracle import LayerOptions
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.model.build import Model
 from gsa_train.model.gsa_attention import GSASelfAttention
+from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
 from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
 
@@ -275,7 +275,9 @@ def run_layer(
     """One training pass, forward and backward, as the step runs it; h and the result are [B, L, d]."""
     runtime = model.runtime
     warm_up = case.phase.train == "indexer"
-    runtime.measuring, runtime.kl_grad_scale, runtime.local_backward = True, KL_SCALE, warm_up
+    runtime.attention_pass = replace(
+        runtime.attention_pass, measuring=True, kl_grad_scale=KL_SCALE, base_has_graph=not warm_up
+    )
     documents = None if case.packing is None else torch.tensor(case.packing)
     angles = torch.outer(
         torch.arange(LENGTH, dtype=torch.float64),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.model import weight_gradients
 from gsa_train.model.gates import GateProjection
 from gsa_train.model.gsa_attention import GSASelfAttention
-from gsa_train.model.weight_gradients import CublasAccumulation
+from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
+from gsa_train.model.mcore.grad_accumulation_fusion import CublasAccumulation
 from helpers.single_rank import SPARSE, tiny_config, tiny_model
 
 LENGTH, BATCH = 6, 2
@@ -122,7 +122,7 @@ def test_the_indexers_products(accumulates: bool, monkeypatch: pytest.MonkeyPatc
 
 def add_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain torch, for fp64 on CPUs."""
-    sums = pytest.importorskip("gsa_kernels.sums.op")
+    sums = pytest.importorskip("gsa_kernels.fused.sums.op")
 
     def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad += grad_output.t() @ inputs

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gsa_train.config import PhaseConfig
+from gsa_train.context_sharding import ContextSharding, query_chunks
 from gsa_train.model import query_sample
 from gsa_train.model.query_sample import sample_queries, sampled_runs
 from gsa_train.phases import enter_phase
-from gsa_train.sequence_cut import SequenceCut, query_runs
 from helpers.single_rank import SPARSE, WARM_UP, random_batches, tiny_config, tiny_model, token_losses
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_context_parallel_ranks_share_the_sample_out(length: int, size: int) -> 
     pairs: list[tuple[int, int]] = []
     groups: list[list[int]] = []
     for rank in range(size):
-        for run in query_runs(length // size, SequenceCut(rank, size)):
+        for run in query_chunks(length // size, ContextSharding(rank, size)):
             sample = sample_queries(length, run.start, run.end, CPU)
             held = sample.rows + run.start
             positions += held.tolist()
@@ -75,7 +75,6 @@ def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, t
     )
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)
-    model.runtime.measuring = True
     added: dict[str, torch.Tensor] = {}
 
     def add(name: str, layer: int, values: torch.Tensor) -> None:
@@ -84,7 +83,7 @@ def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, t
             added[name] = values.detach()
 
     monkeypatch.setattr(model.runtime.stats, "add", add)
-    token_losses(model, random_batches(config)[0])
+    token_losses(model, random_batches(config)[0], measuring=True)
     return added
 
 

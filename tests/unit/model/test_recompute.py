@@ -48,8 +48,7 @@ def one_step(
         train={"recompute": recompute, "recompute_num_layers": gsa.get("selection_reuse", 1)},
     )
     model = tiny_model(config, variance_ema=0.02)
-    model.runtime.measuring = True
-    result, gradients = step_gradients(model, phase, random_batches(config), config)
+    result, gradients = step_gradients(model, phase, random_batches(config), config, measures=True)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]
     return result.loss_sum, gradients, read_stats(model), averages
 

@@ -8,21 +8,26 @@ import pytest
 import torch
 
 from gsa_kernels import sampling
-from gsa_kernels.sampling import SAMPLED_ROWS, RowSample, sample_rows
-from gsa_train.model.build import Model
-from gsa_train.model.triton_core import TritonCore
+from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows
+from gsa_kernels.types import RowSample
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.cores.triton import TritonCore
+from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer
+from gsa_train.phases import enter_phase
+from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     SPARSE,
     random_batches,
     read_stats,
+    single_rank,
     step_gradients,
     take_step,
     tiny_config,
     tiny_model,
 )
 
-LENGTH = 4 * SAMPLED_ROWS
+LENGTH = 4 * STRETCH_ROWS
 ONE_SEQUENCE = {"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 1}
 
 
@@ -32,20 +37,18 @@ def config_with(fraction: float, **train: Any) -> Any:
     )
 
 
-def indexer_gradients(fraction: float, seed: int) -> dict[str, torch.Tensor]:
+def indexer_gradients(fraction: float, step: int) -> dict[str, torch.Tensor]:
     config = config_with(fraction)
     model = tiny_model(config, variance_ema=0.02)
-    model.runtime.begin_step = lambda key: None  # type: ignore[method-assign]  # the key below is the test's
-    model.runtime.row_key = str(seed)
-    _, gradients = step_gradients(model, SPARSE, random_batches(config), config)
+    _, gradients = step_gradients(model, SPARSE, random_batches(config), config, step=step)
     return {name: gradient for name, gradient in gradients.items() if ".indexer." in name}
 
 
 def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> None:
     for num_rows, fraction, factor in (
-        (5 * SAMPLED_ROWS, 0.3333, 3),
-        (4 * SAMPLED_ROWS - 7, 0.5, 2),
-        (3 * SAMPLED_ROWS + 1, 0.25, 4),
+        (5 * STRETCH_ROWS, 0.3333, 3),
+        (4 * STRETCH_ROWS - 7, 0.5, 2),
+        (3 * STRETCH_ROWS + 1, 0.25, 4),
         (9, 0.1, 1),
     ):
         counts = torch.zeros(num_rows)
@@ -54,19 +57,19 @@ def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> Non
             rows = sample.rows()
             assert found == sample.every == factor
             assert len(rows) == sample.count
-            assert (rows.diff() <= (factor - 1) * SAMPLED_ROWS + 1).all()
+            assert (rows.diff() <= (factor - 1) * STRETCH_ROWS + 1).all()
             assert all(sample.row(number) == row for number, row in enumerate(rows.tolist()))
             counts[rows] += 1
         assert counts.sum() > 0
         assert (counts / 2000 - 1 / factor).abs().max() < 0.05  # five standard deviations
-    assert sample_rows(100, 1, None) == (RowSample(0, 100), 1)
+    assert sample_rows(100, 1, None) == (SampledRows(0, 100), 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("fraction", [1, 0.5])
 def test_shares_of_a_sample_are_its_rows_once_each(fraction: float, size: int) -> None:
     """Also where there are fewer runs than ranks: the last of these have none."""
-    num_rows = 5 * SAMPLED_ROWS + 3
+    num_rows = 5 * STRETCH_ROWS + 3
     whole, factor = sample_rows(num_rows, fraction, 1)
     shares = [sample_rows(num_rows, fraction, 1, (rank, size)) for rank in range(size)]
     assert {other for _, other in shares} == {factor}
@@ -81,19 +84,19 @@ def test_a_share_is_one_of_a_whole_number(fraction: float) -> None:
 
 
 def test_chunks_of_a_sample_are_its_rows() -> None:
-    sample, _ = sample_rows(11 * SAMPLED_ROWS - 5, 0.25, 3)
-    chunks = [sample.chunk(number, SAMPLED_ROWS) for number in range(0, sample.count, SAMPLED_ROWS)]
+    sample, _ = sample_rows(11 * STRETCH_ROWS - 5, 0.25, 3)
+    chunks = [sample.chunk(number, STRETCH_ROWS) for number in range(0, sample.count, STRETCH_ROWS)]
     assert len(chunks) > 1
     assert torch.equal(torch.cat([chunk.rows() for chunk in chunks]), sample.rows())
 
 
 def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
-    """Half of four runs: the draws start at the first or the second run, each of which some seed finds."""
-    by_draw: dict[RowSample, dict[str, torch.Tensor]] = {}
-    for seed in range(100):
-        draw = _sample_of(seed)
+    """Half of four stretches: the draws start at the first or the second stretch, each of which some step finds."""
+    by_draw: dict[SampledRows, dict[str, torch.Tensor]] = {}
+    for step in range(100):
+        draw = _sample_of(step)
         if draw not in by_draw:
-            by_draw[draw] = indexer_gradients(0.5, seed)
+            by_draw[draw] = indexer_gradients(0.5, step)
         if len(by_draw) == 2:
             break
     whole = indexer_gradients(1.0, 0)
@@ -104,12 +107,15 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
         torch.testing.assert_close(torch.stack(draws).mean(0), expected, rtol=1e-3, atol=1e-6, msg=name)
 
 
-def _sample_of(seed: int) -> RowSample:
-    model = tiny_model(config_with(0.5))
-    model.runtime.begin_step(str(seed))
-    fraction, drawn = model.runtime.draw_rows(0)
-    assert fraction == 0.5
-    return sample_rows(LENGTH, fraction, drawn)[0]
+def pass_of_step(step: int) -> AttentionPass:
+    return AttentionPass(row_fraction=0.5, row_key=f"{config_with(0.5).run.seed} {step} 0")
+
+
+def _sample_of(step: int) -> SampledRows:
+    runtime = tiny_model(config_with(0.5)).runtime
+    drawn = runtime.draw_rows(pass_of_step(step), 0)
+    assert drawn.fraction == 0.5
+    return sample_rows(LENGTH, drawn.fraction, drawn.seed)[0]
 
 
 def train(model: Model, optimizer: Any, config: Any, steps: range) -> list[torch.Tensor]:
@@ -128,10 +134,10 @@ def test_rows_depend_on_step_micro_batch_and_layer_alone(recompute: str) -> None
     seeds: list[tuple[int, int | None]] = []
     draw = model.runtime.draw_rows
 
-    def recorded(layer: int) -> tuple[float, int | None]:
-        fraction, seed = draw(layer)
-        seeds.append((layer, seed))
-        return fraction, seed
+    def recorded(attention_pass: AttentionPass, layer: int) -> RowSample:
+        drawn = draw(attention_pass, layer)
+        seeds.append((layer, drawn.seed))
+        return drawn
 
     model.runtime.draw_rows = recorded  # type: ignore[method-assign]
     optimizer = build_optimizer(model, SPARSE, config)
@@ -139,29 +145,31 @@ def test_rows_depend_on_step_micro_batch_and_layer_alone(recompute: str) -> None
     assert len(seeds) == len(set(seeds)) == 4  # two steps of two micro-batches
     train(model, optimizer, config, range(1, 2))
     assert seeds[4:] == seeds[2:4]
-    other_run = tiny_model(config, variance_ema=0.02)
-    other_run.runtime.begin_step(f"{config.run.seed} 1 0")
-    assert [other_run.runtime.draw_rows(0)[1] for _ in range(2)] == [seed for _, seed in seeds[2:4]]
+    other_run = tiny_model(config, variance_ema=0.02).runtime
+    drawn = [other_run.draw_rows(pass_of_step(1), 0).seed for _ in range(2)]
+    assert drawn == [seed for _, seed in seeds[2:4]]
 
 
 def test_validation_takes_every_row_and_the_log_shows_the_estimate() -> None:
-    config = config_with(0.5)
-    model = tiny_model(config, variance_ema=0.02)
-    model.runtime.evaluating = True
-    assert model.runtime.draw_rows(0) == (1.0, None)
-    model.runtime.evaluating, model.runtime.measuring = False, True
-    step_gradients(model, SPARSE, random_batches(config), config)
-    whole = tiny_model(config_with(1.0), variance_ema=0.02)
-    whole.runtime.measuring = True
-    step_gradients(whole, SPARSE, random_batches(config), config)
-    estimate, exact = (read_stats(m)["indexer_kl"][0] for m in (model, whole))
+    validated, trained = [], []
+    for fraction in (0.5, 1.0):
+        config = config_with(fraction)
+        model = tiny_model(config, variance_ema=0.02)
+        enter_phase(model, SPARSE)
+        evaluation_step(model, random_batches(config), config, single_rank(), measures=True)
+        validated.append(read_stats(model)["indexer_kl"][0])
+        model.runtime.stats.reset()
+        step_gradients(model, SPARSE, random_batches(config), config, measures=True)
+        trained.append(read_stats(model)["indexer_kl"][0])
+    estimate, exact = trained
+    assert validated == [exact, exact]
     assert estimate != exact
     assert 0.3 * exact < estimate < 2 * exact
 
 
 @pytest.mark.slow
 def test_the_fused_core_draws_the_rows_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "SAMPLED_ROWS", 32)
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     config = tiny_config(
         model={"head_dim": 32, "init_std": 0.2},
         gsa={"indexer_dim": 16, "indexer_heads": 2, "indexer_loss_row_fraction": 0.5},
@@ -170,10 +178,9 @@ def test_the_fused_core_draws_the_rows_of_the_reference(monkeypatch: pytest.Monk
     found = []
     for fused in (False, True):
         model = tiny_model(config, variance_ema=0.02)
-        model.runtime.measuring = True
         for attention in model.attentions:
-            attention.core = TritonCore(attention) if fused else attention.core
-        _, gradients = step_gradients(model, SPARSE, random_batches(config), config)
+            attention.core = TritonCore(attention.core.settings) if fused else attention.core
+        _, gradients = step_gradients(model, SPARSE, random_batches(config), config, measures=True)
         found.append((gradients, read_stats(model)["indexer_kl"]))
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
     for name, expected in found[0][0].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_kernels import visible_mask
+from gsa_kernels import causal_mask
 from gsa_train.model.saturation import FLAT_SLOPE, largest_logit, saturated_share
 from helpers.single_rank import DENSE, SPARSE, measure, tiny_config
 
@@ -18,7 +18,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 def visible(documents: bool) -> torch.Tensor:
     ids = torch.tensor([[0] * 9, [0, 0, 1, 1, 1, 1, 2, 2, 2]]) if documents else None
-    return visible_mask(9, query_positions=POSITIONS, document_ids=ids)
+    return causal_mask(9, query_positions=POSITIONS, document_ids=ids)
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -52,8 +52,7 @@ def test_a_following_layer_attends_to_exactly_the_keys_of_the_shared_selection()
 def test_layers_without_indexer_report_recall_but_no_loss_of_their_own() -> None:
     model = tiny_model(CONFIG, variance_ema=0.02)
     enter_phase(model, SPARSE)
-    model.runtime.measuring = True
-    token_losses(model, random_batches(CONFIG)[0])
+    token_losses(model, random_batches(CONFIG)[0], measuring=True)
     stats = read_stats(model)
     assert [value == value for value in stats["indexer_kl"]] == [True, False, True, False]
     assert all(0 < value <= 1 for value in stats["recall"])

@@ -64,7 +64,6 @@ def test_first_token_attention_of_nearly_equal_logits_is_one_over_the_visible_ke
     config = tiny_config(model={"init_std": 1e-4}, train={"global_batch_size": 2})
     model = tiny_model(config)
     enter_phase(model, DENSE)
-    model.runtime.measuring = True
-    token_losses(model, random_batches(config, attend_across=True)[0])
+    token_losses(model, random_batches(config, attend_across=True)[0], measuring=True)
     expected = sum(1 / count for count in range(1, 17)) / 16
     assert read_stats(model)["first_token_attention"] == pytest.approx([expected] * 2, rel=1e-3)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from gsa_kernels.gates import rows as gate_rows
+from gsa_kernels.fused.gates import rows as gate_rows
+from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.triton_scores import score_inputs
-from gsa_kernels.kl import op as kl_op
-from gsa_kernels.kl.triton_launch import Blocks, Inputs
-from gsa_kernels.lists.key_lists import mask_from_key_lists
-from gsa_kernels.prologue import op as prologue_op
-from gsa_kernels.selection.op import mask_from_words
+from gsa_kernels.indexer_loss import op as kl_op
+from gsa_kernels.indexer_loss.triton_launch import Blocks, Inputs
 from gsa_train.config import PhaseConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels
-from gsa_train.model import query_sample, selecting
-from gsa_train.model.indexer import IndexerProjections
-from gsa_train.model.selecting import LayerSelection, select_for_layer
-from gsa_train.model.supports import SelectedBits, SelectedLists
-from gsa_train.model.triton_core import TritonCore
+from gsa_train.model import query_sample
+from gsa_train.model.cores.triton import TritonCore
 from gsa_train.phases import enter_phase
 from helpers.fused_steps import VARIANTS, assert_same_step, one_step
 from helpers.single_rank import (
@@ -97,21 +91,6 @@ def test_the_loss_takes_the_sums_that_selection_and_attention_know(monkeypatch: 
         assert inputs.target_sum == 4
 
 
-def select(length: int, **gsa: Any) -> LayerSelection:
-    torch.manual_seed(0)
-    config = tiny_config(
-        [SPARSE], gsa={"indexer_dim": 16, "indexer_heads": 2, "k_base": 3, "k_max": 4, **gsa}
-    )
-    model = tiny_model(config, variance_ema=0.01)
-    attention = model.attentions[0]
-    assert attention.indexer is not None
-    assert attention.variance is not None
-    projections = IndexerProjections(
-        torch.randn(1, length, 2, 16), torch.randn(1, length, 16), torch.randn(1, length, 2)
-    )
-    return select_for_layer(projections, attention.indexer, attention.variance.ema, config.gsa, None)
-
-
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (9, 16), (1, 16), (1, 14), (1, 130)])
 def test_indexers_that_the_kernels_refuse_are_known_before_the_first_step(heads: int, dim: int) -> None:
     config = tiny_config(model={"head_dim": 32}, gsa={"indexer_heads": heads, "indexer_dim": dim})
@@ -123,42 +102,6 @@ def test_indexers_that_the_kernels_refuse_are_known_before_the_first_step(heads:
         score_inputs(*inputs)
     baseline = dataclasses.replace(config.gsa, attention="dense")
     assert unsupported_by_kernels(dataclasses.replace(config, gsa=baseline)) == []
-
-
-def test_short_sequences_take_bits_uncounted() -> None:
-    selection = select(40)
-    assert isinstance(selection.selected, SelectedBits)
-    assert selection.density is None
-
-
-def test_density_decides_between_bits_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selecting, "MEASURED_FROM_TOKENS", 40)
-    thin, full = select(200), select(40, local_window=40)
-    assert thin.density is not None
-    assert full.density is not None
-    assert thin.density < selecting.GATHERED_BELOW_DENSITY <= full.density
-    assert isinstance(thin.selected, SelectedLists)
-    assert isinstance(full.selected, SelectedBits)
-    # counted by hand: keys that any query of a tile of 32 selects, over the keys that its last query sees
-    mask = mask_from_key_lists(thin.selected.lists)[0]
-    tiles = [mask[start : start + 32].any(0).sum().item() for start in range(0, 200, 32)]
-    assert thin.density == pytest.approx(sum(tiles) / (32 + 64 + 96 + 128 + 160 + 192 + 200))
-
-
-def test_a_named_kernel_is_taken_whatever_the_density(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(select(40, attention_kernel="gathered").selected, SelectedLists)
-    monkeypatch.setattr(selecting, "MEASURED_FROM_TOKENS", 40)
-    assert isinstance(select(200, attention_kernel="masked").selected, SelectedBits)
-
-
-def test_long_sequences_never_hold_a_bit_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = select(80, attention_kernel="masked").selected
-    assert isinstance(bits, SelectedBits)
-    monkeypatch.setattr(selecting, "MASKED_MAX_TOKENS", 64)
-    monkeypatch.setattr(selecting, "select_keys", None)
-    listed = select(80)
-    assert isinstance(listed.selected, SelectedLists)
-    assert torch.equal(mask_from_key_lists(listed.selected.lists), mask_from_words(bits.words, 80))
 
 
 @pytest.mark.slow
@@ -184,10 +127,9 @@ def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch)
         enter_phase(model, DENSE_ALL)
         if other:
             for attention in model.attentions:
-                attention.core = TritonCore(attention)
+                attention.core = TritonCore(attention.core.settings)
                 attention.core.dense = dense
-        model.runtime.measuring = True
-        token_losses(model, random_batches(config, attend_across=True)[0])
+        token_losses(model, random_batches(config, attend_across=True)[0], measuring=True)
         found.append(read_stats(model)["first_token_attention"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
@@ -223,12 +165,11 @@ def test_no_kernel_stumbles_over_nan(variant: str, part: str) -> None:
     )
     model = tiny_model(config, variance_ema=0.02)
     for attention in model.attentions:
-        attention.core = TritonCore(attention)
-    model.runtime.measuring = True
+        attention.core = TritonCore(attention.core.settings)
     for name, parameter in model.gpt.named_parameters():
         if part in name:
             parameter.detach().view(-1)[:40] = torch.nan
-    result, _ = step_gradients(model, SPARSE, random_batches(config), config)
+    result, _ = step_gradients(model, SPARSE, random_batches(config), config, measures=True)
     stats = read_stats(model)
     assert result.grad_norm.isnan()
     assert result.loss_sum.isnan() or part == "indexer"

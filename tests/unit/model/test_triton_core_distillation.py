@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from gsa_kernels import target_blocks
-from gsa_kernels.distillation import op as distillation_op
-from gsa_kernels.kl import op as kl_op
-from gsa_kernels.kl.triton_launch import Blocks, Inputs
+from gsa_kernels import operations_triton
+from gsa_kernels.hopper import fused_indexer_loss as distillation_op
+from gsa_kernels.hopper import target_blocks
+from gsa_kernels.indexer_loss import op as kl_op
+from gsa_kernels.indexer_loss.triton_launch import Blocks, Inputs
+from gsa_kernels.types import Selection
 from gsa_train.config import PhaseConfig
-from gsa_train.model import query_sample, supports, triton_core
-from gsa_train.model.build import Model
+from gsa_train.model import query_sample
+from gsa_train.model.cores.triton import TritonCore
+from gsa_train.model.mcore.build import Model
 from gsa_train.model.stats import LayerStats
-from gsa_train.model.supports import AllVisible, SelectedBits, SelectedLists
-from gsa_train.model.triton_core import TritonCore
 from gsa_train.phases import enter_phase
 from helpers.fused_steps import VARIANTS, assert_same_step, one_step
 from helpers.single_rank import (
@@ -39,8 +41,7 @@ def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     Here it takes fp32, and its target is fp32, to show more digits: in fp16, and over these few tokens, the
     gradient of `head_weight` is off by up to half a percent.
     """
-    for module in (triton_core, distillation_op):
-        monkeypatch.setattr(module, "can_distil", lambda q, k: True)
+    monkeypatch.setattr(distillation_op, "can_fuse_indexer_loss", lambda q, k: True)
     wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float16 = torch.float32
     monkeypatch.setattr(target_blocks, "torch", wide)
@@ -48,9 +49,9 @@ def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def recorded(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(q.shape[1])
-        return distillation_op.distilling_attention(q, *arguments, **options)
+        return distillation_op.attention_with_indexer_loss(q, *arguments, **options)
 
-    monkeypatch.setattr(supports, "distilling_attention", recorded)
+    monkeypatch.setattr(operations_triton, "attention_with_indexer_loss", recorded)
     return calls
 
 
@@ -141,8 +142,7 @@ def model_of_kernels(phase: PhaseConfig, gsa: dict[str, Any]) -> tuple[Model, An
     model = tiny_model(config, variance_ema=0.01)
     enter_phase(model, phase)
     for attention in model.attentions:
-        attention.core = TritonCore(attention)
-    model.runtime.measuring = True
+        attention.core = TritonCore(attention.core.settings)
     return model, config
 
 
@@ -164,7 +164,8 @@ def test_the_loss_stays_in_the_forward_pass(
 ) -> None:
     """Where not all queries of selections as bits teach the indexer."""
     model, config = model_of_kernels(phase, gsa)
-    token_losses(model, random_batches(config)[0])
+    fraction = config.gsa.indexer_loss_row_fraction
+    token_losses(model, random_batches(config)[0], measuring=True, row_fraction=fraction)
     assert distillations == []
     assert counted_kl == [count]
 
@@ -175,14 +176,12 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
     model, config = model_of_kernels(SPARSE, {})
     batch = random_batches(config)[0]
     with torch.no_grad():
-        token_losses(model, batch)  # what a recomputed pass does first
+        token_losses(model, batch, measuring=True)  # what a recomputed pass does first
         assert counted_kl == []
-        model.runtime.evaluating = True
-        token_losses(model, batch)
+        token_losses(model, batch, measuring=True, evaluating=True)
     assert distillations == []
     assert counted_kl == [16]
-    model.runtime.evaluating = False
-    losses = token_losses(model, batch)
+    losses = token_losses(model, batch, measuring=True)
     assert (distillations, counted_kl) == ([16], [16])
     losses.sum().backward()
     assert (distillations, counted_kl) == ([16], [16, 16])
@@ -190,47 +189,49 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
     assert mean > 0
     stats = model.runtime.stats
     stats.reset()
-    model.runtime.evaluating = True
     with torch.no_grad():
-        token_losses(model, batch)
+        token_losses(model, batch, measuring=True, evaluating=True)
     assert read_stats(model)["indexer_kl"][0] == pytest.approx(mean, rel=1e-5)
 
 
 def test_when_attention_distils(distillations: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """All that it depends on, one by one."""
     model, _ = model_of_kernels(SPARSE, {})
-    attention, runtime = model.attentions[0], model.runtime
-    core = attention.core
+    core = model.attentions[0].core
     assert isinstance(core, TritonCore)
-    bits: Any = SelectedBits(torch.zeros(1, 1, 1, dtype=torch.int32))
+    teaches = model.runtime.attention_pass
+    budget, variance = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1)
+    mask = Selection(torch.zeros(1, 1, 1, dtype=torch.int32), None, budget, variance)
+    lists = Selection(None, Mock(), budget, variance)
     q, k = torch.zeros(1, 1, 8, 32), torch.zeros(1, 1, 2, 32)
 
-    def distils(support: Any = bits) -> bool:
-        return core._distils_behind(support, q, k)
+    def distils(attended: Selection | None = mask, **of_pass: Any) -> bool:
+        return core._fuses_loss(q, k, attended, dataclasses.replace(teaches, **of_pass))
 
     with caplog.at_level("INFO"):
         assert distils()
         assert distils()
     said = "layer 0: the indexer loss in attention's backward pass"
     assert [record.getMessage() for record in caplog.records].count(said) == 1
-    assert not distils(AllVisible(1))
-    assert not distils(SelectedLists(None, 1))  # type: ignore[arg-type]
-    with torch.no_grad():
-        assert not distils()
-    for name, value in {"train_indexer": False, "row_fraction": 0.25}.items():
-        before = getattr(runtime, name)
-        setattr(runtime, name, value)
-        assert not distils()
-        setattr(runtime, name, before)
-    groups = attention.groups
-    attention.groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    assert not distils(None)
+    assert not distils(lists)
+    for other in (
+        {"evaluating": True},
+        {"is_first_of_two": True},
+        {"base_has_graph": False},
+        {"trains_indexer": False},
+        {"row_fraction": 0.25},
+    ):
+        assert not distils(**other)
+    settings, two = core.settings, SimpleNamespace(size=lambda: 2)
+    core.settings = dataclasses.replace(settings, tp_group=two)  # type: ignore[arg-type]
     assert not distils()
-    attention.groups = groups
+    core.settings = settings
     assert distils()
 
 
 def test_kernels_that_do_not_take_the_model_leave_the_loss_in_the_forward_pass(counted_kl: list[int]) -> None:
     """fp32 here, as nothing says otherwise."""
     model, config = model_of_kernels(SPARSE, {})
-    token_losses(model, random_batches(config)[0])
+    token_losses(model, random_batches(config)[0], measuring=True)
     assert counted_kl == [16]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gsa_train.config import PhaseConfig
-from gsa_train.model.build import Model
+from gsa_train.model.mcore.build import Model
+from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     DENSE,
@@ -32,10 +33,9 @@ def averages(model: Model) -> list[float]:
 
 def steps(model: Model, phase: PhaseConfig, count: int) -> Iterator[dict[str, list[float]]]:
     """Steps of two micro-batches on other text each; what each measured."""
-    model.runtime.measuring = True
     for seed in range(count):
         model.runtime.stats.reset()
-        step_gradients(model, phase, random_batches(CONFIG, seed), CONFIG)
+        step_gradients(model, phase, random_batches(CONFIG, seed), CONFIG, measures=True)
         yield read_stats(model)
 
 
@@ -84,8 +84,8 @@ def test_evaluation_neither_moves_the_average_nor_counts_for_the_next_step() -> 
     model, other = tiny_model(CONFIG, variance_ema=0.02), tiny_model(CONFIG, variance_ema=0.02)
     step_gradients(other, SPARSE, random_batches(CONFIG), CONFIG)
     before = averages(model)
-    model.runtime.sparse = model.runtime.measuring = True
-    evaluation_step(model, random_batches(CONFIG, seed=8), CONFIG, single_rank())
+    enter_phase(model, SPARSE)
+    evaluation_step(model, random_batches(CONFIG, seed=8), CONFIG, single_rank(), measures=True)
     assert averages(model) == before
     step_gradients(model, SPARSE, random_batches(CONFIG), CONFIG)
     assert averages(model) == averages(other) != before

@@ -1,0 +1,121 @@
+"""Time the masked attention kernels beside torch's, on one CUDA device, with a verdict on their results.
+
+    python benchmarks/bench_attention.py [--lengths 4096 8192] [--shapes 1.7B 7B]
+
+masked: every query selects a random k = 2048 of its visible keys. dense: the same kernels without words.
+TFLOP/s count the causal half of dense attention for all rows: 2 products forward, 7 forward and backward.
+Times are of CUDA graphs, without the launches: medians, in ms.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import cases
+import harness
+import torch
+from cases import AttentionInputs, Shape
+
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.reference import sparse_attention
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+
+CHECKED_LENGTH = 1024
+TOLERANCE = 1e-2
+
+
+def random_words(batch: int, length: int, selected: int) -> torch.Tensor:
+    """int32 [B, L, ceil(L / 32)]: each visible key with probability selected / (t + 1), and always key 0."""
+    keys = torch.arange(length, device="cuda")
+    parts = []
+    for rows in keys.split(1024):  # the mask of all rows would be large
+        chance = (selected / (rows[:, None] + 1)).clamp(max=1)
+        chosen = torch.rand(batch, len(rows), length, device="cuda") < chance
+        parts.append(pack_mask((chosen | (keys == 0)) & (keys <= rows[:, None])))
+    return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The masked kernels, in the form of `cases.Dense`."""
+
+    inputs: AttentionInputs
+    words: torch.Tensor | None
+
+    def forward(self) -> torch.Tensor:
+        return masked_attention(self.inputs.q, self.inputs.k, self.inputs.v, self.words)[0]
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        out, x = self.forward(), self.inputs
+        return out, *torch.autograd.grad(out, [x.q, x.k, x.v], x.grad)
+
+
+def worst_error(shape: Shape, words: torch.Tensor | None) -> float:
+    """Largest relative error of output and gradients against fp64, at a length where fp64 is affordable."""
+    inputs = cases.attention_inputs(shape, 1, CHECKED_LENGTH)
+    exact = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    if words is None:
+        mask = torch.ones(1, CHECKED_LENGTH, CHECKED_LENGTH, dtype=torch.bool, device="cuda").tril()
+    else:
+        mask = unpack_mask(words, CHECKED_LENGTH)
+    q, k, v = exact
+    out = sparse_attention(q, k, v, mask).out
+    wanted = [out, *torch.autograd.grad(out, exact, inputs.grad.double())]
+    return max(map(harness.relative_error, Ours(inputs, words).both(), wanted))
+
+
+def measure(report: harness.Report, shape: Shape, length: int, selected: int) -> None:
+    inputs = cases.attention_inputs(shape, 1, length)
+    attentions: dict[str, Ours | cases.Dense] = {
+        "masked": Ours(inputs, random_words(1, length, selected)),
+        "dense": Ours(inputs, None),
+        "torch cuDNN": cases.cudnn(inputs),
+        "torch flash": cases.flash(inputs),
+    }
+    runs: dict[str, harness.Run] = {}
+    for name, attention in attentions.items():
+        harness.require_finite(f"{name} at {length}", attention.both())
+        runs[f"{name} forward"] = harness.capture(attention.forward)
+        runs[f"{name} both"] = harness.capture(attention.both)
+    times = harness.measure(runs)
+    flops = 2 * shape.heads * cases.HEAD_SIZE * float(length) ** 2
+    for name in attentions:
+        forward, both = times[f"{name} forward"].ms, times[f"{name} both"].ms
+        report.row(
+            shape=shape.name,
+            length=length,
+            attention=name,
+            forward_ms=forward,
+            forward_tflops=flops / forward / 1e9,
+            both_ms=both,
+            both_tflops=3.5 * flops / both / 1e9,
+        )
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
+    parser.add_argument(
+        "--selected", type=int, default=cases.K_BASE, help="keys per query of the masked runs"
+    )
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+
+    report = harness.Report("bench_attention", arguments)
+    shapes = [cases.SHAPES[name] for name in arguments.shapes]
+    for shape in shapes:
+        some = random_words(1, CHECKED_LENGTH, CHECKED_LENGTH // 2)
+        for name, words in (("masked", some), ("dense", None)):
+            error = worst_error(shape, words)
+            report.row(shape=shape.name, length=CHECKED_LENGTH, attention=name, relative_error=error)
+            if not error < TOLERANCE:
+                report.fail(f"{name}, {shape.name}: relative error {error:.1e}, at most {TOLERANCE:g}")
+    for shape in shapes:
+        for length in arguments.lengths:
+            measure(report, shape, length, arguments.selected)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

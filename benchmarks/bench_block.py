@@ -1,0 +1,185 @@
+"""Times a selection that blocks of queries share, on one CUDA device, and checks it beside each time.
+
+    python benchmarks/bench_block.py [--lengths 8192 32768 131072] [--blocks 32] [--chunk-mib 512]
+                                        [--k-max 4096]
+
+Per length and block b, with a window of 2 b: the scores of the L / b rows, their budget and top-k, the key lists
+of all queries, and all of it in one call, `select_block_lists`, from the host and as a CUDA graph. Then, up to
+32768 tokens, the loss of the warm-up: its target, of the 1.7B model's attention, and its value and gradients.
+"""
+
+import sys
+from typing import Any
+
+import harness
+import torch
+
+from gsa_kernels import adaptive_budget, causal_mask, select_top_k
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.indexer.triton_scores import score_inputs, score_tiles, write_scores
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.key_lists.triton_block_lists import block_key_lists
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
+from gsa_kernels.selection.op import new_outputs, score_rows, select_chunk
+from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
+
+HEADS, DIM = 4, 64
+K_BASE, K_MIN = 2048, 256
+ATTENTION_HEADS, KV_HEADS, HEAD_DIM = 16, 4, 128
+AIMS_MS = {32768: 0.25, 131072: 2.0}  # of a whole selection, b = 32
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[32])
+    parser.add_argument("--chunk-mib", type=int, nargs="+", default=[512])
+    parser.add_argument("--k-max", type=int, default=4096)
+    args = parser.parse_args()
+    report = harness.Report("bench_block", args)
+    for block in args.blocks:
+        for length in args.lengths:
+            for mib in args.chunk_mib:
+                measure(report, length, block, args.k_max, mib * 2**20)
+    for block in args.blocks:
+        for length in args.lengths:
+            if length <= 32768:
+                measure_loss(report, length, block)
+    return report.finish()
+
+
+def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_bytes: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(length)
+    blocks, window = -(-length // block), 2 * block
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).to(torch.bfloat16)
+
+    # The keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+    inputs = (draw(1, blocks, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, blocks, HEADS))
+
+    def select(ema: torch.Tensor) -> BlockSelection:
+        return select_block_lists(
+            *inputs,
+            ema,
+            k_base=K_BASE,
+            k_min=K_MIN,
+            k_max=k_max,
+            mode="inverse",
+            selection_block=block,
+            local_window=window,
+            row_chunk_bytes=chunk_bytes,
+        )
+
+    ema = select(torch.ones((), device="cuda")).variance.mean()
+    selection = select(ema)
+    scored = score_inputs(*inputs, query_stride=block)
+    chunks = list(row_chunks(1, blocks, score_tiles(scored).rows, chunk_bytes, block))
+    buffer, outputs = score_buffer(scored, chunks), new_outputs(scored)
+    views = [(rows, chunk_view(buffer, scored, rows)) for rows in chunks]
+
+    def scores_pass() -> None:
+        for rows, view in views:
+            write_scores(scored, rows.start, rows.stop, view)
+
+    def selection_pass() -> None:
+        # What the chunks before the last left in the buffer is overwritten, but scores all the same.
+        for rows, view in views:
+            select_chunk(view, rows, outputs, scored, ema, (K_BASE, K_MIN, min(k_max, length), "inverse"), 0)
+
+    options: dict[str, Any] = {
+        "length": length,
+        "selection_block": block,
+        "local_window": window,
+        "document_starts": None,
+    }
+    candidates = {
+        "scores": scores_pass,
+        "selection": selection_pass,
+        "lists": lambda: block_key_lists(selection.words, k_max=k_max, **options),
+        "all": lambda: select(ema),
+        "graph": harness.capture(lambda: select(ema)),
+    }
+    times = harness.measure(candidates)
+    report.row(
+        length=length,
+        block=block,
+        chunk_mib=chunk_bytes // 2**20,
+        **{f"{name}_ms": timed.ms for name, timed in times.items()},
+        k_max=k_max,
+        mean_k=selection.budget.float().mean().item(),
+    )
+    if block == 32 and length in AIMS_MS:
+        report.bar(f"selection of {length} tokens, ms", times["graph"].ms, at_most=AIMS_MS[length])
+    if not is_correct(inputs, selection, ema, block, k_max):
+        report.fail(f"selection of {length} tokens in blocks of {block}")
+
+
+def measure_loss(report: harness.Report, length: int, block: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(length)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).to(torch.bfloat16)
+
+    q, k = draw(1, length, ATTENTION_HEADS, HEAD_DIM), draw(1, length, KV_HEADS, HEAD_DIM)
+    _, lse = masked_attention(q, k, k, None)
+    blocks = -(-length // block)
+    leaves = [draw(1, blocks, HEADS, DIM), draw(1, length, DIM), draw(1, blocks, HEADS)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    rows = SampledRows(0, blocks)
+    target = block_sum_probs_rows(q, k, lse, rows, selection_block=block)
+
+    def loss() -> None:
+        def target_rows(chunk: SampledRows) -> torch.Tensor:
+            return target[:, chunk.start : chunk.start + chunk.count]
+
+        total = indexer_kl_loss(leaves[0], leaves[1], leaves[2], target_rows, selection_block=block)
+        assert isinstance(total, torch.Tensor)
+        torch.autograd.grad(total, leaves)
+
+    times = harness.measure(
+        {
+            "target": lambda: block_sum_probs_rows(q, k, lse, rows, selection_block=block),
+            "loss": loss,
+        }
+    )
+    report.row(length=length, block=block, target_ms=times["target"].ms, loss_ms=times["loss"].ms)
+
+
+def is_correct(
+    inputs: tuple[torch.Tensor, ...],
+    selection: BlockSelection,
+    ema: torch.Tensor,
+    block: int,
+    k_max: int,
+    sample: int = 32,
+) -> bool:
+    """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
+    blocks, length = inputs[0].shape[1], inputs[1].shape[1]
+    sample = min(sample, blocks)
+    for start in (0, (blocks - sample) // 2, blocks - sample):
+        rows = torch.arange(start, start + sample, device="cuda")
+        visible = causal_mask(length, query_positions=rows * block)
+        scores = score_rows(inputs[0], inputs[1], inputs[2], start, start + sample, selection_block=block)
+        scores = torch.where(visible, scores, 0)
+        budget = adaptive_budget(
+            selection.variance[:, rows],
+            ema,
+            visible.sum(-1),
+            k_base=K_BASE,
+            k_min=K_MIN,
+            k_max=k_max,
+            mode="inverse",
+        )
+        wanted = select_top_k(scores, visible, budget)
+        found = unpack_mask(selection.words[:, rows], length)
+        if not (torch.equal(budget.int(), selection.budget[:, rows]) and torch.equal(wanted, found)):
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

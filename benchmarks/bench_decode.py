@@ -1,0 +1,332 @@
+"""GSA decoding beside dense decoding: one token per sequence, each side in a CUDA graph, on one CUDA device.
+
+    python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--selected 2048]
+
+A graph runs the attention of several layers in a row, each with its own caches, so that nothing is found in the
+second-level cache; times are medians in microseconds per layer. Dense: the torch SDPA backends that take the
+case, and a split-key Triton kernel of the same structure as GSA's. GSA token: scores, selection and attention. GSA
+block: one selection for 32 tokens, so attention + (token - attention) / 32. bound_us: the bytes that must be read at
+the bandwidth that a device copy reaches. speedup: over the fastest dense one.
+Shapes: 32 query heads, 8 key-value heads of 128, 4 indexer heads of 64, bf16.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import harness
+import torch
+import triton
+import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gsa_kernels import decode_attention, select_top_k
+from gsa_kernels.decode.op import decode_attend, decode_step
+from gsa_kernels.decode.state import DecodeSelection, new_selection, new_workspace
+
+HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 4, 64
+BLOCK = 32
+CACHE_BYTES = 10e9
+"""Of all layers of a graph together."""
+MAX_LAYERS = 16
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Not MATH: it copies the cache several times over, and takes 50 times as long."""
+TOLERANCE = 1e-2
+PROMISED_LENGTH, PROMISED_KEYS = 131072, 2048
+PROMISES = {"GSA token": 5.0, "GSA block": 10.0}
+"""Times as fast as the fastest dense decoding."""
+
+Decode = Callable[["Layer"], torch.Tensor]
+
+
+@dataclass
+class Layer:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gate: torch.Tensor
+    q_idx: torch.Tensor
+    k_idx: torch.Tensor
+    weights: torch.Tensor
+    biases: dict[str, Any]
+    selection: DecodeSelection
+    out: torch.Tensor
+
+
+def make_layer(batch: int, length: int, k_max: int) -> Layer:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    return Layer(
+        q=draw(batch, HEADS, HEAD_SIZE),
+        k=draw(batch, length, KV_HEADS, HEAD_SIZE),
+        v=draw(batch, length, KV_HEADS, HEAD_SIZE),
+        gate=draw(batch, HEADS, HEAD_SIZE),
+        q_idx=draw(batch, INDEXER_HEADS, INDEXER_SIZE),
+        k_idx=draw(batch, length, INDEXER_SIZE),
+        weights=draw(batch, INDEXER_HEADS),
+        biases={"score_bias": draw(INDEXER_HEADS), "weight_bias": draw(INDEXER_HEADS)},
+        selection=new_selection(batch, k_max, device="cuda"),
+        out=torch.empty(batch, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16),
+    )
+
+
+def sdpa(backend: SDPBackend, layer: Layer) -> torch.Tensor:
+    q, k, v = layer.q[:, :, None], layer.k.transpose(1, 2), layer.v.transpose(1, 2)
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, :, 0]
+
+
+@triton.jit
+def _dense_part_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    partial_ptr,
+    stats_ptr,
+    length,
+    scale_log2,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One part of the keys of one key-value head: all tensors contiguous, length a multiple of SPLITS * KEYS."""
+    split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    rows, dims = tl.arange(0, 16), tl.arange(0, D)
+    head_slot = batch * heads + head
+    row_ok = (rows < GROUP)[:, None]
+    q = tl.load(q_ptr + (head_slot * GROUP + rows[:, None]) * D + dims[None, :], mask=row_ok, other=0.0)
+    first = (batch * length + split * (length // SPLITS)) * heads + head
+    offsets = tl.arange(0, KEYS)[:, None] * (heads * D) + dims[None, :]
+    maximum = tl.full([16], -1.0e20, tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, D], tl.float32)
+    k_ptrs = k_ptr + first * D + offsets
+    v_ptrs = v_ptr + first * D + offsets
+    for _ in range(0, length // SPLITS, KEYS):
+        logits = tl.dot(q, tl.trans(tl.load(k_ptrs)))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
+        probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(probs, 1)
+        acc = tl.dot(probs.to(tl.bfloat16), tl.load(v_ptrs), acc * rescale[:, None])
+        maximum = new_maximum
+        k_ptrs += KEYS * heads * D
+        v_ptrs += KEYS * heads * D
+    slot = (head_slot * GROUP + rows) * SPLITS + split
+    tl.store(partial_ptr + slot[:, None] * D + dims[None, :], acc / total[:, None], mask=row_ok)
+    tl.store(stats_ptr + slot, maximum + tl.log2(total), mask=rows < GROUP)
+
+
+@triton.jit
+def _dense_join_kernel(partial_ptr, stats_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+    head = tl.program_id(0)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, D)
+    lse = tl.load(stats_ptr + head * SPLITS + splits)
+    shares = tl.exp2(lse - tl.max(lse))
+    parts = tl.load(partial_ptr + (head * SPLITS + splits[:, None]) * D + dims[None, :])
+    out = tl.sum(parts * shares[:, None], 0) / tl.sum(shares)
+    tl.store(out_ptr + head * D + dims, out.to(out_ptr.dtype.element_ty))
+
+
+def dense_decode(layer: Layer, partial_out: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    """The dense counterpart, without gate. partial_out fp32 [B, H, splits, D], stats fp32 [B, H, splits]."""
+    batch, length = layer.k.shape[:2]
+    splits = partial_out.shape[2]
+    _dense_part_kernel[(splits, KV_HEADS, batch)](
+        layer.q,
+        layer.k,
+        layer.v,
+        partial_out,
+        stats,
+        length,
+        HEAD_SIZE**-0.5 * 1.4426950408889634,
+        GROUP=HEADS // KV_HEADS,
+        D=HEAD_SIZE,
+        KEYS=64,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=3,
+    )
+    _dense_join_kernel[(batch * HEADS,)](partial_out, stats, layer.out, D=HEAD_SIZE, SPLITS=splits)
+    return layer.out
+
+
+class Gsa:
+    """Decoding steps of GSA, all with one workspace."""
+
+    def __init__(self, batch: int, length: int, selected: int) -> None:
+        self.selected = selected
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        self.ema = torch.zeros((), device="cuda")
+        self.workspace = new_workspace(
+            batch, length, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, device="cuda"
+        )
+
+    def step(self, x: Layer) -> torch.Tensor:
+        k = self.selected
+        return decode_step(
+            x.q,
+            x.k,
+            x.v,
+            x.q_idx,
+            x.k_idx,
+            x.weights,
+            self.lengths,
+            self.ema,
+            x.selection,
+            self.workspace,
+            **x.biases,
+            k_base=k,
+            k_min=min(256, k),
+            k_max=k,
+            mode="inverse",
+            output_gate_logits=x.gate,
+            out=x.out,
+        )
+
+    def attend(self, x: Layer) -> torch.Tensor:
+        """To what `step` selected."""
+        return decode_attend(
+            x.q,
+            x.k,
+            x.v,
+            self.lengths,
+            x.selection,
+            self.workspace,
+            local_window=BLOCK,
+            output_gate_logits=x.gate,
+            out=x.out,
+        )
+
+
+def check_step(report: harness.Report, gsa: Gsa, layer: Layer) -> None:
+    """Of the first sequence: exact selection given the kernel's scores, and the output in fp64."""
+    output = gsa.step(layer)
+    length, k = layer.k.shape[1], gsa.selected
+    every = torch.ones(1, 1, length, dtype=torch.bool, device="cuda")
+    budget = torch.full((1, 1), k, device="cuda")
+    chosen = select_top_k(gsa.workspace.scores[:1, None, :length], every, budget)[0, 0]
+    if not torch.equal(chosen.nonzero()[:, 0].int(), layer.selection.indices[0, :k]):
+        report.fail(f"batch {len(layer.q)}: the selection is not the top {k} of its scores")
+    wanted = decode_attention(
+        layer.q[:1].double(),
+        layer.k[:1, chosen].double(),
+        layer.v[:1, chosen].double(),
+        torch.full((1,), k, device="cuda"),
+        torch.ones(1, k, dtype=torch.bool, device="cuda"),
+        output_gate_logits=layer.gate[:1].double(),
+    )
+    check_output(report, f"batch {len(layer.q)}, GSA", output, wanted)
+
+
+def check_output(report: harness.Report, what: str, output: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = harness.relative_error(output[:1], wanted)
+    if not error < TOLERANCE:
+        report.fail(f"{what}: relative error {error:.1e}")
+
+
+def dense_decoders(batch: int, layer: Layer) -> dict[str, Decode]:
+    """Those that take the case; says which do not."""
+    found: dict[str, Decode] = {}
+    for splits in (16, 64) if batch == 1 else (4, 16):
+        partial_out = torch.empty(batch, HEADS, splits, HEAD_SIZE, device="cuda")
+        stats = torch.empty(batch, HEADS, splits, device="cuda")
+        found[f"Triton x{splits}"] = partial(dense_decode, partial_out=partial_out, stats=stats)
+    for backend in BACKENDS:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a line for each backend that was not asked for
+                sdpa(backend, layer)
+        except RuntimeError as refusal:
+            print(f"batch {batch}, SDPA {backend.name}: {str(refusal).splitlines()[0]}")
+            continue
+        found[f"SDPA {backend.name}"] = partial(sdpa, backend)
+    return found
+
+
+def check_dense(report: harness.Report, decoders: dict[str, Decode], layer: Layer) -> None:
+    length = layer.k.shape[1]
+    wanted = decode_attention(
+        layer.q[:1].float(),
+        layer.k[:1].float(),
+        layer.v[:1].float(),
+        torch.full((1,), length, device="cuda"),
+        torch.ones(1, length, dtype=torch.bool, device="cuda"),
+    )
+    for name, decode in decoders.items():
+        check_output(report, f"batch {len(layer.q)}, {name}", decode(layer), wanted)
+
+
+def bandwidth() -> float:
+    """Bytes per microsecond of a device copy, read and written."""
+    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    ms = harness.measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"].ms
+    return 2 * source.nbytes / (ms * 1e3)
+
+
+def measure(report: harness.Report, batch: int, length: int, selected: int, bytes_per_us: float) -> None:
+    per_layer = batch * length * 2 * (2 * KV_HEADS * HEAD_SIZE + INDEXER_SIZE)
+    count = max(2, min(MAX_LAYERS, int(CACHE_BYTES / per_layer)))
+    layers = [make_layer(batch, length, selected) for _ in range(count)]
+    gsa, dense = Gsa(batch, length, selected), dense_decoders(batch, layers[0])
+    check_step(report, gsa, layers[0])
+    check_dense(report, dense, layers[0])
+
+    def one_after_the_other(decode: Decode) -> None:
+        for layer in layers:
+            decode(layer)
+
+    decoders = {"GSA token": gsa.step, "GSA attention": gsa.attend, **dense}
+    graphs = {name: harness.capture(partial(one_after_the_other, each)) for name, each in decoders.items()}
+    times = harness.measure(graphs, flush_l2=False)
+    us = {name: timing.ms * 1e3 / count for name, timing in times.items()}
+    us["GSA block"] = us["GSA attention"] + (us["GSA token"] - us["GSA attention"]) / BLOCK
+
+    token_bytes = 4 * KV_HEADS * HEAD_SIZE
+    attended, indexed = batch * selected * token_bytes, batch * length * 2 * INDEXER_SIZE
+    read: dict[str, float] = dict.fromkeys(dense, batch * length * token_bytes)
+    read |= {"GSA token": indexed + attended, "GSA attention": attended}
+    read["GSA block"] = attended + indexed / BLOCK
+    fastest = min(us[name] for name in dense)
+    for name in read:
+        report.row(
+            batch=batch,
+            length=length,
+            selected=selected,
+            layers=count,
+            decoding=name,
+            us=us[name],
+            bound_us=read[name] / bytes_per_us,
+            speedup=fastest / us[name],
+        )
+    if (length, selected) == (PROMISED_LENGTH, PROMISED_KEYS):
+        for name, factor in PROMISES.items():
+            what = f"fastest dense decoding / {name}, batch {batch} at {length}"
+            report.bar(what, fastest / us[name], at_least=factor)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--length", type=int, default=PROMISED_LENGTH, help="tokens; a multiple of 4096")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--selected", type=int, default=PROMISED_KEYS, help="k")
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+    report = harness.Report("bench_decode", arguments)
+    bytes_per_us = bandwidth()
+    print(f"a copy moves {bytes_per_us / 1e6:.2f} TB/s")
+    for batch in arguments.batches:
+        measure(report, batch, arguments.length, arguments.selected, bytes_per_us)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

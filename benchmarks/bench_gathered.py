@@ -1,0 +1,136 @@
+"""Times attention over key lists, forward and backward, on one CUDA device.
+
+    python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 4 8]
+
+Lists are made up: k = 2048 keys per query, and together r * 2048 per tile of 32 queries. Block: one selection for
+32 queries and a window of 64 keys, almost all of it without words. TFLOP/s count what is executed: every query of
+a tile times every key in its list, 2 products forward and 5 backward. walk_ms, add_ms and turn_ms are the parts of
+the backward pass: the walk over the lists, the sums per key of what it leaves, and the lists turned round for them.
+
+At CHECKED_LENGTH output and gradients are compared with torch in fp64 first.
+"""
+
+import sys
+
+import cases
+import harness
+import torch
+from cases import AttentionInputs, Shape
+from lists_for_bench import block_lists, random_lists
+from torch.profiler import ProfilerActivity, profile
+
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.reference import sparse_attention
+from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
+
+CHECKED_LENGTH = 2048
+TOLERANCE = 1e-2
+BLOCK, WINDOW = 32, 64
+
+FORWARD_PROMISES = {("token", 4, 131072): 24.6, ("block", 1, 131072): 6.8}
+BACKWARD_PROMISES = {("token", 4, 131072): 100.0, ("block", 1, 131072): 40.0}
+"""selection, r, length: ms at most, for the 1.7B shape."""
+
+PARTS = {
+    "walk_ms": ("_backward_kernel",),
+    "add_ms": ("_add_kernel",),
+    "turn_ms": ("_mark_kernel", "_count_kernel", "_place_kernel"),
+}
+"""Column -> the kernels that it counts."""
+
+
+def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE) -> KeyLists:
+    if selection == "block":
+        return block_lists(1, length, k, BLOCK, WINDOW, "cuda", 0)
+    return random_lists(1, length, k, ratio, "cuda", 0)
+
+
+def attend(x: AttentionInputs, lists: KeyLists) -> torch.Tensor:
+    return gathered_attention(x.q, x.k, x.v, lists, output_gate_logits=x.output_gate)[0]
+
+
+def check(report: harness.Report, shape: Shape, selection: str) -> None:
+    lists = make_lists(selection, CHECKED_LENGTH, 4, 256)
+    x = cases.attention_inputs(shape, 1, CHECKED_LENGTH)
+    leaves = [x.q, x.k, x.v, x.output_gate]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    q, k, v, gate = exact
+    wanted = sparse_attention(q, k, v, mask_from_key_lists(lists)).out * gate.sigmoid()
+    wanted_grads = torch.autograd.grad(wanted, exact, x.grad.double())
+    out = attend(x, lists)
+    grads = torch.autograd.grad(out, leaves, x.grad)
+    for name, value, want in zip(
+        ("out", "q", "k", "v", "gate"), (out, *grads), (wanted, *wanted_grads), strict=True
+    ):
+        error = harness.relative_error(value, want)
+        if not error < TOLERANCE:
+            report.fail(f"{shape.name} {selection}, {name}: relative error {error:.1e}")
+
+
+def time_parts(run: harness.Run) -> dict[str, float]:
+    """ms in the kernels of each of PARTS."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    spent = {event.key: event.self_device_time_total / 1e3 for event in recorded.key_averages()}
+    return {column: sum(spent.get(name, 0.0) for name in names) for column, names in PARTS.items()}
+
+
+def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: int) -> None:
+    lists = make_lists(selection, length, ratio)
+    x = cases.attention_inputs(shape, 1, length)
+    leaves = [x.q, x.k, x.v, x.output_gate]
+    kept = attend(x, lists)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return attend(x, lists)
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(kept, leaves, x.grad, retain_graph=True)
+
+    times = harness.measure({"forward": forward, "backward": backward})
+    peak, _ = harness.peak_bytes(backward)
+    entries = int(lists.counts.sum())
+    product = 2 * entries * lists.queries * shape.heads * cases.HEAD_SIZE
+    report.row(
+        shape=shape.name,
+        selection=selection,
+        length=length,
+        r=ratio,
+        entries=entries,
+        forward_ms=times["forward"].ms,
+        forward_tflops=2 * product / times["forward"].ms / 1e9,
+        backward_ms=times["backward"].ms,
+        backward_tflops=5 * product / times["backward"].ms / 1e9,
+        **time_parts(backward),
+        backward_peak_gib=peak / 2**30,
+    )
+    case = (selection, ratio, length)
+    if shape.name == "1.7B" and case in FORWARD_PROMISES:
+        what = f"{selection}, r = {ratio}, {length}"
+        report.bar(f"{what}: forward ms", times["forward"].ms, at_most=FORWARD_PROMISES[case])
+        report.bar(f"{what}: backward ms", times["backward"].ms, at_most=BACKWARD_PROMISES[case])
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--shapes", nargs="+", choices=list(cases.SHAPES), default=list(cases.SHAPES))
+    parser.add_argument("--ratios", type=int, nargs="+", default=[1, 4, 8])
+    args = parser.parse_args()
+    harness.require_cuda()
+    report = harness.Report("bench_gathered", args)
+    for name in args.shapes:
+        for selection in ("token", "block"):
+            check(report, cases.SHAPES[name], selection)
+    for name in args.shapes:
+        for length in args.lengths:
+            for ratio in args.ratios:
+                run(report, cases.SHAPES[name], "token", length, ratio)
+            run(report, cases.SHAPES[name], "block", length, 1)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Times the indexer KL over key lists, value and all gradients, on one CUDA device.
+
+    python benchmarks/bench_gathered_kl.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 4 8]
+
+target_ms: head-summed attention probabilities of all entries. both_ms: these, the loss and its gradients, chunk by
+chunk as training takes them. quarter_ms: the same of a quarter of the tiles (row_fraction = 1 / 4).
+Block: one selection for 32 queries, a window of 64 keys.
+
+At CHECKED_LENGTH target, value and gradients are compared with torch in fp64 first.
+"""
+
+import sys
+from functools import partial
+
+import cases
+import harness
+import torch
+from cases import IndexerInputs, Shape
+from lists_for_bench import block_lists, random_lists
+
+from gsa_kernels import indexer_kl, indexer_scores, renormalise_target, sum_over_blocks
+from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
+
+CHECKED_LENGTH = 2048
+TOLERANCE = 1e-2
+BLOCK, WINDOW = 32, 64
+
+PROMISES = {("token", 4, 131072): 60.0, ("block", 1, 131072): 15.0}
+"""selection, r, length: ms of both stages at most, for the 1.7B shape."""
+
+
+class Attention:
+    """Queries, keys and a log-sum-exp that makes each row's probabilities sum to about 1 per head."""
+
+    def __init__(self, shape: Shape, length: int, selected: int) -> None:
+        self.q = cases.normal(1, length, shape.heads, cases.HEAD_SIZE)
+        self.k = cases.normal(1, length, shape.kv_heads, cases.HEAD_SIZE)
+        keys = torch.arange(1, length + 1, device="cuda").clamp(max=selected)
+        self.lse = (keys.log() + 0.5).float().expand(1, shape.heads, length).contiguous()
+
+    def target(self, lists: KeyLists, block: int, tiles: torch.Tensor) -> torch.Tensor:
+        return head_sum_probs_lists(self.q, self.k, self.lse, lists, tiles, selection_block=block)
+
+
+def loss_of(
+    x: IndexerInputs, lists: KeyLists, block: int, target_tiles: object, row_fraction: float = 1.0
+) -> tuple[torch.Tensor, ...]:
+    """The loss and its gradients."""
+    loss = gathered_indexer_kl_loss(
+        x.q_idx,
+        x.k_idx,
+        x.weight_logits,
+        target_tiles,  # type: ignore[arg-type]
+        lists,
+        selection_block=block,
+        row_fraction=row_fraction,
+        seed=0,
+        **x.biases,
+    )
+    assert isinstance(loss, torch.Tensor)
+    return loss, *torch.autograd.grad(loss, x.leaves)
+
+
+def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE) -> KeyLists:
+    if selection == "block":
+        return block_lists(1, length, k, BLOCK, WINDOW, "cuda", 0)
+    return random_lists(1, length, k, ratio, "cuda", 0)
+
+
+def check(report: harness.Report, shape: Shape, selection: str) -> None:
+    length, block = CHECKED_LENGTH, BLOCK if selection == "block" else 1
+    lists = make_lists(selection, length, 4, 256)
+    attention, x = Attention(shape, length, 256), cases.indexer_inputs(1, length, block=block)
+    loss, *gradients = loss_of(x, lists, block, partial(attention.target, lists, block))
+
+    mask = mask_from_key_lists(lists)
+    target = torch.zeros(1, length, length, device="cuda", dtype=torch.float64)
+    for head in range(shape.heads):
+        keys = attention.k[0, :, head * shape.kv_heads // shape.heads].double()
+        logits = attention.q[0, :, head].double() @ keys.T * cases.HEAD_SIZE**-0.5
+        target[0] += torch.where(mask[0], (logits - attention.lse[0, head, :, None].double()).exp(), 0)
+    support = mask[:, ::block]
+    leaves = [leaf.detach().double().requires_grad_() for leaf in x.leaves]
+    scores = indexer_scores(*leaves[:3], score_bias=leaves[3], weight_bias=leaves[4])
+    wanted = indexer_kl(scores, renormalise_target(sum_over_blocks(target, block), support), support).sum()
+    for name, value, want in zip(
+        ("loss", "q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias"),
+        (loss, *gradients),
+        (wanted, *torch.autograd.grad(wanted, leaves)),
+        strict=True,
+    ):
+        error = harness.relative_error(value, want)
+        if not error < TOLERANCE:
+            report.fail(f"{shape.name} {selection}, {name}: relative error {error:.1e}")
+
+
+def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: int) -> None:
+    block = BLOCK if selection == "block" else 1
+    lists = make_lists(selection, length, ratio)
+    attention, x = Attention(shape, length, cases.K_BASE), cases.indexer_inputs(1, length, block=block)
+    target = partial(attention.target, lists, block)
+    units = -(-length // max(block, lists.queries))
+    chunk = 128 if block == 1 else 1024  # the target of all tiles would be gigabytes
+
+    def all_targets() -> None:
+        for tiles in torch.arange(units, device="cuda", dtype=torch.int32).split(chunk):
+            target(tiles)
+
+    times = harness.measure(
+        {
+            "target": all_targets,
+            "both": lambda: loss_of(x, lists, block, target),
+            "quarter": lambda: loss_of(x, lists, block, target, 0.25),
+        }
+    )
+    peak, _ = harness.peak_bytes(lambda: loss_of(x, lists, block, target))
+    report.row(
+        shape=shape.name,
+        selection=selection,
+        length=length,
+        r=ratio,
+        entries=int(lists.counts.sum()),
+        target_ms=times["target"].ms,
+        both_ms=times["both"].ms,
+        quarter_ms=times["quarter"].ms,
+        peak_gib=peak / 2**30,
+    )
+    limit = PROMISES.get((selection, ratio, length))
+    if limit is not None and shape.name == "1.7B":
+        report.bar(f"{selection}, r = {ratio}, {length}: ms", times["both"].ms, at_most=limit)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--shapes", nargs="+", choices=list(cases.SHAPES), default=list(cases.SHAPES))
+    parser.add_argument("--ratios", type=int, nargs="+", default=[1, 4, 8])
+    args = parser.parse_args()
+    harness.require_cuda()
+    report = harness.Report("bench_gathered_kl", args)
+    for name in args.shapes:
+        for selection in ("token", "block"):
+            check(report, cases.SHAPES[name], selection)
+    for name in args.shapes:
+        for length in args.lengths:
+            for ratio in args.ratios:
+                run(report, cases.SHAPES[name], "token", length, ratio)
+            run(report, cases.SHAPES[name], "block", length, 1)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""The whole GSA attention operation beside dense attention, on one CUDA device: what a layer pays in training.
+
+    python benchmarks/bench_gsa.py [--lengths 4096 8192] [--batches 1 4] [--shapes 1.7B 7B]
+
+GSA: G2, scores, variance, budget and top-k, attention over the selected keys with G1, and the sparse phase's
+indexer loss with its gradients; projections are left out on both sides. Dense: torch SDPA on cuDNN. Medians, in ms.
+
+`kl` is the loss by itself; in `both` it is part of attention's backward pass, where training does the same.
+
+Each row comes twice. `graph`: both sides as CUDA graphs, what the device does. `eager`: with the launches, which
+at batch 1 take longer than the kernels; a model's other work does not wait for them, so they overlap in training.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import cases
+import harness
+import torch
+from cases import AttentionInputs, IndexerInputs, Shape
+
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.fused.gates.op import fused_sigmoid_gate
+from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.selection.op import Selection, select_keys
+
+CHECKED_LENGTH = 512
+TOLERANCE = 1e-2
+MOST_PAIRS = 4 * 8192**2
+"""B L^2 up to which a shape is timed: dense attention of more takes long, and bench_long.py has it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """GSA of one layer, step by step, for random inputs."""
+
+    inputs: AttentionInputs
+    indexer: IndexerInputs
+    ema: torch.Tensor
+    budget: tuple[int, int, int]
+    """k_base, k_min and k_max"""
+
+    @torch.no_grad()
+    def select(self, with_kl: bool = False) -> Selection:
+        k_base, k_min, k_max = self.budget
+        return select_keys(
+            self.indexer.q_idx,
+            self.indexer.k_idx,
+            self.indexer.weight_logits,
+            self.ema,
+            **self.indexer.biases,
+            k_base=k_base,
+            k_min=k_min,
+            k_max=k_max,
+            mode="inverse",
+            inverse_temperature=1.0 if with_kl else None,
+        )
+
+    def attend(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.inputs
+        v = fused_sigmoid_gate(x.v, x.value_gate)
+        return masked_attention(x.q, x.k, v, words, output_gate_logits=x.output_gate)
+
+    def kl_backward(self, selection: Selection, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, words = self.inputs.q.detach(), self.inputs.k.detach(), selection.words
+        loss = indexer_kl_loss(
+            self.indexer.q_idx,
+            self.indexer.k_idx,
+            self.indexer.weight_logits,
+            lambda rows: head_sum_probs_rows(q, k, lse, words, rows, dtype=torch.float16, fill=False),
+            **self.indexer.biases,
+            words=words,
+            target_sum=float(q.shape[2]),
+            log_sum=selection.log_sum,
+        )
+        assert isinstance(loss, torch.Tensor)
+        return torch.autograd.grad(loss, self.indexer.leaves)
+
+    def distil(self, selection: Selection) -> torch.Tensor:
+        """As `attend`, with the indexer's loss in the backward pass."""
+        x, indexer = self.inputs, self.indexer
+        v = fused_sigmoid_gate(x.v, x.value_gate)
+        return attention_with_indexer_loss(
+            x.q,
+            x.k,
+            v,
+            selection.words,
+            indexer.q_idx,
+            indexer.k_idx,
+            indexer.weight_logits,
+            loss_scale=1.0,
+            **indexer.biases,
+            log_sum=selection.log_sum,
+            output_gate_logits=x.output_gate,
+        )[0]
+
+    def forward(self) -> torch.Tensor:
+        return self.attend(self.select().words)[0]
+
+    def both(self, with_kl: bool, behind: bool | None = None) -> tuple[torch.Tensor, ...]:
+        """Output and gradients of q, k, v and the gates; with the loss also those of the indexer.
+
+        Args:
+            behind: the loss in attention's backward pass, or by itself; as training chooses if None
+        """
+        selection = self.select(with_kl)
+        if with_kl and (can_fuse_indexer_loss(self.inputs.q, self.inputs.k) if behind is None else behind):
+            out = self.distil(selection)
+            return out, *torch.autograd.grad(
+                out, (*self.inputs.leaves, *self.indexer.leaves), self.inputs.grad
+            )
+        out, lse = self.attend(selection.words)
+        indexer_grads = self.kl_backward(selection, lse) if with_kl else ()
+        return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad), *indexer_grads
+
+
+def operation(shape: Shape, batch: int, length: int, k_base: int, k_min: int, k_max: int) -> Operation:
+    """With the moving average that a trained layer would have: the mean variance of its own scores."""
+    inputs, indexer = cases.attention_inputs(shape, batch, length), cases.indexer_inputs(batch, length)
+    budget = (k_base, k_min, k_max)
+    first = Operation(inputs, indexer, torch.ones((), device=cases.DEVICE), budget).select()
+    return Operation(inputs, indexer, first.variance.mean(), budget)
+
+
+def check(report: harness.Report, shape: Shape) -> None:
+    """With a budget of all keys GSA is dense attention of gated values, gated."""
+    length = CHECKED_LENGTH
+    gsa = operation(shape, 2, length, length, length, length)
+    wanted = cases.gated_dense(gsa.inputs)
+    worst = max(map(harness.relative_error, gsa.both(with_kl=False), wanted))
+    report.row(check="GSA of all keys = dense", shape=shape.name, length=length, relative_error=worst)
+    if not worst < TOLERANCE:
+        report.fail(f"GSA of all keys differs from dense attention by {worst:.1e}, {shape.name}")
+    if can_fuse_indexer_loss(gsa.inputs.q, gsa.inputs.k):
+        gsa = operation(shape, 2, length, length // 2, 1, length)
+        apart = gsa.both(with_kl=True, behind=False)
+        worst = max(map(harness.relative_error, gsa.both(with_kl=True, behind=True), apart))
+        report.row(
+            check="loss behind attention = by itself", shape=shape.name, length=length, relative_error=worst
+        )
+        if not worst < TOLERANCE:
+            report.fail(f"the loss behind attention differs from that by itself by {worst:.1e}, {shape.name}")
+
+
+def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> None:
+    gsa = operation(shape, batch, length, cases.K_BASE, cases.K_MIN, cases.K_MAX)
+    harness.require_finite(f"GSA {shape.name}, {batch} x {length}", gsa.both(with_kl=True))
+    dense = cases.cudnn(gsa.inputs)
+    selection = gsa.select(with_kl=True)
+    lse = gsa.attend(selection.words)[1]  # the output goes, and with it its graph: see `capture`
+    candidates: dict[str, harness.Run] = {
+        "dense_forward": dense.forward,
+        "dense_both": dense.both,
+        "select": gsa.select,
+        "forward": gsa.forward,
+        "both_without_kl": partial(gsa.both, with_kl=False),
+        "kl": partial(gsa.kl_backward, selection, lse),
+        "both": partial(gsa.both, with_kl=True),
+    }
+    modes = {
+        "eager": candidates,
+        "graph": {name: harness.capture(run) for name, run in candidates.items()},
+    }
+    for mode, runs in modes.items():
+        ms = {name: timing.ms for name, timing in harness.measure(runs).items()}
+        ratio = ms["both"] / ms["dense_both"]
+        report.row(
+            shape=shape.name,
+            batch=batch,
+            length=length,
+            mode=mode,
+            **{f"{name}_ms": value for name, value in ms.items()},
+            ratio=ratio,
+            mean_selected=selection.budget.float().mean().item(),
+        )
+        if mode == "graph" and length == 4096 and shape.name == "1.7B":
+            report.bar(f"GSA / cuDNN, {shape.name}, {batch} x {length}, in graphs", ratio, at_most=2.0)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+
+    report = harness.Report("bench_gsa", arguments)
+    shapes = [cases.SHAPES[name] for name in arguments.shapes]
+    for shape in shapes:
+        check(report, shape)
+    for shape in shapes:
+        for batch in arguments.batches:
+            for length in arguments.lengths:
+                if batch * length**2 <= MOST_PAIRS:
+                    measure(report, shape, batch, length)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

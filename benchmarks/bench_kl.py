@@ -1,0 +1,219 @@
+"""Times the indexer KL, value and all gradients, on one CUDA device, and checks both before.
+
+    python benchmarks/bench_kl.py [--lengths 4096 16384] [--support sparse]
+    python benchmarks/bench_kl.py --lengths 4096 --blocks 64,64,4,32,4,256,2,2 --blocks 128,...
+
+The target stands ready in memory: the kernel that makes it belongs to the attention. Support `sparse`: each visible
+key with probability 2048 / L. total_ms: value and gradients. graph_ms: the same as a CUDA graph, without the host's
+share, which shows while a launch takes longer than a kernel. value_only_ms: without gradients. stats_ms, gradients_ms
+and reduce_ms: the kernels for the last last_chunk_rows rows. floor_ms: the products and the special functions of an
+H200, one after the other.
+
+Up to `--check-up-to` tokens value and gradients are compared with torch in fp64: relative errors.
+"""
+
+import argparse
+import sys
+from dataclasses import astuple, dataclass
+from itertools import product
+from typing import Any
+
+import harness
+import torch
+
+from gsa_kernels import indexer_kl, indexer_scores, renormalise_target
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.triton_launch import (
+    Blocks,
+    Inputs,
+    choose_blocks,
+    chunk_launches,
+    new_outputs,
+    score_kind,
+)
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.sampling import SampledRows
+
+TOLERANCE = 5e-3
+TIGHTER = {"value": 1e-4, "inverse_temperature": 1e-3}
+
+# Two limits of an H200: bf16 products as measured there, and special functions (16 per clock and SM).
+FLOP_PER_SECOND = 798e12
+MUFU_PER_SECOND = 132 * 16 * 1.755e9
+
+
+@dataclass(frozen=True)
+class Case:
+    leaves: dict[str, Any]
+    """Arguments of the loss, with gradients, in the order of `Inputs`."""
+    inputs: Inputs
+    """The same for the kernels."""
+    target: torch.Tensor
+    """fp32 [1, L, L]"""
+    blocks: Blocks
+    labels: dict[str, harness.Cell]
+    """First columns of its rows."""
+
+    def loss(self) -> torch.Tensor:
+        loss = indexer_kl_loss(
+            **self.leaves,
+            target_rows=lambda rows: self.target[:, rows.start : rows.start + rows.count],
+            words=self.inputs.words,
+            blocks=self.blocks,
+        )
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+
+def make_case(args: argparse.Namespace, length: int, support: str, blocks: Blocks | None) -> Case:
+    """`blocks`: those of `choose_blocks` if None"""
+    leaves = make_leaves(length, args.heads, args.dim, getattr(torch, args.dtype))
+    q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (leaf.detach() for leaf in leaves.values())
+    words = make_words(length, 2048 / length) if support == "sparse" else None
+    kind = score_kind(q_idx.dtype, "sigmoid", beta.device)
+    inputs = Inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta.reshape(1), words, None, kind)
+    chosen = blocks or choose_blocks(inputs)
+    shown = ",".join(str(int(value)) for value in astuple(chosen))  # as --blocks takes them
+    labels = {"length": length, "support": support, "dtype": args.dtype, "blocks": shown}
+    return Case(leaves, inputs, make_target(length), chosen, labels)
+
+
+def make_leaves(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    rng = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, device="cuda").to(dtype).requires_grad_()
+
+    return {
+        "q_idx": normal(1, length, heads, dim),
+        "k_idx": normal(1, length, dim),
+        "weight_logits": normal(1, length, heads),
+        "score_bias": normal(heads, dtype=torch.float32),
+        "weight_bias": normal(heads, dtype=torch.float32),
+        "inverse_temperature": torch.tensor(2.0, device="cuda", requires_grad=True),
+    }
+
+
+def make_target(length: int) -> torch.Tensor:
+    """fp32 [1, L, L]: what 16 heads of a peaked softmax sum up to; NaN where no query sees the key."""
+    rng = torch.Generator("cuda").manual_seed(1)
+    target = torch.empty(1, length, length, device="cuda")
+    keys = torch.arange(length, device="cuda")
+    for rows in keys.split(1024):  # the logits of all rows would be large
+        hidden = keys > rows[:, None]
+        logits = 2 * torch.randn(len(rows), length, device="cuda", generator=rng)
+        probabilities = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+        target[0, rows] = (16 * probabilities).masked_fill(hidden, float("nan"))
+    return target
+
+
+def make_words(length: int, share: float) -> torch.Tensor:
+    """int32 [1, L, ceil(L / 32)]: each visible key with probability `share`, and always the query's own."""
+    rng = torch.Generator("cuda").manual_seed(2)
+    keys = torch.arange(length, device="cuda")
+    parts = []
+    for rows in keys.split(1024):  # the mask of all rows would be large
+        chosen = torch.rand(1, len(rows), length, device="cuda", generator=rng) < share
+        parts.append(pack_mask((chosen | (keys == rows[:, None])) & (keys <= rows[:, None])))
+    return torch.cat(parts, 1)
+
+
+def exact_results(case: Case) -> dict[str, torch.Tensor]:
+    """Value and gradients by torch in fp64, chunk of rows by chunk of rows."""
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in case.leaves.items()}
+    length, words = case.target.shape[1], case.inputs.words
+    keys = torch.arange(length, device="cuda")
+    value = torch.zeros((), device="cuda", dtype=torch.float64)
+    gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    for start in range(0, length, 512):
+        rows = slice(start, start + 512)
+        support = (keys <= keys[rows, None])[None]
+        if words is not None:
+            support = support & unpack_mask(words[:, rows], length)
+        scores = indexer_scores(
+            leaves["q_idx"][:, rows],
+            leaves["k_idx"],
+            leaves["weight_logits"][:, rows],
+            score_bias=leaves["score_bias"],
+            weight_bias=leaves["weight_bias"],
+        )
+        target = renormalise_target(case.target[:, rows].double(), support)
+        loss = indexer_kl(scores, target, support, leaves["inverse_temperature"]).sum()
+        value += loss.detach()
+        for total, part in zip(gradients, torch.autograd.grad(loss, list(leaves.values())), strict=True):
+            total += part
+    return {"value": value, **dict(zip(leaves, gradients, strict=True))}
+
+
+def check(report: harness.Report, case: Case) -> None:
+    loss = case.loss()
+    results = (loss, *torch.autograd.grad(loss, list(case.leaves.values())))
+    wanted = exact_results(case)
+    errors = dict(zip(wanted, map(harness.relative_error, results, wanted.values()), strict=True))
+    report.row(**case.labels, **{f"{name}_error": error for name, error in errors.items()})
+    for name, error in errors.items():
+        limit = TIGHTER.get(name, TOLERANCE)
+        if not error < limit:
+            about = ", ".join(map(str, case.labels.values()))
+            report.fail(f"{name} at {about}: relative error {error:.1e}, at most {limit:g}")
+
+
+def measure(report: harness.Report, case: Case) -> None:
+    outputs = new_outputs(case.inputs, with_gradients=True, sampled=False, one_chunk=False)
+    length = case.target.shape[1]
+    chunk = min(length, 256 * 2**20 // (4 * length))
+    rows = SampledRows(length - chunk, chunk)
+    launches = chunk_launches(case.inputs, outputs, case.target[:, None, rows.start :], rows, case.blocks)
+    candidates: dict[str, harness.Run] = {
+        "total": case.loss,
+        "graph": harness.capture(case.loss),
+        "value_only": torch.no_grad()(case.loss),
+        **launches,  # in their order: each reads what those before it left
+    }
+    times = harness.measure(candidates)
+    _, _, heads, dim = case.inputs.q_idx.shape
+    pairs = length * (length + 1) / 2
+    products = 1e3 * pairs * 4 * 2 * heads * dim / FLOP_PER_SECOND
+    special_functions = 1e3 * pairs * (3 * heads + 2) / MUFU_PER_SECOND
+    report.row(
+        **case.labels,
+        **{f"{name}_ms": timed.ms for name, timed in times.items()},
+        last_chunk_rows=chunk,
+        floor_ms=products + special_functions,
+        floor_products_ms=products,
+        floor_special_functions_ms=special_functions,
+    )
+
+
+def read_blocks(text: str) -> Blocks:
+    fields: list[Any] = [int(field) for field in text.split(",")]
+    return Blocks(*fields)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--support", choices=["all", "sparse", "both"], default="both")
+    parser.add_argument(
+        "--blocks", type=read_blocks, action="append", help="the fields of Blocks, separated by commas"
+    )
+    parser.add_argument("--check-up-to", type=int, default=8192, help="compare with fp64 up to this length")
+    args = parser.parse_args()
+    harness.require_cuda()
+
+    report = harness.Report("bench_kl", args)
+    supports = ["all", "sparse"] if args.support == "both" else [args.support]
+    cases = list(product(args.lengths, supports, args.blocks or [None]))
+    for length, support, blocks in cases:
+        if length <= args.check_up_to:
+            check(report, make_case(args, length, support, blocks))
+    for length, support, blocks in cases:
+        measure(report, make_case(args, length, support, blocks))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

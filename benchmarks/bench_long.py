@@ -1,0 +1,322 @@
+"""One layer's attention at long contexts beside dense attention, on one CUDA device, with the promised figures.
+
+    python benchmarks/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
+                                       [--selection FILE ...]
+
+torch cuDNN, torch flash: dense causal attention of q, k and v alone.
+GSA token: each query its own selection, k = 2048. forward and both (forward + backward) are select + attend.
+    select: indexer scores, budget, top-k and lists, on random indexer inputs whose neighbours are alike.
+    attend: G2, attention over the lists and G1, on random lists of union ratio r, so that its time is known over r.
+GSA token selected: the two in one, attention over what was selected, at the r that this has.
+GSA block, GSA block selected: the same with one selection for 32 queries and a window of 64 keys.
+kl_ms: value and gradients of the indexer loss; only both_kl_ms counts it, too.
+mean_k: of the budgets of `selected`; the random lists have k = 2048.
+peak_gib: most memory of a forward and backward pass beside its inputs, the lists where the pass makes them.
+
+--selection: instead of these, selections of a trained model's layers in real text; files that
+launch/export_indexer.py wrote, of one length each, which they say.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cases
+import harness
+import torch
+from cases import AttentionInputs, IndexerInputs, Shape
+from lists_for_bench import block_lists, random_lists
+
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
+from gsa_kernels.fused.gates.op import fused_sigmoid_gate
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
+from gsa_kernels.selection.lists_op import ListSelection, select_key_lists
+
+CHECKED_LENGTH = 512
+TOLERANCE = 1e-2
+BLOCK, WINDOW = 32, 64
+LIKENESS = 0.9
+"""Of neighbouring queries' indexer inputs: gives r near 4 at 128K, k = 2048."""
+
+PROMISES = (
+    # attention, r (None: what it is), length, column, the slower one, how many times for each shape.
+    # Shared selection in one with its attention: alone, the host takes longer to launch it than the device to run it.
+    ("GSA token", 4, 131072, "forward_ms", "torch cuDNN", {"1.7B": 2.0, "7B": 3.0}),
+    ("GSA token", 4, 131072, "forward_ms", "torch flash", {"1.7B": 3.5, "7B": 5.0}),
+    ("GSA token", 4, 131072, "both_ms", "torch cuDNN", {"1.7B": 2.2, "7B": 2.6}),
+    ("GSA block selected", None, 131072, "forward_ms", "torch cuDNN", {"1.7B": 9.0, "7B": 11.0}),
+    ("GSA block selected", None, 131072, "both_ms", "torch cuDNN", {"1.7B": 6.0, "7B": 7.0}),
+    ("GSA block selected", None, 32768, "forward_ms", "torch cuDNN", {"1.7B": 3.0, "7B": 4.0}),
+)
+PEAK_LENGTH, PEAK_OVER_FLASH = 131072, 1.3
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Selections of one layer."""
+
+    inputs: IndexerInputs
+    """Queries and weights of the first query of each block."""
+    ema: torch.Tensor
+    budget: tuple[int, int, int]
+    """k_base, k_min and k_max"""
+    block: int = 1
+    """Queries that share a selection."""
+    window: int = 0
+    """Last keys of each query that belong to every selection."""
+    activation: str = "sigmoid"
+    mode: str = "inverse"
+
+    def select(self) -> ListSelection | BlockSelection:
+        x = self.inputs
+        k_base, k_min, k_max = self.budget
+        options: dict[str, Any] = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "mode": self.mode}
+        options |= {"activation": self.activation, "local_window": self.window, **x.biases}
+        if self.block > 1:
+            options["selection_block"] = self.block
+            return select_block_lists(x.q_idx, x.k_idx, x.weight_logits, self.ema, **options)
+        return select_key_lists(x.q_idx, x.k_idx, x.weight_logits, self.ema, **options)
+
+
+def random_indexer(length: int, budget: tuple[int, int, int], block: int) -> Indexer:
+    """With the moving average that a trained layer would have: the mean variance of its own scores."""
+    inputs = cases.indexer_inputs(1, length, LIKENESS, block)
+    window = WINDOW if block > 1 else 0
+    first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget, block, window)
+    return replace(first, ema=first.select().variance.mean())
+
+
+def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
+    """The length, and layer -> indexer, of a file that launch/export_indexer.py wrote."""
+    content = torch.load(path, map_location=cases.DEVICE, weights_only=True)
+    gsa = content["gsa"]
+    block = gsa["selection_block"]
+    indexers = {}
+    for layer, x in content["layers"].items():
+        own: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(cases.DTYPE) for name, tensor in x.items()
+        }
+        inputs = IndexerInputs(
+            own["queries"][:, ::block].contiguous(),
+            own["keys"],
+            own["weight_logits"][:, ::block].contiguous(),
+            own["score_bias"],
+            own["weight_bias"],
+        )
+        indexers[layer] = Indexer(
+            inputs,
+            x["variance_ema"].float(),
+            (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
+            block,
+            gsa["local_window"],
+            gsa["indexer_activation"],
+            gsa["adaptive_k"],
+        )
+    return content["seq_len_tokens"], indexers
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Gated attention over lists: given ones, or the selection of an indexer, made in each pass."""
+
+    inputs: AttentionInputs
+    lists: KeyLists | Indexer
+
+    def forward(self) -> torch.Tensor:
+        lists = self.lists.select().lists if isinstance(self.lists, Indexer) else self.lists
+        return attend(self.inputs, lists)[0]
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        """Output and gradients of q, k, v and the gates."""
+        out = self.forward()
+        return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad)
+
+
+def attend(x: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
+    v = fused_sigmoid_gate(x.v, x.value_gate)
+    return gathered_attention(x.q, x.k, v, lists, output_gate_logits=x.output_gate)
+
+
+def kl_backward(
+    x: AttentionInputs, indexer: Indexer, lists: KeyLists, lse: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the indexer's loss over the lists; `lse` of the attention over them."""
+    loss = gathered_indexer_kl_loss(
+        indexer.inputs.q_idx,
+        indexer.inputs.k_idx,
+        indexer.inputs.weight_logits,
+        lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles, selection_block=indexer.block),
+        lists,
+        selection_block=indexer.block,
+        **indexer.inputs.biases,
+    )
+    assert isinstance(loss, torch.Tensor)
+    return torch.autograd.grad(loss, indexer.inputs.leaves)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    attention: str
+    run: cases.Dense | Gathered
+    r: float | None = None
+    select: str | None = None
+    """Name of the selection that belongs to this attention."""
+    kl: Callable[[], tuple[torch.Tensor, ...]] | None = None
+    mean_k: float | None = None
+    lists_bytes: int = 0
+    """Of the lists that a pass makes, if it makes them."""
+
+
+def check(report: harness.Report, shape: Shape) -> None:
+    """With a budget of all keys GSA is dense attention of gated values, gated."""
+    length = CHECKED_LENGTH
+    inputs = cases.attention_inputs(shape, 1, length)
+    wanted = cases.gated_dense(inputs)
+    for name, block in (("GSA token", 1), ("GSA block", BLOCK)):
+        got = Gathered(inputs, random_indexer(length, (length, length, length), block)).both()
+        error = max(map(harness.relative_error, got, wanted))
+        report.row(check=f"{name} of all keys = dense", shape=shape.name, length=length, relative_error=error)
+        if not error < TOLERANCE:
+            report.fail(f"{name} of all keys differs from dense attention by {error:.1e}, {shape.name}")
+
+
+def constructed_case(name: str, inputs: AttentionInputs, lists: KeyLists, r: float, indexer: Indexer) -> Case:
+    with torch.no_grad():
+        lse = attend(inputs, lists)[1]
+    return Case(name, Gathered(inputs, lists), r, name, partial(kl_backward, inputs, indexer, lists, lse))
+
+
+def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
+    selection = indexer.select()
+    lists = selection.lists
+    # Of the queries of a tile: the keys of their union over the keys of one of them.
+    mean_k = selection.budget.float().mean().item()
+    return Case(
+        f"{name} selected",
+        Gathered(inputs, indexer),
+        lists.counts.float().mean().item() / (mean_k + indexer.window),
+        name,
+        mean_k=mean_k,
+        lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.key_starts, lists.word_starts)),
+    )
+
+
+def make_cases(
+    inputs: AttentionInputs, ratios: list[float], trained: dict[int, Indexer]
+) -> tuple[list[Case], dict[str, harness.Run]]:
+    """The rows, and the selections whose time some of them need."""
+    table = [Case("torch cuDNN", cases.cudnn(inputs)), Case("torch flash", cases.flash(inputs))]
+    if trained:
+        indexers = {f"GSA layer {layer}": indexer for layer, indexer in trained.items()}
+    else:
+        length = inputs.q.shape[1]
+        budget = (cases.K_BASE, cases.K_MIN, cases.K_MAX)
+        token, block = (random_indexer(length, budget, size) for size in (1, BLOCK))
+        for seed, ratio in enumerate(ratios):
+            lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
+            table.append(constructed_case("GSA token", inputs, lists, ratio, token))
+        lists = block_lists(1, length, cases.K_BASE, BLOCK, WINDOW, cases.DEVICE, seed=0)
+        table.append(constructed_case("GSA block", inputs, lists, 1, block))
+        indexers = {"GSA token": token, "GSA block": block}
+    table += [selected_case(name, inputs, indexer) for name, indexer in indexers.items()]
+    return table, {name: indexer.select for name, indexer in indexers.items()}
+
+
+def measure(
+    report: harness.Report, shape: Shape, length: int, ratios: list[float], trained: dict[int, Indexer]
+) -> None:
+    """All cases of one shape and length, interleaved."""
+    table, runs = make_cases(cases.attention_inputs(shape, 1, length), ratios, trained)
+    peaks = []
+    for index, case in enumerate(table):
+        both_of: Callable[[], tuple[torch.Tensor, ...]] = case.run.both
+        peak, results = harness.peak_bytes(both_of)
+        peaks.append(peak)
+        harness.require_finite(f"{case.attention}, {shape.name} at {length}", results)
+        del results
+        runs |= {f"{index} forward": case.run.forward, f"{index} both": case.run.both}
+        if case.kl is not None:
+            harness.require_finite(f"KL of {case.attention}, {shape.name} at {length}", case.kl())
+            runs[f"{index} kl"] = case.kl
+    ms = {name: timing.ms for name, timing in harness.measure(runs, compiled=True).items()}
+    rows = []
+    for index, case in enumerate(table):
+        select = ms[case.select] if case.select else None
+        added = 0 if case.lists_bytes or select is None else select
+        forward, both = ms[f"{index} forward"], ms[f"{index} both"]
+        kl = ms.get(f"{index} kl")
+        row: dict[str, Any] = {
+            "shape": shape.name,
+            "length": length,
+            "attention": case.attention,
+            "r": case.r,
+            "mean_k": case.mean_k,
+            "select_ms": select,
+            "attend_forward_ms": forward if added else None,
+            "attend_both_ms": both if added else None,
+            "kl_ms": kl,
+            "forward_ms": forward + added,
+            "both_ms": both + added,
+            "both_kl_ms": None if kl is None else both + added + kl,
+            "peak_gib": peaks[index] / 2**30,
+            "lists_gib": case.lists_bytes / 2**30,
+        }
+        report.row(**row)
+        rows.append(row)
+    judge(report, shape, length, rows)
+
+
+def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str, Any]]) -> None:
+    """The promises about this shape and length."""
+    found = {(row["attention"], None): row for row in rows} | {
+        (row["attention"], row["r"]): row for row in rows
+    }
+    for attention, r, at_length, column, slower, factors in PROMISES:
+        if length == at_length and (attention, r) in found:
+            factor = found[slower, None][column] / found[attention, r][column]
+            name = attention if r is None else f"{attention} r={r}"
+            what = f"{name}, {shape.name} at {length}: {slower} / GSA, {column.removesuffix('_ms')}"
+            report.bar(what, factor, at_least=factors[shape.name])
+    if length == PEAK_LENGTH:
+        flash = found["torch flash", None]["peak_gib"]
+        for row in rows:
+            if row["lists_gib"]:
+                what = (
+                    f"{row['attention']}, {shape.name} at {length}: peak memory without lists / torch flash"
+                )
+                report.bar(what, (row["peak_gib"] - row["lists_gib"]) / flash, at_most=PEAK_OVER_FLASH)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--selection", type=Path, nargs="+", default=[], metavar="FILE")
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+
+    trained = dict(map(read_indexers, arguments.selection))
+    if len(trained) < len(arguments.selection):
+        parser.error("--selection: two files are of one length; pass one for each length")
+    report = harness.Report("bench_long_trained" if trained else "bench_long", arguments)
+    shapes = [cases.SHAPES[name] for name in arguments.shapes]
+    for shape in shapes:
+        check(report, shape)
+    for length in trained or arguments.lengths:
+        for shape in shapes:
+            measure(report, shape, length, arguments.ratios, trained.get(length, {}))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Times the indexer scores and the selection on one CUDA device, and checks the selection beside each time.
+
+    python benchmarks/bench_selection.py [--lengths 4096 32768] [--query-start 98304] [--candidates-from 8192]
+        [--profile]
+
+Per length: the score pass and the selection pass over the same chunks of rows; both together as `select_keys`
+runs them, by all scores (select_keys_ms) and by candidates (candidates_ms); the same to key lists, as
+`select_key_lists` runs them (lists_ms, candidate_lists_ms); torch.topk over the same scores (its sort, without the
+words). best_ratio is the faster way to the lists over the score pass. TFLOP/s count the products of the causal pairs,
+2 HI DI each; GB/s count one write (scores) or one read (selection) of each causal score. --query-start N takes the
+queries from N on and all keys, as a context-parallel rank has them. --profile adds each kernel's share of the lists.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import harness
+import torch
+from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN
+
+from gsa_kernels import adaptive_budget, causal_mask, select_top_k
+from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import SELECTION_CHUNK_BYTES
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.selection.op import (
+    Selection,
+    new_outputs,
+    score_rows,
+    select_chunk,
+    select_keys,
+)
+from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
+
+RULE: dict[str, Any] = {"k_base": K_BASE, "k_min": K_MIN, "k_max": K_MAX, "mode": "inverse"}
+
+
+def measure(report: harness.Report, args: argparse.Namespace, length: int) -> None:
+    """Of the queries from `args.query_start` on, with all `length` keys."""
+    query_start, candidates_from = args.query_start, args.candidates_from
+    inputs = make_inputs(length, query_start, getattr(torch, args.dtype))
+    tensors, num_rows = (inputs.q_idx, inputs.k_idx, inputs.weight_logits), length - query_start
+
+    def select(ema: torch.Tensor, start: int | None = None) -> Selection:
+        return select_keys(*tensors, ema, **RULE, query_start=query_start, candidates_from=start)
+
+    def select_lists(start: int | None = None) -> KeyLists:
+        return select_key_lists(*tensors, ema, **RULE, query_start=query_start, candidates_from=start).lists
+
+    ema = select(torch.ones((), device="cuda")).variance.mean()
+    selection = select(ema)
+    for way, found in (("all scores", selection), ("candidates", select(ema, candidates_from))):
+        if not is_correct(inputs, found, ema):
+            report.fail(f"selection of {length} tokens by {way}")
+
+    chunks = list(
+        row_chunks(1, num_rows, score_tiles(inputs).rows, SELECTION_CHUNK_BYTES, query_start=query_start)
+    )
+    buffer, outputs = score_buffer(inputs, chunks), new_outputs(inputs)
+    views = [(rows, chunk_view(buffer, inputs, rows)) for rows in chunks]
+    budget_rule = (K_BASE, K_MIN, min(K_MAX, length), "inverse")
+
+    def scores_pass() -> None:
+        for rows, view in views:
+            write_scores(inputs, rows.start, rows.stop, view)
+
+    def selection_pass() -> None:
+        # What the chunks before the last left in the buffer is overwritten, but scores all the same.
+        for rows, view in views:
+            select_chunk(view, rows, outputs, inputs, ema, budget_rule, 0)
+
+    def topk_pass() -> None:
+        for rows, view in views:
+            num_keys = query_start + rows.stop
+            view[..., :num_keys].topk(min(K_BASE, num_keys), sorted=False)
+
+    candidates: dict[str, harness.Run] = {
+        "scores": scores_pass,
+        "selection": selection_pass,
+        "select_keys": lambda: select(ema),
+        "candidates": lambda: select(ema, candidates_from),
+        "lists": select_lists,
+        "candidate_lists": lambda: select_lists(candidates_from),
+        "topk": topk_pass,
+    }
+    ms = {name: timed.ms for name, timed in harness.measure(candidates).items()}
+    pairs = num_rows * (query_start + length + 1) / 2
+    report.row(
+        length=length,
+        query_start=query_start,
+        **{f"{name}_ms": time for name, time in ms.items()},
+        best_ratio=min(ms["lists"], ms["candidate_lists"]) / ms["scores"],
+        scores_tflops=2 * INDEXER_HEADS * INDEXER_SIZE * pairs / ms["scores"] / 1e9,
+        scores_gbps=4 * pairs / ms["scores"] / 1e6,
+        selection_gbps=4 * pairs / ms["selection"] / 1e6,
+        mean_k=selection.budget.float().mean().item(),
+        dtype=args.dtype,
+    )
+    if args.profile:
+        print_kernels(candidates["candidate_lists"])
+
+
+def make_inputs(length: int, query_start: int, dtype: torch.dtype) -> ScoreInputs:
+    generator = torch.Generator("cuda").manual_seed(length)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+    q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)[:, query_start:].contiguous()
+    # Wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+    k_idx = draw(1, length, INDEXER_SIZE) * 1.5
+    weight_logits = draw(1, length, INDEXER_HEADS)[:, query_start:].contiguous()
+    return score_inputs(q_idx, k_idx, weight_logits, query_start=query_start)
+
+
+def print_kernels(run: harness.Run) -> None:
+    """What each kernel takes in one run, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    times = sorted(
+        ((event.device_time_total / 1e3, event.count, event.key[:60]) for event in profile.key_averages()),
+        reverse=True,
+    )
+    for ms, count, name in times[:12]:
+        print(f"  {ms:8.3f} ms in {count:4d} launches: {name}")
+
+
+def is_correct(inputs: ScoreInputs, selection: Selection, ema: torch.Tensor, sample: int = 64) -> bool:
+    """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
+    tensors = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
+    num_rows, length = inputs.q_idx.shape[1], inputs.k_idx.shape[1]
+    sample = min(sample, num_rows)
+    for start in (0, (num_rows - sample) // 2, num_rows - sample):
+        rows = torch.arange(start, start + sample, device="cuda")
+        visible = causal_mask(length, query_positions=inputs.query_start + rows)
+        scores = score_rows(*tensors, start, start + sample, query_start=inputs.query_start)
+        scores = torch.where(visible, scores, 0)
+        budget = adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **RULE)
+        wanted = select_top_k(scores, visible, budget)
+        found = unpack_mask(selection.words[:, rows], length)
+        if not (torch.equal(budget.int(), selection.budget[:, rows]) and torch.equal(wanted, found)):
+            return False
+    return True
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--query-start", type=int, default=0, help="position of the first query")
+    parser.add_argument("--candidates-from", type=int, default=8192, help="keys of the first such row")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
+    args = parser.parse_args()
+    if not 0 <= args.query_start < min(args.lengths):
+        parser.error(f"--query-start is {args.query_start}; pass 0 to {min(args.lengths) - 1}")
+    harness.require_cuda()
+    report = harness.Report("bench_selection", args)
+    for length in args.lengths:
+        measure(report, args, length)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""Training steps of whole models on all GPUs of a node: speed, MFU and memory, beside megatron-core's own model.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_training.py \\
+        --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml --megatron configs/standard_1.7b.yaml \\
+        --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
+    python benchmarks/bench_training.py --scaling one.json two.json     (weak scaling: two such reports)
+
+Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline; the
+same sequences per device in every layout. A layout names its sizes in short (whole_steps/layout_names.py); what
+it leaves of the GPUs is data parallel. Runs on CPUs too, without memory and MFU.
+
+Tokens are random and weights new, or with --text and --checkpoint those of a config's text and of a run: with a
+selection for each query, what neighbours select alike decides the time at long contexts, and random tokens share
+nothing.
+
+With the documents of a text a long sequence is not a long context: a query sees the keys of its own document alone, the
+kernels of our models skip the others, and `visible` is how many it sees in the mean, of which MFU counts the `attended`
+ones (of GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context, as it is
+with random tokens and, whatever the documents, for megatron-core's model. --scaling compares only steps whose queries
+see the same, to one percent.
+
+--breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
+of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the
+ranks beside it) and how long nothing ran (`idle`). These add up to the traced step, which is slower than the measured
+one. Communication beside other kernels (`overlapped`) is in the parts' time. The rules are in
+gsa_train/profiling/step_breakdown.py.
+
+A variant that runs out of memory on all ranks alike says so, and the next one follows. If only some ranks fail, the
+others wait for them in a collective: then all end at once with exit code 1, and the last row of the results says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.cli import announced_world_size, refuse
+from gsa_train.config import ConfigError
+from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections
+from whole_steps.layout_names import layout_list
+from whole_steps.results import Result, VariantFailed, as_row, scaling
+from whole_steps.variants import ATTENTIONS, Sizes, variants
+
+TRACED_STEPS = 2
+LAST_WORDS_SECONDS = 5
+"""Of the rank that reports for all that failed: torchrun ends all with the first that ends."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench_training.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, nargs="+", default=[], metavar="FILE", help="our models")
+    parser.add_argument(
+        "--megatron", type=Path, metavar="FILE", help="megatron-core's model with these sizes"
+    )
+    parser.add_argument(
+        "--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="of megatron"
+    )
+    parser.add_argument("--layouts", default="tp=1", help='"tp=1;tp=2,sp"; see layout_names.py')
+    parser.add_argument("--steps", type=int, default=10, help="that are measured")
+    parser.add_argument("--warmup-steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="instead of the configs'")
+    parser.add_argument("--seq-len", type=int, help="tokens, instead of the configs'")
+    parser.add_argument("--sequences-per-device", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench_training.json", metavar="OUT")
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="train on the configs' text (data.train_dir=...), not on random tokens",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="MODEL=FOLDER",
+        help="step_* folder of a run of this model, its weights to start from; may be repeated",
+    )
+    parser.add_argument("--breakdown", action="store_true", help="what a step's time goes to; needs GPUs")
+    parser.add_argument("--scaling", type=Path, nargs=2, metavar=("FEW", "MANY"), help="compare two reports")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all configs")
+    arguments = parser.parse_intermixed_args()
+    if not arguments.scaling and not arguments.config and arguments.megatron is None:
+        parser.error("name --config, --megatron or both")
+    if min(arguments.steps, arguments.sequences_per_device) < 1:
+        parser.error("--steps and --sequences-per-device must be 1 or more")
+    if any("=" not in each for each in arguments.checkpoint):
+        parser.error("--checkpoint takes MODEL=FOLDER, as gsa_1.7b=runs/short/checkpoints/step_00000100")
+    return arguments
+
+
+def cells_of(result: Result) -> dict[str, Any]:
+    """A line of the printed table; the file has the ranks one by one."""
+    peak, reserved, predicted = result.peak_gib, result.peak_reserved_gib, result.predicted_gib
+    return {
+        "model": result.model,
+        "layout": result.layout,
+        "dp": result.data_parallel,
+        "visible": result.visible_keys,
+        "attended": result.attended_keys,
+        "step_ms": result.step_ms,
+        "low": result.step_ms_low,
+        "high": result.step_ms_high,
+        "tok/s/gpu": result.tokens_per_second_per_device,
+        "mfu": result.mfu,
+        "peak_gib": max(peak, default=None),
+        "reserved": max(reserved, default=None),
+        "predicted": max(predicted, default=None),
+        "error_%": 100 * result.prediction_error,
+        "loss": result.loss,
+    }
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    sizes = Sizes(
+        arguments.sequences_per_device,
+        arguments.seq_len,
+        arguments.layers,
+        arguments.overrides,
+        arguments.text,
+    )
+    checkpoints = {
+        model: Path(folder) for model, folder in (each.split("=", 1) for each in arguments.checkpoint)
+    }
+    layouts = layout_list(arguments.layouts)
+    try:
+        world_size = announced_world_size()
+        plan = variants(
+            arguments.config, arguments.megatron, arguments.attention, layouts, sizes, world_size, checkpoints
+        )
+    except (ConfigError, ValueError) as error:
+        return refuse(error)
+    chosen = VARIABLE in os.environ
+    prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
+    # Behind it, as CUDA reads the variable when it is first asked for devices, and an import may ask.
+    import harness  # benchmarks/harness.py
+    import torch
+
+    from gsa_train.parallel import shutdown_parallel
+    from whole_steps.training import run_variants
+
+    if arguments.breakdown and not torch.cuda.is_available():
+        return refuse(
+            "--breakdown needs CUDA devices: on CPUs there is no device whose time could be looked at"
+        )
+    if is_main and not chosen and VARIABLE in os.environ and any(v.config.parallel.tensor == 1 for v in plan):
+        print(f"{VARIABLE}=1 for all layouts, also those without tensor parallelism, which train without it:")
+        print("to see their own speed, measure them in a run without tp")
+    about = harness.environment() | {
+        "megatron": version("megatron-core"),
+        "devices": str(world_size),
+        VARIABLE: os.environ.get(VARIABLE, "not set"),
+    }
+    if is_main:
+        print(harness.describe(about), flush=True)
+    content: dict[str, Any] = {"command": " ".join(sys.argv), "environment": about, "rows": []}
+    results: list[Result] = []
+    traced_steps = TRACED_STEPS if arguments.breakdown else 0
+    try:
+        for result in run_variants(plan, arguments.steps, arguments.warmup_steps, 1, traced_steps):
+            results.append(result)
+            content["rows"].append(finite(as_row(result)))
+            if is_main:
+                write(content, arguments.json)
+                print_rows([cells_of(result)], [result.failed], with_header=len(results) == 1)
+    except VariantFailed as failure:
+        if failure.speaks:
+            content["rows"].append(finite(as_row(failure.result)))
+            write(content, arguments.json)
+            print(f"{failure}\nresults so far: {arguments.json}", file=sys.stderr)
+            if failure.__cause__ is not None and failure.__cause__.__cause__ is not None:
+                traceback.print_exception(failure.__cause__.__cause__)
+        else:
+            time.sleep(LAST_WORDS_SECONDS)
+        sys.stderr.flush()
+        os._exit(1)  # the usual end would wait for the other ranks
+    shutdown_parallel()
+    if is_main:
+        if arguments.breakdown:
+            print_breakdowns(results)
+        print(arguments.json)
+    return 0
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool) -> None:
+    """Model and layout, then numbers."""
+    import harness  # loads torch
+
+    columns = {
+        "model": "<20",
+        "layout": "<28",
+        **{name: f">{max(9, len(name))}" for name in list(rows[0])[2:]},
+    }
+    if with_header:
+        print(harness.table_line(columns, {name: name for name in columns}))
+    for cells, remark in zip(rows, remarks, strict=True):
+        print(harness.table_line(columns, finite(cells)), remark, flush=True)
+
+
+def print_breakdowns(results: list[Result]) -> None:
+    rows = []
+    for result in results:
+        if result.breakdown:
+            named = {
+                name.removesuffix("_ms").removesuffix("_communication"): ms
+                for name, ms in result.breakdown.items()
+            }
+            largest = {"exposed_max": max(result.exposed_communication_ms)}
+            rows.append({"model": result.model, "layout": result.layout, **named, **largest})
+    if rows:
+        print("\nms of a traced step on rank 0's device:")
+        print_rows(rows, [""] * len(rows), with_header=True)
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {name: None if isinstance(cell, float) and cell != cell else cell for name, cell in row.items()}
+
+
+def compare(few: Path, many: Path) -> int:
+    import harness  # loads torch
+
+    rows = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (few, many)]
+    try:
+        found = scaling(*rows)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    columns = {name: "<28" if isinstance(cell, str) else ">9" for name, cell in found[0].items()}
+    print(harness.table_line(columns, {name: name for name in columns}))
+    for row in found:
+        print(harness.table_line(columns, row))
+    return 0
+
+
+def main() -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
+        arguments = parse_arguments()
+    if arguments.scaling:
+        return compare(*arguments.scaling)
+    return measure(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

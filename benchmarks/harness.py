@@ -1,0 +1,356 @@
+"""What the benchmarks share: timing, peak memory, the record of the machine, results as JSON and as a table.
+
+    args = harness.parser(__doc__).parse_args()
+    harness.require_cuda()
+    report = harness.Report("bench_gsa", args)
+    times = harness.measure({"ours": run, "dense": run_dense})      # interleaved: their ratio is of one run
+    report.row(length=4096, ours_ms=times["ours"].ms, dense_ms=times["dense"].ms)
+    report.bar("ours / dense at 4096", times["ours"].ms / times["dense"].ms, at_most=2.0)
+    sys.exit(report.finish())
+
+`measure`, `capture` and `peak_bytes` need a CUDA device; the rest does not.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+import triton
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+QUIET = "GSA_BENCH_QUIET"
+"""Set by `make bench`, which prints the machine once for all benches."""
+
+T = TypeVar("T")
+Run = Callable[[], object]
+Cell = str | int | float | bool | None
+
+_FLUSH_BYTES = 256 * 2**20  # several times any L2
+
+
+# --- timing --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one candidate, in ms."""
+
+    ms: float
+    """Median."""
+    low: float
+    """Fastest run."""
+    high: float
+    """Slowest run."""
+    runs: int
+
+
+def measure(
+    candidates: Mapping[str, Run],
+    *,
+    budget_ms: float = 200.0,
+    min_runs: int = 3,
+    max_runs: int = 200,
+    rounds: int = 5,
+    flush_l2: bool = True,
+    compiled: bool = False,
+) -> dict[str, Timing]:
+    """Time the candidates on the current CUDA device, by its events.
+
+    Each is called a few times first: to compile, to warm up, and to see how long it takes. Then they take turns,
+    in `rounds` rounds, so that a clock that falls while the chip heats up falls for all of them.
+
+    Args:
+        candidates: name -> what to time; results are dropped
+        budget_ms: of device time per candidate
+        min_runs: for candidates that take longer than budget_ms / min_runs
+        max_runs: for those that take less than budget_ms / max_runs
+        rounds: turns of a candidate
+        compiled: all kernels of the candidates have run before; saves a run of each
+        flush_l2: overwrite the L2 before each run, as another layer's work would
+    """
+    schedules = {}
+    for name, run in candidates.items():
+        if not compiled:
+            run()
+        estimate = _time(run, 1, None)[0]
+        if estimate * min_runs < budget_ms:
+            estimate = min(_time(run, 3, None))
+        schedules[name] = share_rounds(count_runs(estimate, budget_ms, min_runs, max_runs), rounds)
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda") if flush_l2 else None
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(rounds):
+        for name, run in candidates.items():
+            samples[name] += _time(run, schedules[name][turn], flush)
+    return {
+        name: Timing(median(times), min(times), max(times), len(times)) for name, times in samples.items()
+    }
+
+
+def count_runs(estimate_ms: float, budget_ms: float, min_runs: int, max_runs: int) -> int:
+    return min(max(int(budget_ms / max(estimate_ms, 1e-6)), min_runs), max_runs)
+
+
+def share_rounds(runs: int, rounds: int) -> list[int]:
+    """Runs of each round; the first ones take what is left over."""
+    return [runs // rounds + (turn < runs % rounds) for turn in range(rounds)]
+
+
+def median_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and its standard error: a normal value's standard deviation is 1.48 times its median deviation, and its
+    median is 1.25 times less sure than its mean."""
+    middle = median(values)
+    spread = 1.48 * median(abs(each - middle) for each in values)
+    return middle, 1.25 * spread / len(values) ** 0.5
+
+
+def _time(run: Run, runs: int, flush: torch.Tensor | None) -> list[float]:
+    """ms of each run. Nothing waits between them, so that the device need not wait for the host."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+    for start, stop in events:
+        if flush is not None:
+            flush.zero_()
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+def capture(run: Run) -> Run:
+    """`run` as a CUDA graph, without the host's share of its time: returns what replays it.
+
+    `run` must do the same each time, on the same tensors, and never wait for the device. No autograd graph of its
+    leaves may be alive: their gradients would flow on the stream on which that graph was made.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def peak_bytes(run: Callable[[], T]) -> tuple[int, T]:
+    """Most device memory that a run holds beside what is there before it, its results included; the results."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, results
+
+
+# --- correctness ---------------------------------------------------------------------------------------
+
+
+def require_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """
+    Raises:
+        ArithmeticError: a tensor has an infinity or a NaN.
+    """
+    for index, tensor in enumerate(tensors):
+        if not tensor.isfinite().all():
+            raise ArithmeticError(f"{what}: result {index}, {tuple(tensor.shape)}, is not finite")
+
+
+def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    """||value - wanted|| / ||wanted||, in fp64."""
+    wanted = wanted.detach().double()
+    return float((value.detach().double() - wanted).norm() / wanted.norm())
+
+
+# --- the machine ---------------------------------------------------------------------------------------
+
+
+def commit() -> str:
+    """The commit of these sources: what GSA_COMMIT says, or git, with -dirty where they differ from its commit.
+
+    Set the variable where a copy of the tree has no repository, or an old one.
+    """
+    found = os.environ.get("GSA_COMMIT", "")
+    # Only the repository of this very file: a copy may lie inside another one.
+    if not found and (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if not found:
+        print("!!! UNKNOWN COMMIT: there is no repository here; set GSA_COMMIT", file=sys.stderr)
+    return found or "unknown"
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on beside the code."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "commit": commit(),
+        "gpu": torch.cuda.get_device_name() if has_gpu else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version()) if has_gpu else "none",
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def require_cuda() -> None:
+    """Leave, with a word about it, where nothing can be measured; refuse kernels that Triton compiles wrongly."""
+    if not torch.cuda.is_available():
+        sys.exit("No CUDA device here. Where there is one: make bench PYTHON=<a Python whose torch has CUDA>")
+    from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # found by the path above
+
+    refuse_wrong_sums()
+
+
+# --- results -------------------------------------------------------------------------------------------
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the option that all benches have; `description` is the module's docstring."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON file")
+    return made
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure that a bench promises."""
+
+    what: str
+    value: float
+    limit: float
+    kind: str
+    """`at least` or `at most`."""
+    met: bool
+
+
+class Report:
+    """Rows of named columns: printed as they come, and kept in `<out>/<name>.json`, complete after every row."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        """
+        Args:
+            name: of the file
+            arguments: of a parser made by `parser`
+        """
+        self.path = Path(arguments.out) / f"{name}.json"
+        self.environment = environment()
+        self.rows: list[dict[str, Cell]] = []
+        self.bars: list[Bar] = []
+        self.failures: list[str] = []
+        self._columns: dict[str, str] = {}
+        if not os.environ.get(QUIET):
+            print(describe(self.environment), flush=True)
+
+    def row(self, **cells: Cell) -> None:
+        """Keep and print a row; other columns than the row's before begin a new table."""
+        if list(cells) != list(self._columns):
+            self._columns = {name: column_format(name, cell) for name, cell in cells.items()}
+            print("\n" + table_line(self._columns, {name: name for name in cells}))
+        self.rows.append(cells)
+        print(table_line(self._columns, cells), flush=True)
+        self._write()
+
+    def bar(
+        self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None
+    ) -> None:
+        """Keep and print whether a promised figure is met. NaN is not. One of the two limits."""
+        if (at_least is None) == (at_most is None):
+            raise ValueError(f"{what}: pass one of at_least and at_most")
+        if at_least is not None:
+            bar = Bar(what, value, at_least, "at least", value >= at_least)
+        else:
+            assert at_most is not None
+            bar = Bar(what, value, at_most, "at most", value <= at_most)
+        self.bars.append(bar)
+        verdict = "met   " if bar.met else "MISSED"
+        print(f"{verdict} {what}: {value:.2f}, {bar.kind} {bar.limit:g}", flush=True)
+        self._write()
+
+    def fail(self, what: str) -> None:
+        """Something is wrong with the results: `finish` gives 1."""
+        self.failures.append(what)
+        print(f"WRONG  {what}", flush=True)
+        self._write()
+
+    def finish(self) -> int:
+        """The exit code: 1 if something failed. A missed bar is a figure, not a failure."""
+        self._write()
+        met = sum(bar.met for bar in self.bars)
+        print(
+            f"\n{self.path}: {len(self.rows)} rows, {met} of {len(self.bars)} bars met, "
+            f"{len(self.failures)} failures"
+        )
+        return 1 if self.failures else 0
+
+    def _write(self) -> None:
+        """Replace the file in one step: who reads it never sees half of one."""
+        content = {
+            "command": " ".join(["python", *map(_shown, sys.argv)]),
+            "environment": self.environment,
+            "rows": [{name: _plain(cell) for name, cell in row.items()} for row in self.rows],
+            "bars": [asdict(bar) | {"value": _plain(bar.value)} for bar in self.bars],
+            "failures": self.failures,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
+
+def describe(about: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in about.items())
+
+
+def table_line(columns: Mapping[str, str], cells: Mapping[str, Cell]) -> str:
+    """Cells aligned as the format of their column says."""
+    return "  ".join(f"{_text(cells[name]):{align}}" for name, align in columns.items()).rstrip()
+
+
+def column_format(name: str, first: Cell) -> str:
+    """Numbers to the right, text to the left; room for more than the first cell."""
+    if isinstance(first, str):
+        return f"<{max(len(name), 6 if len(first) <= 6 else 32)}"
+    return f">{max(len(name), 9)}"
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if abs(cell) < 100 else f"{cell:.1f}"
+    return str(cell)
+
+
+def _plain(cell: Cell) -> Cell:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+
+def _shown(argument: str) -> str:
+    """Paths of this repository from its root: the record shall not depend on where a copy lies."""
+    path = Path(argument)
+    return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else argument
+
+
+if __name__ == "__main__":
+    print(describe(environment()))

@@ -1,0 +1,150 @@
+"""A model that takes training steps on random tokens or text, and what a step costs: for whole models' benches."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.batches import MicroBatch, TrainBatches, load_tokenizer, to_micro_batch
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.mcore.build import Model, build_model
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.parallel import Parallel
+from gsa_train.step import Training, train_step
+
+NO_TOKEN = -1
+"""End-of-document id that no random token equals: one document per sequence."""
+
+
+def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
+    """This replica's micro-batches of one step: the same tokens for every model and layout."""
+    train = config.train
+    generator = torch.Generator(parallel.device).manual_seed(0)
+    shape = (train.global_batch_size, train.seq_len_tokens + 1)
+    blocks = torch.randint(0, config.model.vocab_size, shape, generator=generator, device=parallel.device)
+    mine = blocks.chunk(parallel.data_size)[parallel.data_rank]
+    return [to_micro_batch(part, NO_TOKEN, True) for part in mine.split(train.micro_batch_size)]
+
+
+def text_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
+    """The first step's of the config's training text. Collective."""
+    batches = TrainBatches(config, parallel, load_tokenizer(config), None)
+    try:
+        return batches.next_step()
+    finally:
+        batches.close()
+
+
+class Trainee(Protocol):
+    """What the benches drive."""
+
+    def step(self, batches: list[MicroBatch]) -> None:
+        """One optimizer step."""
+        ...
+
+    def loss(self) -> float:
+        """Of the last step, per token. Collective; waits for the device."""
+        ...
+
+    def close(self) -> None:
+        """Let go of model and optimizer."""
+        ...
+
+
+class OurTrainee:
+    """A config's phase through the framework."""
+
+    def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel) -> None:
+        self.config, self.parallel = config, parallel
+        self.model: Model = build_model(config, parallel)
+        self.optimizer: PhaseOptimizer = build_optimizer(self.model, phase, config)
+        self.detector = SpikeDetector(config.monitor, parallel.device)
+
+    @property
+    def phase(self) -> PhaseConfig:
+        return self.optimizer.phase
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint's weights, of whatever layout."""
+        load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
+
+    def step(self, batches: list[MicroBatch], measures: bool = False) -> None:
+        training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
+        self.result = train_step(training, batches, self.phase.lr, step=0, measures=measures)
+
+    def loss(self) -> float:
+        total = self.result.loss_sum.double()
+        dist.all_reduce(total)
+        return float(total / self.result.loss_tokens)
+
+    def close(self) -> None:
+        close_optimizer(self.model, self.optimizer)
+        del self.model, self.optimizer
+
+
+def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each step, one after the other as in training: on a GPU the host does not wait in between."""
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(marks)]
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank's device, 0 on CPUs."""
+
+    allocated: int
+    """At the peak, in tensors."""
+    reserved: int
+    """At the peak, held by the allocator: tensors, what is cached, and gaps."""
+
+
+def peak_memory(device: torch.device) -> Memory:
+    """Since `reset_peak_memory`."""
+    if device.type != "cuda":
+        return Memory(0, 0)
+    return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_memory(device: torch.device) -> int:
+    """Give back what nothing refers to any more; the bytes that are still allocated."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def over_ranks(values: Sequence[float], parallel: Parallel) -> list[list[float]]:
+    """Each rank's numbers, in the order of the ranks. Collective."""
+    local = torch.tensor(list(values), dtype=torch.float64, device=parallel.device)
+    every = [torch.empty_like(local) for _ in range(parallel.world_size)]
+    dist.all_gather(every, local)
+    return [each.tolist() for each in every]

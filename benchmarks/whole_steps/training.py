@@ -1,0 +1,196 @@
+"""Whole models side by side, layout after layout, in one world of ranks: speed and memory of each.
+
+Ours by their configs, and megatron-core's own model with the sizes of a config (megatron_peer.py); variants.py has the
+plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from gsa_train.batches import MicroBatch
+from gsa_train.memory.estimate import estimate_memory
+from gsa_train.model.flops import flops_per_token, mean_selected_keys, peak_flops_per_second
+from gsa_train.parallel import Parallel, init_parallel, leave_layout
+from gsa_train.profiling.step_breakdown import Breakdown
+from whole_steps.failures import RankFailed, agree, give_up
+from whole_steps.megatron_peer import MegatronTrainee, unsupported_by_megatron
+from whole_steps.results import Result, VariantFailed
+from whole_steps.step_bench import (
+    OurTrainee,
+    Trainee,
+    over_ranks,
+    peak_memory,
+    random_batches,
+    release_memory,
+    reset_peak_memory,
+    text_batches,
+    time_steps,
+)
+from whole_steps.step_trace import in_columns, trace_steps
+from whole_steps.variants import Variant
+
+logger = logging.getLogger(__name__)
+
+LEFT_OVER_BYTES = 64 * 2**20
+"""More than this after a model is gone is a leak: cuBLAS keeps 32 MiB of workspace."""
+
+
+def run_variants(
+    plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
+) -> Iterator[Result]:
+    """Measure one after the other, on every rank alike. Everything of one is gone before the next begins.
+
+    A variant that runs out of memory on all ranks, or that megatron-core cannot run, gives a result that says so.
+
+    Args:
+        traced_steps: after the measured ones, for `Result.breakdown`; needs CUDA devices.
+
+    Raises:
+        VariantFailed: this rank failed in a way that leaves the others waiting, or because another one did.
+    """
+    for number, variant in enumerate(plan):
+        parallel = init_parallel(variant.config.parallel, seed)
+        result = _result_of(variant, parallel)
+        try:
+            _measure(result, variant, number, parallel, steps, warmup_steps, traced_steps)
+        except RankFailed as failure:
+            result.failed = str(failure)
+            raise VariantFailed(result, failure.speaks) from failure
+        yield result
+        left = release_memory(parallel.device)
+        if left > LEFT_OVER_BYTES:
+            logger.warning("%s, %s: %.2f GiB are still allocated", variant.name, variant.layout, left / 2**30)
+        if number + 1 < len(plan):
+            leave_layout()
+
+
+def _result_of(variant: Variant, parallel: Parallel) -> Result:
+    train = variant.config.train
+    return Result(
+        model=variant.name,
+        layout=variant.layout,
+        world_size=parallel.world_size,
+        data_parallel=parallel.data_size,
+        sequences=train.global_batch_size,
+        seq_len_tokens=train.seq_len_tokens,
+        num_layers=variant.config.model.num_layers,
+    )
+
+
+def _measure(
+    result: Result,
+    variant: Variant,
+    number: int,
+    parallel: Parallel,
+    steps: int,
+    warmup_steps: int,
+    traced_steps: int,
+) -> None:
+    if variant.attention and (reason := unsupported_by_megatron(variant.config)):
+        result.failed = reason
+        return
+    if not variant.attention:
+        memory = estimate_memory(variant.config, variant.phase, parallel.world_size, parallel.pipeline_rank)
+        result.predicted_gib = [row[0] for row in over_ranks([memory.total / 2**30], parallel)]
+    release_memory(parallel.device)
+    reset_peak_memory(parallel.device)
+    out_of_memory = ""
+    try:
+        _fill(result, variant, parallel, steps, warmup_steps, traced_steps)
+    except torch.OutOfMemoryError as error:
+        out_of_memory = f"out of memory: {str(error).splitlines()[0]}"
+    except RuntimeError as error:
+        raise give_up(f"{type(error).__name__}: {error}", number, parallel) from error
+    if out_of_memory:  # behind the handler, whose error holds on to the tensors
+        result.failed = agree(out_of_memory, number, parallel)
+
+
+def _fill(
+    result: Result, variant: Variant, parallel: Parallel, steps: int, warmup_steps: int, traced_steps: int
+) -> None:
+    device = parallel.device
+    batches = batches_of(variant, parallel)
+    trainee = build(variant, parallel)
+    try:
+        for _ in range(warmup_steps):
+            trainee.step(batches)
+        reset_peak_memory(device)
+        seconds = time_steps(lambda: trainee.step(batches), steps, device)
+        peak = peak_memory(device)
+        result.loss = trainee.loss()
+        memory = (peak.allocated / 2**30, peak.reserved / 2**30)
+        every = over_ranks([*memory, *mean_keys(variant, batches), *seconds], parallel)
+        result.peak_gib = [row[0] for row in every]
+        result.peak_reserved_gib = [row[1] for row in every]
+        # All replicas have as many queries.
+        result.visible_keys = statistics.fmean(row[2] for row in every)
+        result.attended_keys = statistics.fmean(row[3] for row in every)
+        _add_speed(result, variant, parallel, [row[4:] for row in every])
+        if traced_steps:
+            _add_breakdown(
+                result, trace_steps(lambda: trainee.step(batches), traced_steps), traced_steps, parallel
+            )
+    finally:
+        trainee.close()
+
+
+def build(variant: Variant, parallel: Parallel) -> Trainee:
+    if variant.attention:
+        return MegatronTrainee(variant.config, variant.phase, parallel, variant.attention)
+    trainee = OurTrainee(variant.config, variant.phase, parallel)
+    if variant.checkpoint is not None:
+        trainee.load(variant.checkpoint)
+    return trainee
+
+
+def batches_of(variant: Variant, parallel: Parallel) -> list[MicroBatch]:
+    """Of one step, on the device, and the same for every step."""
+    return (text_batches if variant.text else random_batches)(variant.config, parallel)
+
+
+def mean_keys(variant: Variant, batches: Sequence[MicroBatch]) -> tuple[float, float]:
+    """Keys that a query of the batches sees, and to how many of these it attends with a budget of k_base."""
+    if variant.attention:  # it knows no documents
+        batches = [replace(batch, document_ids=None) for batch in batches]
+    visible = torch.cat([batch.visible_keys() for batch in batches])
+    mean_visible = float(visible.sum()) / visible.numel()
+    if variant.phase.attention == "dense":
+        return mean_visible, mean_visible
+    return mean_visible, mean_selected_keys(variant.config.gsa, visible.tolist())
+
+
+def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
+    """Of each rank's steps: what the slowest one takes."""
+    config, device = variant.config, parallel.device
+    slowest = [max(times) for times in zip(*seconds, strict=True)]
+    result.step_ms = 1e3 * statistics.median(slowest)
+    result.step_ms_low, result.step_ms_high = 1e3 * min(slowest), 1e3 * max(slowest)
+    tokens = result.sequences * result.seq_len_tokens / parallel.world_size
+    result.tokens_per_second_per_device = tokens / statistics.median(slowest)
+    if device.type == "cuda":
+        precision = "fp32" if config.train.precision == "fp32" else "bf16"
+        rate = peak_flops_per_second(torch.cuda.get_device_name(device), precision)
+        flops = flops_per_token(
+            config.model,
+            config.gsa,
+            variant.phase,
+            config.train.seq_len_tokens,
+            result.attended_keys,
+            result.visible_keys,
+        )
+        if rate is not None:
+            result.mfu = result.tokens_per_second_per_device * flops.total / rate
+
+
+def _add_breakdown(result: Result, traced: Breakdown, steps: int, parallel: Parallel) -> None:
+    columns = in_columns(traced, steps)
+    rows = over_ranks(list(columns.values()), parallel)
+    by_rank = [dict(zip(columns, row, strict=True)) for row in rows]
+    result.breakdown = by_rank[0]
+    result.exposed_communication_ms = [each["exposed_communication_ms"] for each in by_rank]

@@ -1,0 +1,90 @@
+"""Train a tokenizer, and tokenize shards once: `gsa-prepare` of an installation, data/prepare.py of a checkout.
+
+    gsa-prepare tokenizer --shards DIR --out tokenizer.model
+    gsa-prepare tokens --data DIR --tokenizer tokenizer.model --out DIR
+
+`tokenizer` trains a sentencepiece BPE model. `tokens` tokenizes shards once, into files that training maps into memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from gsa_data import prepare_tokens
+from gsa_data.documents import Document, read_documents
+from gsa_data.faults import Reading
+from gsa_data.shards import DataFault, build_manifest
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_commands(parser.add_subparsers(dest="command", required=True))
+    return run_command(parser.parse_args(arguments))
+
+
+def add_commands(commands: Any) -> None:
+    """To what `ArgumentParser.add_subparsers` gave; each names its function in `run`."""
+    tokenizer = commands.add_parser("tokenizer", help="train a sentencepiece BPE tokenizer")
+    tokenizer.add_argument(
+        "--shards", required=True, help="folder of the text, in any format of data.train_dir"
+    )
+    tokenizer.add_argument("--out", type=Path, required=True)
+    tokenizer.add_argument("--vocab-size", type=int, default=4096)
+    tokenizer.set_defaults(run=_run_tokenizer)
+    tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
+    prepare_tokens.add_arguments(tokens)
+    tokens.set_defaults(run=prepare_tokens.run)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """The exit code; 1 with a line on stderr for bad input."""
+    try:
+        return int(options.run(options))
+    except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
+        print(f"error: {fault}", file=sys.stderr)
+        return 1
+
+
+def _run_tokenizer(options: argparse.Namespace) -> int:
+    train_tokenizer(options.shards, options.out, options.vocab_size)
+    return 0
+
+
+def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
+    """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2."""
+    manifest, reading = build_manifest(shards), Reading(max_bad_line_fraction=0.0)
+
+    def lines() -> Iterator[str]:
+        for relpath, _ in manifest.shards:
+            for document in read_documents(manifest, relpath, reading, Counter()):
+                if isinstance(document, Document):
+                    yield from (line for line in document.text_utf8.decode().split("\n") if line)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(),
+            model_writer=file,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,
+            minloglevel=1,
+        )

@@ -1,0 +1,60 @@
+"""Draw the figures of finished, running or killed runs: launch/plot.py of a checkout, `gsa-plot` of an installation.
+
+    python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
+
+With --html one page that needs no server and no network, with all figures to zoom into, config, events and restarts:
+RUN_DIR/report.html of one run, comparison.html in the first one's folder of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gsa_train.metrics.record_format import read_records
+from gsa_train.report.page import write_report
+from gsa_train.report.plots import write_comparison, write_plots
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the figures of runs into their plots/ folders.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the comparison (default: plots/ of the first run, with --html the run)",
+    )
+    parser.add_argument("--html", action="store_true", help="write one HTML page instead of pictures")
+    arguments = parser.parse_args()
+    run_dirs: list[Path] = arguments.run_dirs
+    if arguments.out and len(run_dirs) == 1:
+        parser.error("--out is the folder of the comparison; give at least two runs")
+    if arguments.out and arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out}: a file; give a folder")
+    for run_dir in run_dirs:
+        if problem := find_problem(run_dir):
+            parser.error(problem)
+
+    if arguments.html:
+        several = len(run_dirs) > 1
+        folder = arguments.out or run_dirs[0]
+        print(write_report(run_dirs, folder / ("comparison.html" if several else "report.html")))
+        return 0
+    written = [path for run_dir in run_dirs for path in write_plots(run_dir)]
+    if len(run_dirs) > 1:
+        written.append(write_comparison(run_dirs, arguments.out or run_dirs[0] / "plots"))
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+def find_problem(run_dir: Path) -> str | None:
+    metrics = run_dir / "metrics.jsonl"
+    if not run_dir.is_dir():
+        return f"{run_dir}: no such folder; give the folder of a run, <run.dir>/<run.name>"
+    if not metrics.is_file():
+        return f"{run_dir}: not the folder of a run (it has no metrics.jsonl); give <run.dir>/<run.name>"
+    try:
+        records = read_records(metrics)
+    except ValueError as error:
+        return str(error)
+    return None if records else f"{metrics}: nothing has been logged yet"

@@ -1,0 +1,120 @@
+"""Train a model: launch/pretrain.py of a checkout, `gsa-pretrain` and `python -m gsa_train` of an installation.
+
+    torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
+    torchrun --nproc_per_node=N -m gsa_train --config NAME [key=value ...]
+
+Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N].
+Exit code 2: wrong use, config, device, tokenizer, profile, run folder, a refusal by W&B, or a checkpoint that does not
+fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent
+data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed
+otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+
+from gsa_train.cli import parse_arguments, refuse
+from gsa_train.config import ConfigError, load_config
+from gsa_train.cuda_connections import compute_capability, prepare_connections
+from gsa_train.dry_run import describe
+from gsa_train.run import exit_codes
+from gsa_train.run.stop_signals import Stopped, StopRequest, find_deadline, job_start_time
+
+LIBRARIES_WARNINGS = (
+    r"(Transformer Engine and )?Apex (are|is) not installed",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
+    r"full scope is deprecated",  # of CUDA graphs, which are off
+    r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
+)
+"""On every rank, about what is as it should be: they hid those that a user can act upon."""
+
+
+def main() -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
+    for message in LIBRARIES_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    said = io.StringIO()
+    try:
+        with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(said):
+            arguments = parse_arguments()
+    except SystemExit as end:
+        if is_main or not end.code:
+            raise
+        return refuse(said.getvalue().rstrip())
+    try:
+        config = load_config(
+            arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
+        )
+    except ConfigError as error:
+        return refuse(error)
+    if arguments.dry_run:
+        if is_main:
+            print(describe(config, arguments.world_size))
+        return 0
+    request = StopRequest()
+    request.deadline = find_deadline(
+        config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, job_start_time()
+    )
+    if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return exit_codes.STOPPED  # to torchrun a stop is a failure, and it tries again
+    prepare_connections([config.parallel], os.environ, compute_capability())
+    # Here, so that a wrong config is reported before torch and megatron-core are loaded.
+    from gsa_data.faults import DataFault
+    from gsa_data.tokenize import TokenizerError
+    from gsa_train.checkpoint.load import StateError
+    from gsa_train.checkpoint.save import CheckpointError
+    from gsa_train.metrics.wandb_sink import WandbRefused
+    from gsa_train.monitor.corruption import CorruptionFound
+    from gsa_train.monitor.monitor import MonitorStop
+    from gsa_train.monitor.stop import SpikeAhead
+    from gsa_train.parallel import DeviceError
+    from gsa_train.profiling.profiler import ProfileError
+    from gsa_train.resume import ResumeError
+    from gsa_train.run.lock import RunFolderError
+    from gsa_train.train import train
+
+    try:
+        train(config, arguments, request)
+    except Stopped:
+        return exit_codes.STOPPED
+    except (
+        ResumeError,
+        StateError,
+        RunFolderError,
+        TokenizerError,
+        ProfileError,
+        WandbRefused,
+        DeviceError,
+    ) as error:
+        return refuse(error, request=request)
+    except SpikeAhead as error:
+        return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)
+    except MonitorStop as stop:
+        if is_main:  # all ranks decide the same
+            print(stop, file=sys.stderr)
+        return exit_codes.STOPPED_BY_MONITOR
+    except CorruptionFound as fault:
+        if is_main:  # all ranks compare the same
+            print(fault, file=sys.stderr)
+        return exit_codes.CORRUPTED
+    except CheckpointError as error:
+        if is_main:  # all ranks agree
+            print(error, file=sys.stderr)
+        return exit_codes.SAVE_FAILED
+    except RuntimeError as error:
+        # The second: torch reports a dead reader by a signal, wherever this process stands.
+        if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):
+            raise
+        print(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}", file=sys.stderr)
+        return exit_codes.FAILED
+    return 0

@@ -1,0 +1,66 @@
+"""How the indexer loss of a layer joins the backward pass of whatever pipeline stage holds the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _InjectLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activations: torch.Tensor, loss: torch.Tensor, grad_scale: float) -> torch.Tensor:
+        ctx.grad_scale = grad_scale
+        ctx.of_loss = {"dtype": loss.dtype, "device": loss.device}
+        return activations.view_as(activations)
+
+    @staticmethod
+    def backward(ctx: Any, grad_activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad_activations, torch.full((), ctx.grad_scale, **ctx.of_loss), None
+
+
+def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: float) -> torch.Tensor:
+    """Return `activations` unchanged; their backward pass also differentiates `grad_scale * loss`.
+
+    The loss so reaches its parameters on every pipeline stage, without being sent to the last one. megatron-core
+    does the same for the auxiliary loss of mixtures of experts.
+
+    Args:
+        activations: any tensor on the path to the main loss.
+        loss: 0-d.
+        grad_scale: gradient with respect to `loss`.
+    """
+    return _InjectLoss.apply(activations, loss, grad_scale)
+
+
+def differentiate_indexer_loss(
+    out: torch.Tensor, loss: torch.Tensor, grad_scale: float, base_has_graph: bool
+) -> torch.Tensor:
+    """Differentiate a layer's summed KL with the backward pass of `out`, which is returned; at once where the base has
+    no graph, in the warm-up.
+
+    Args:
+        out: the layer's attention.
+        loss: 0-d; without graph where nobody learns from it.
+        grad_scale: gradient with respect to `loss`.
+    """
+    if not base_has_graph:
+        (loss * grad_scale).backward()
+        return out
+    return inject_loss(out, loss, grad_scale) if loss.requires_grad else out
+
+
+def indexer_kl_grad_scale(
+    kl_coeff: float, num_indexers: int, rows_per_step: int, data_parallel_size: int
+) -> float:
+    """Factor that turns a layer's sum of KL over rows into lambda times the mean over tokens and layers.
+
+    Data-parallel gradients are averaged afterwards, which the last factor undoes.
+
+    Args:
+        kl_coeff: lambda of eq. 15.
+        num_indexers: layers of the whole model that have an indexer.
+        rows_per_step: scored queries of the whole global batch.
+        data_parallel_size: ranks over which gradients are averaged, data x context.
+    """
+    return kl_coeff * data_parallel_size / (num_indexers * rows_per_step)

@@ -1,0 +1,200 @@
+"""The attention core in plain torch: exact, differentiable, with L x L_k tensors; what the fused core must equal.
+
+Equations 7, 8, 11, 12, 14 and 15 of the paper, and section 9 of the specification. A selection is a bool mask
+[B, L, L_k].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gsa_kernels import (
+    adaptive_budget,
+    adjacent_overlap,
+    causal_mask,
+    expand_block_selection,
+    indexer_kl,
+    indexer_scores,
+    local_window_mask,
+    renormalise_target,
+    score_moments,
+    select_top_k,
+    sigmoid_gate,
+    sparse_attention,
+    sum_over_blocks,
+    union_ratio,
+)
+from gsa_kernels.sampling import sample_rows
+from gsa_kernels.types import Geometry, Indexer, RowSample
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.cores.interface import (
+    AttentionInputs,
+    AttentionResult,
+    CoreSettings,
+    IndexerLossInputs,
+    SelectionResult,
+)
+from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.stats import Statistics
+from gsa_train.profiling.trace_spans import trace_span
+
+
+class ReferenceCore:
+    """Selection, attention and indexer loss of one layer; see `AttentionCore`."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings = settings
+
+    @torch.no_grad()
+    def select(
+        self,
+        indexer: Indexer,
+        variance_ema: torch.Tensor,
+        geometry: Geometry,
+        attention_pass: AttentionPass,
+        sample: QuerySample | None,
+    ) -> SelectionResult:
+        rule = self.settings.rule
+        causal = _causal_keys(geometry, indexer.keys.shape[1], indexer.keys.device)
+        rows, scores = causal[:, :: geometry.selection_block], _scores(indexer)
+        _, variance = score_moments(scores, rows)
+        if not (attention_pass.sparse or attention_pass.measuring):
+            return SelectionResult(None, variance)
+        budget = adaptive_budget(
+            variance,
+            variance_ema,
+            rows.sum(-1),
+            k_base=rule.k_base,
+            k_min=rule.k_min,
+            k_max=rule.k_max,
+            mode=rule.mode,
+        )
+        selected = _complete(select_top_k(scores, rows, budget), causal, geometry)
+        statistics = Statistics()
+        if sample is not None:
+            statistics.means |= {"k_mean": budget, "variance": variance, "variance_ema": variance_ema}
+            statistics.maxima |= {"k_max": budget.max(), "k_min": -budget.min()}
+            statistics.means |= _selection_statistics(selected, causal, sample)
+        return SelectionResult(selected, variance, statistics)
+
+    def attend(
+        self,
+        inputs: AttentionInputs,
+        selection: torch.Tensor | None,
+        geometry: Geometry,
+        loss: IndexerLossInputs | None,
+        attention_pass: AttentionPass,
+        sample: QuerySample | None,
+    ) -> AttentionResult:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        causal = _causal_keys(geometry, k.shape[1], q.device)
+        attended = selection if attention_pass.sparse else causal
+        assert attended is not None
+        dense_recall = sample is not None and not attention_pass.sparse and selection is not None
+        attention = sparse_attention(
+            q,
+            k,
+            v,
+            attended,
+            visible=causal,
+            return_probs=loss is not None or dense_recall,
+            return_recall=sample is not None and attention_pass.sparse,
+            return_sink=sample is not None,
+        )
+        out, probs, statistics = attention.out, attention.head_sum_probs, Statistics()
+        if probs is not None:
+            dist.all_reduce(probs, group=self.settings.tp_group)  # the target averages all ranks' heads
+        if sample is not None:
+            recall = attention.recall
+            if dense_recall:
+                assert probs is not None
+                assert selection is not None
+                recall = torch.where(selection, probs, 0).sum(-1) / (
+                    q.shape[2] * self.settings.tp_group.size()
+                )
+            if recall is not None:
+                statistics.means["recall"] = recall[:, sample.sparse]
+            assert attention.sink is not None
+            statistics.means["first_token_attention"] = attention.sink[:, sample.sparse]
+        kl = None
+        if loss is not None:
+            assert probs is not None
+            with attention_pass.indexer_graph(), trace_span("kl"):
+                rows = _kl_of_rows(loss.indexer, probs, attended, geometry.selection_block)
+                kl, logged = _sum_or_estimate(rows, loss.rows)
+            if sample is not None:
+                statistics.means["indexer_kl"] = logged
+        if inputs.output_gate is not None:
+            out = sigmoid_gate(out, inputs.output_gate.flatten(2, 3))  # eq. 10
+        return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
+
+
+def _complete(chosen: torch.Tensor, causal: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Top-k of the selecting queries [B, R, L_k] -> S_t of all L queries (section 9)."""
+    block, window = geometry.selection_block, geometry.local_window
+    length, num_keys = causal.shape[1:]
+    if block > 1:
+        chosen = expand_block_selection(chosen, block, length)
+    if window > 0:
+        positions = torch.arange(geometry.query_start, num_keys, device=chosen.device)
+        chosen = chosen | local_window_mask(num_keys, window, query_positions=positions)
+    if block > 1 or window > 0:
+        chosen = chosen & causal
+    return chosen
+
+
+def _scores(indexer: Indexer) -> torch.Tensor:
+    """I[t, s] of the selecting queries against all keys: fp32 [B, R, L_k]."""
+    return indexer_scores(
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
+    )
+
+
+def _kl_of_rows(indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor, block: int) -> torch.Tensor:
+    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15)."""
+    rows = attended[:, ::block]
+    target = renormalise_target(sum_over_blocks(probs, block), rows)
+    return indexer_kl(_scores(indexer), target, rows, indexer.inverse_temperature)
+
+
+def _causal_keys(geometry: Geometry, num_keys: int, device: torch.device) -> torch.Tensor:
+    """The keys of its document that each query sees: bool [B or 1, L, L_k]."""
+    positions = torch.arange(geometry.query_start, num_keys, device=device)
+    causal = causal_mask(num_keys, query_positions=positions)
+    if geometry.document_starts is None:
+        return causal
+    return causal & (torch.arange(num_keys, device=device) >= geometry.document_starts[..., None])
+
+
+def _sum_or_estimate(rows: torch.Tensor, taken: RowSample) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL of the rows [B, R] -> their sum, and what to log: the rows, or the mean of a sample of them."""
+    if taken.fraction == 1:
+        return rows.sum(), rows
+    sample, factor = sample_rows(rows.shape[1], taken.fraction, taken.seed)
+    kl = rows[:, sample.rows(rows.device)].sum() * factor
+    return kl, kl.detach() / rows.numel()
+
+
+def _selection_statistics(
+    selected: torch.Tensor, causal: torch.Tensor, sample: QuerySample
+) -> dict[str, torch.Tensor]:
+    """Of the sampled queries."""
+    if len(sample) == 0:
+        return {}
+    selected = selected[:, sample.rows]
+    found = {
+        "adjacent_overlap": adjacent_overlap(selected)[:, sample.neighbours],
+        "selected_keys": selected.sum(-1),
+        # The exact expectation for as many keys drawn at random: each visible key is as likely as any other,
+        # so the expected share of the probability is the share of the keys.
+        "random_recall": selected[:, sample.sparse_rows].sum(-1) / causal[:, sample.sparse].sum(-1),
+    }
+    if len(sample.grouped) > 0:
+        found["union_ratio_32"] = union_ratio(selected[:, sample.grouped], sample.group)
+    return found

@@ -1,0 +1,243 @@
+"""The attention core on fused kernels: the same values as `ReferenceCore`, nothing L x L in floating point."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from gsa_kernels import api
+from gsa_kernels.fused.gates.op import fused_sigmoid_gate
+from gsa_kernels.limits import GATHERED_BELOW_DENSITY
+from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
+from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
+from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.cores.interface import (
+    AttentionInputs,
+    AttentionResult,
+    CoreSettings,
+    IndexerLossInputs,
+    SelectionResult,
+)
+from gsa_train.model.dense_attention import build_dense_attention
+from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.stats import Statistics
+from gsa_train.profiling.trace_spans import trace_span
+
+logger = logging.getLogger(__name__)
+
+
+def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The heads of all tensor-parallel ranks in the order of the ranks, without gradient. Collective."""
+    local = local.detach()
+    if group.size() == 1:
+        return local
+    local = local.contiguous()
+    every = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+    dist.all_gather_into_tensor(every, local, group=group)
+    return torch.cat(every.chunk(group.size()), dim=dim)
+
+
+class TritonCore:
+    """Selection, attention and indexer loss of one layer; see `AttentionCore`."""
+
+    def __init__(self, settings: CoreSettings, dense_attention: str = "triton") -> None:
+        self.settings = settings
+        self.dense = build_dense_attention(dense_attention)
+        self._kernels: dict[int, str] = {}
+        self._said_fused_loss = False
+
+    def select(
+        self,
+        indexer: Indexer,
+        variance_ema: torch.Tensor,
+        geometry: Geometry,
+        attention_pass: AttentionPass,
+        sample: QuerySample | None,
+    ) -> SelectionResult:
+        selection = api.select(
+            indexer,
+            self.settings.rule,
+            variance_ema,
+            geometry,
+            implementation="triton",
+            kernel=self.settings.kernel,
+            with_log_sum=attention_pass.sparse and attention_pass.trains_indexer,
+        )
+        self._say_format(selection, geometry.query_start)
+        statistics = Statistics()
+        if sample is not None:
+            statistics = _selection_statistics(selection, variance_ema, geometry, sample)
+        return SelectionResult(selection, selection.variance, statistics)
+
+    def attend(
+        self,
+        inputs: AttentionInputs,
+        selection: Selection | None,
+        geometry: Geometry,
+        loss: IndexerLossInputs | None,
+        attention_pass: AttentionPass,
+        sample: QuerySample | None,
+    ) -> AttentionResult:
+        q, k, v, output_gate = inputs.q, inputs.k, inputs.v, inputs.output_gate
+        attended = selection if attention_pass.sparse else None  # None: all causal keys
+        assert attended is not None or not attention_pass.sparse
+        teaches = loss is not None and attention_pass.trains_indexer
+        lse: torch.Tensor | None = None
+        fuses_loss = loss is not None and self._fuses_loss(q, k, attended, attention_pass)
+        if fuses_loss:
+            assert attended is not None
+            assert loss is not None
+            fused = FusedLoss(loss.indexer, attention_pass.kl_grad_scale, loss.on_rows)
+            out, lse = api.sparse_attention_with_loss(
+                q, k, v, attended, geometry, fused, output_gate, implementation="triton"
+            )
+        elif attention_pass.sparse or self.dense is None or teaches:
+            out, lse = api.sparse_attention(q, k, v, attended, geometry, output_gate, implementation="triton")
+        else:
+            out = self.dense(q, k, v)
+            if output_gate is not None:
+                out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
+        statistics = Statistics()
+        if sample is not None and len(sample.sparse) > 0:
+            statistics.means |= _attention_statistics(inputs, lse, selection, attended, geometry, sample)
+        kl = None
+        if loss is not None and not fuses_loss:
+            assert lse is not None
+            with attention_pass.indexer_graph(), trace_span("kl"):
+                kl, rows = self._indexer_loss(loss, inputs, lse, attended, geometry, attention_pass)
+            if sample is not None:
+                statistics.means["indexer_kl"] = rows
+        return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
+
+    def _fuses_loss(
+        self, q: torch.Tensor, k: torch.Tensor, attended: Selection | None, attention_pass: AttentionPass
+    ) -> bool:
+        """Whether attention's backward pass gives the indexer's gradients, too: it has the loss's target at hand where
+        this rank has all heads, and all rows count."""
+        fuses = (
+            attention_pass.trains_indexer
+            and attention_pass.has_graph
+            and attention_pass.row_fraction == 1
+            and self.settings.tp_group.size() == 1
+            and api.can_fuse_indexer_loss(q, k, attended)
+        )
+        if fuses and not self._said_fused_loss:
+            self._said_fused_loss = True
+            logger.info("layer %d: the indexer loss in attention's backward pass", self.settings.layer)
+        return fuses
+
+    def _indexer_loss(
+        self,
+        loss: IndexerLossInputs,
+        inputs: AttentionInputs,
+        lse: torch.Tensor,
+        attended: Selection | None,
+        geometry: Geometry,
+        attention_pass: AttentionPass,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and the rows [B, R]; of a
+        sample of rows an estimate of the sum, and its mean over all rows, 0-d.
+
+        The target has the heads of all tensor-parallel ranks. These exchange queries, keys and log-sum-exps, which grow
+        with L, instead of probabilities, which grow with L^2, and each takes its share of the rows. The sum is this
+        rank's, times their number: the indexer's gradients are averaged over these ranks (indexer.py).
+        """
+        tp = self.settings.tp_group
+        q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))
+        share = replace(loss.rows, share=(tp.rank(), tp.size()))
+        kl, rows = api.indexer_loss(
+            loss.indexer, q, k, lse, attended, geometry, share, implementation="triton"
+        )
+        if share == RowSample():
+            return kl, rows
+        total = kl.detach().clone()
+        if tp.size() > 1 and attention_pass.measures:
+            dist.all_reduce(total, group=tp)
+        return kl * tp.size(), total / rows.numel()
+
+    def _say_format(self, selection: Selection, query_start: int) -> None:
+        """Log which attention kernel the selection of these queries goes to, when that changes."""
+        kernel = "gathered" if selection.format == "key_lists" else "masked"
+        if kernel == self._kernels.get(query_start):
+            return
+        self._kernels[query_start] = kernel
+        reason = f"gsa.attention_kernel = {self.settings.kernel}"
+        if selection.density is not None:
+            reason += f", union density {selection.density:.2f}, break-even {GATHERED_BELOW_DENSITY:.2f}"
+        queries = f", queries from {query_start}" if query_start > 0 else ""
+        logger.info("layer %d%s: %s attention (%s)", self.settings.layer, queries, kernel, reason)
+
+
+@torch.no_grad()
+def _attention_statistics(
+    inputs: AttentionInputs,
+    lse: torch.Tensor | None,
+    selection: Selection | None,
+    attended: Selection | None,
+    geometry: Geometry,
+    sample: QuerySample,
+) -> dict[str, torch.Tensor]:
+    """Of the sparse queries of the sample: recall from the masses of selected and of causal keys, first-token
+    attention from one dot product.
+
+    Args:
+        lse: of all queries over what they attended to; None where another library attended to all causal keys.
+        selection: if there is one.
+        attended: the selection, if it is what was attended to; else None.
+    """
+    rows, k, starts = sample.sparse, inputs.k, geometry.document_starts
+    q = inputs.q.index_select(1, rows)
+    if starts is None:
+        causal = sample.causal_packed_mask.expand(len(q), -1, -1)
+    else:
+        starts = starts.index_select(1, rows)
+        causal = causal_packed_mask(sample.start + rows, k.shape[1], starts)
+    chosen = None if selection is None else selection.packed_rows(rows)
+    sparse = attended is not None
+    mask, other = (chosen, causal) if sparse else (causal, chosen)
+    assert mask is not None
+
+    def lse_over(packed_mask: torch.Tensor) -> torch.Tensor:
+        """By our kernel: what is logged must not change what the pass calculates."""
+        return api.sampled_lse(q, k, packed_mask, starts, implementation="triton")
+
+    found = {}
+    mass = lse_over(mask) if lse is None else lse.index_select(2, rows)
+    if other is not None:
+        other_mass = lse_over(other)
+        found["recall"] = (mass - other_mass if sparse else other_mass - mass).exp()
+    first_key = k[:, :1].repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    logits = (q.float() * first_key.float()).sum(-1) * q.shape[-1] ** -0.5  # [B, S, n_h]
+    sees_first = mask[..., :1] & 1 == 1
+    probability = (logits - mass.transpose(1, 2)).exp()
+    found["first_token_attention"] = torch.where(sees_first, probability, 0)
+    return found
+
+
+@torch.no_grad()
+def _selection_statistics(
+    selection: Selection, variance_ema: torch.Tensor, geometry: Geometry, sample: QuerySample
+) -> Statistics:
+    budget = selection.budget
+    means = {"k_mean": budget, "variance": selection.variance, "variance_ema": variance_ema}
+    statistics = Statistics(means, {"k_max": budget.max(), "k_min": -budget.min()})
+    if selection.density is not None:
+        means["union_density"] = torch.full((1,), selection.density, device=budget.device)
+    if len(sample) == 0:
+        return statistics
+    mask = selection.packed_rows(sample.rows)
+    found = statistics_of_packed_mask(mask, sample.neighbours, sample.grouped, sample.group)
+    means["adjacent_overlap"] = found.overlaps
+    means["union_ratio_32"] = found.union_ratios
+    means["selected_keys"] = found.sizes
+    if len(sample.sparse) == 0:
+        return statistics
+    causal = geometry.query_start + 1 + sample.sparse
+    if geometry.document_starts is not None:
+        causal = causal - geometry.document_starts.index_select(1, sample.sparse)
+    means["random_recall"] = found.sizes.index_select(1, sample.sparse_rows) / causal
+    return statistics

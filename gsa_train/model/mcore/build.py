@@ -1,0 +1,173 @@
+"""From config to the part of the model that this rank holds."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from gsa_train.config import Config
+from gsa_train.config.kernel_checks import unsupported_by_kernels
+from gsa_train.model.budget import VarianceTracker
+from gsa_train.model.dense_attention import dense_attention_name
+from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
+from gsa_train.model.mcore.config import GSATransformerConfig, to_mcore_config
+from gsa_train.model.mcore.init import initialize_weights
+from gsa_train.model.mcore.named_parts import NamedGPTModel
+from gsa_train.model.mcore.spec import decoder_spec
+from gsa_train.model.rotary import rotary_embedding
+from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.model.stats import LayerStats
+from gsa_train.parallel import DeviceError, Parallel
+from gsa_train.run.work_time import WorkTime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
+
+    chunks: list[GPTModel]
+    """In the order of the model."""
+    modules: list[torch.nn.Module]
+    """What is trained and called: the chunks, inside megatron-core's Float16Module in bf16."""
+    mcore_config: GSATransformerConfig
+    attentions: list[GSASelfAttention]
+    runtime: AttentionRuntime
+    num_indexers: int
+    """Layers of the whole model that have an indexer."""
+    work_time: WorkTime
+    """Of this rank in training steps."""
+    parallel: Parallel
+
+    @property
+    def variance_trackers(self) -> list[VarianceTracker]:
+        """Of the layers that have an indexer."""
+        return [attention.variance for attention in self.attentions if attention.variance is not None]
+
+    @property
+    def gpt(self) -> GPTModel:
+        """The only chunk."""
+        (chunk,) = self.chunks
+        return chunk
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The only module."""
+        (module,) = self.modules
+        return module
+
+
+def build_model(config: Config, parallel: Parallel) -> Model:
+    """Build the stage, draw its weights, and hang the measuring hooks."""
+    mcore_config = to_mcore_config(config, parallel)
+    runtime = AttentionRuntime(LayerStats(config.model.num_layers, parallel.device))
+    implementation = attention_implementation(config, parallel.device)
+    logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
+    dense = (
+        dense_attention_name(config, mcore_config.params_dtype)
+        if implementation == "triton"
+        else implementation
+    )
+    logger.info("dense attention: %s (gsa.dense_attention = %s)", dense, config.gsa.dense_attention)
+    context = AttentionContext(runtime, implementation, dense, config.train.recompute == "selective")
+    logger.info(
+        "elementwise operations and loss: %s (train.fused_ops = %s)",
+        "fused" if mcore_config.fused_ops else "one by one",
+        config.train.fused_ops,
+    )
+    numbers = range(config.parallel.virtual_pipeline)
+    chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
+    for chunk in chunks:
+        chunk.decoder.register_forward_hook(_let_go_of_selection(runtime))
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    for layer in layers:
+        layer.register_forward_hook(_measure_activations(runtime, layer.layer_number - 1))
+    has_indexer = config.gsa.attention == "sparse"
+    return Model(
+        chunks=chunks,
+        modules=[Float16Module(mcore_config, chunk) if mcore_config.bf16 else chunk for chunk in chunks],
+        mcore_config=mcore_config,
+        attentions=[layer.self_attention for layer in layers],
+        runtime=runtime,
+        num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
+        work_time=WorkTime(parallel.device),
+        parallel=parallel,
+    )
+
+
+def _build_chunk(
+    number: int,
+    config: Config,
+    mcore_config: GSATransformerConfig,
+    context: AttentionContext,
+    parallel: Parallel,
+) -> GPTModel:
+    model_class = NamedGPTModel
+    if mcore_config.fused_ops:
+        from gsa_train.model.mcore.language_model import FusedLossGPTModel  # imports Triton
+
+        model_class = FusedLossGPTModel
+    count = config.parallel.virtual_pipeline
+    vp_stage = number if count > 1 else None
+    chunk = model_class(
+        config=mcore_config,
+        transformer_layer_spec=decoder_spec(mcore_config, context, vp_stage),
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=config.train.seq_len_tokens,
+        pre_process=parallel.pipeline_rank == 0 and number == 0,
+        post_process=parallel.is_last_stage and number == count - 1,
+        position_embedding_type="rope",
+        rotary_base=config.model.rope_base,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        pg_collection=parallel.groups,
+        vp_stage=vp_stage,
+    )
+    chunk.rotary_pos_emb = rotary_embedding(mcore_config, config.model.head_dim, parallel.groups)
+    chunk.to(parallel.device)
+    initialize_weights(chunk, config, parallel)
+    return chunk
+
+
+def attention_implementation(config: Config, device: torch.device) -> str:
+    """The attention core to run: `triton` or `reference`.
+
+    Raises:
+        DeviceError: `triton` is asked for on a device that has no such kernels.
+    """
+    chosen = config.gsa.attention_impl
+    if chosen == "triton" and device.type != "cuda":
+        raise DeviceError("gsa.attention_impl = triton: there is no CUDA device; set it to reference or auto")
+    if chosen != "auto":
+        return chosen
+    if device.type != "cuda":
+        return "reference"
+    reasons = unsupported_by_kernels(config)
+    if reasons:
+        logger.warning("attention runs in plain torch, which is slow: %s", "; ".join(reasons))
+    return "reference" if reasons else "triton"
+
+
+def _let_go_of_selection(runtime: AttentionRuntime) -> Any:
+    """Forward hook: the last layer's lists are of no use to output layer and loss, which need the room."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        runtime.shared_selection = None
+
+    return hook
+
+
+def _measure_activations(runtime: AttentionRuntime, layer: int) -> Any:
+    """Forward hook: the largest absolute value of the residual stream behind a layer."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if runtime.pass_of_this_forward().measures:
+            largest = torch.linalg.vector_norm(output[0].detach(), torch.inf)  # without a copy
+            runtime.stats.maximum("max_activation", layer, largest)
+
+    return hook

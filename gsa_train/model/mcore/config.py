@@ -1,0 +1,130 @@
+"""Our config in megatron-core's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from gsa_train.config import Config, GSAConfig
+from gsa_train.config.pipeline_layout import chunk_layers
+from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
+from gsa_train.parallel import DeviceError, Parallel
+
+
+@dataclass
+class GSATransformerConfig(TransformerConfig):
+    """megatron-core's transformer config with the section `gsa` beside it."""
+
+    gsa: GSAConfig = field(default_factory=GSAConfig)
+    fused_ops: bool = False
+    """Elementwise chains and the cross-entropy by fused kernels."""
+    rotary_base: float = 10000.0
+    """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
+    context_chunks: int = 2
+    """Of the sequence on each context-parallel rank."""
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Data type of weights and activations: `auto` is bf16 on GPUs and fp32 on CPUs."""
+    if config.train.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+
+
+def uses_fused_ops(config: Config, device: torch.device) -> bool:
+    """Whether `train.fused_ops` means the fused kernels on this device.
+
+    Raises:
+        DeviceError: `triton` is asked for on a device that has no such kernels.
+    """
+    chosen = config.train.fused_ops
+    if chosen == "triton" and device.type != "cuda":
+        raise DeviceError("train.fused_ops = triton: there is no CUDA device; set it to none or auto")
+    return chosen == "triton" or (chosen == "auto" and device.type == "cuda")
+
+
+def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
+    """Translate; whatever is not named here keeps megatron-core's default."""
+    model, train = config.model, config.train
+    dtype = compute_dtype(config, parallel.device)
+    fused_ops = uses_fused_ops(config, parallel.device)
+    reduces_in_bf16 = config.parallel.grad_reduce_dtype == "bf16"
+    if reduces_in_bf16 and dtype != torch.bfloat16:
+        raise DeviceError(
+            "parallel.grad_reduce_dtype = bf16: gradients have the weights' precision, which is fp32 here; set it to "
+            "fp32, or train.precision to bf16"
+        )
+    # DeepSpeed takes the gradients from autograd.
+    megatron_buffers = config.parallel.strategy == "megatron" and not reduces_in_bf16
+    adds_weight_gradients = fused_ops and dtype == torch.bfloat16 and megatron_buffers
+    if adds_weight_gradients:
+        weight_gradients.install()
+    recompute_layers = train.recompute == "full"
+    interleaved = config.parallel.virtual_pipeline > 1
+    return GSATransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_norm,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        rotary_base=model.rope_base,
+        fused_ops=fused_ops,
+        use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
+        gsa=config.gsa,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are drawn by name in model/init.py, whatever the layout. megatron-core's own pass must still
+        # run: it is what marks the parameters that tensor parallelism splits.
+        perform_initialization=True,
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        use_cpu_initialization=parallel.device.type == "cpu",
+        tensor_model_parallel_size=parallel.tensor_size,
+        pipeline_model_parallel_size=parallel.pipeline_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline if interleaved else None,
+        pipeline_model_parallel_layout=_pipeline_layout(config),
+        # Interleaved stages exchange tensors one by one: sent in batches, two stages that are each other's next and
+        # previous one mix up what they receive, without an error. Megatron-LM asserts this, megatron-core does not.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        context_parallel_size=parallel.context_size,
+        context_chunks=config.parallel.context_chunks,
+        sequence_parallel=config.parallel.sequence and parallel.tensor_size > 1,
+        recompute_granularity="full" if recompute_layers else None,
+        recompute_method="uniform" if recompute_layers else None,
+        recompute_num_layers=train.recompute_num_layers if recompute_layers else None,
+        gradient_accumulation_fusion=adds_weight_gradients,
+        # megatron-core's own fusions need Apex, Transformer Engine or a compiler at run time
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _pipeline_layout(config: Config) -> list[list[str]] | None:
+    """What each chunk holds, in megatron-core's words."""
+    if config.parallel.pipeline == 1:
+        return None
+    chunks = [["decoder"] * layers for layers in chunk_layers(config)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight

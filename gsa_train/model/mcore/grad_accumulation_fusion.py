@@ -1,0 +1,81 @@
+"""Gradients of weights and biases that are added to their fp32 buffers where they are calculated.
+
+megatron-core does so with an extension of Apex (`gradient_accumulation_fusion`). cuBLAS can, through torch, without:
+no gradient in bf16 is written, rounded and read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+
+
+class CublasAccumulation:
+    """What megatron-core calls of Apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        """main_grad [out, in] += grad_output [tokens, out]^T inputs [tokens, in], summed in fp32."""
+        torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+
+
+def weight_gradient(
+    weight: torch.Tensor, inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
+) -> torch.Tensor:
+    """grad_output [tokens, out]^T inputs [tokens, in], for autograd.
+
+    Args:
+        accumulates: add it to `weight.main_grad` instead. What is returned then holds nothing: megatron-core's hook,
+            which waits for a gradient, runs where there is one.
+    """
+    if not accumulates:
+        return grad_output.t().matmul(inputs)
+    parameter: Any = weight
+    CublasAccumulation.wgrad_gemm_accum_fp32(inputs, grad_output, parameter.main_grad)
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
+def joined_weight_gradients(
+    weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
+) -> list[torch.Tensor]:
+    """`weight_gradient` of several weights that are one in the product: grad_output has the columns of all, in turn,
+    and perhaps others."""
+    sizes = [len(weight) for weight in weights]
+    if not accumulates:
+        return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))
+    parameters: Sequence[Any] = weights
+    together = fp32_product(grad_output.t(), inputs)
+    for parameter, gradient in zip(parameters, together[: sum(sizes)].split(sizes), strict=True):
+        parameter.main_grad.add_(gradient)
+        parameter.grad_added_to_main_grad = True
+    return [torch.empty_like(weight) for weight in weights]
+
+
+def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [n, k] b [k, m] of halves, not rounded to them. On CUDA devices."""
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def bias_gradient(bias: torch.Tensor, grad_output: torch.Tensor, accumulates: bool) -> torch.Tensor:
+    """The sum of grad_output [tokens, out] over the tokens; `accumulates` as in `weight_gradient`."""
+    if not accumulates:
+        return grad_output.sum(0)
+    from gsa_kernels.fused.sums.op import add_column_sums  # imports Triton
+
+    parameter: Any = bias
+    add_column_sums(grad_output, parameter.main_grad)
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(bias)
+
+
+def install() -> None:
+    """Offer it to megatron-core, whose layers ask whether Apex's extension is there."""
+    module: object = layers
+    setattr(module, "fused_weight_gradient_mlp_cuda", CublasAccumulation)  # noqa: B010 - absent without Apex
+    setattr(module, "_grad_accum_fusion_available", True)  # noqa: B010

@@ -1,0 +1,20 @@
+"""SwiGLU as the activation module of megatron-core's feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from gsa_kernels.fused.swiglu.op import fused_swiglu
+
+
+class FusedSwiGLU(MegatronModule):
+    """One kernel each way; megatron-core plugs Transformer Engine's activations in at the same place."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[L, B, 2 F] -> [L, B, F]"""
+        return fused_swiglu(x)

@@ -1,0 +1,74 @@
+"""What a step does, decided before it begins and by nothing but its number: a resumed run decides the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from gsa_train.config import Config
+from gsa_train.phases import PhaseRange
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of a phase, in the order in which things happen. Steps are counted from 1."""
+
+    step: int
+    trains: bool
+    """Else its batch is read and left out."""
+    left_out_through: int | None
+    """Where a stretch of left-out steps begins for this start: its last step in this phase, for the log."""
+    logs: bool
+    """Measures the attention, and writes the step's record."""
+    validates: bool
+    saves: bool
+    ends_phase: bool
+    ends_run: bool
+
+    @property
+    def reads_monitor(self) -> bool:
+        """Nothing is logged, validated or saved before the monitor has judged the step, and no phase ends."""
+        return self.logs or self.validates or self.saves or self.ends_phase
+
+    @property
+    def weights_are_kept(self) -> bool:
+        """What the step makes of the weights will be in a checkpoint."""
+        return self.saves or self.ends_run
+
+
+def plan_step(
+    step: int,
+    phase_range: PhaseRange,
+    config: Config,
+    *,
+    skipped_steps: Collection[int],
+    steps_before_start: int,
+    save_is_due: bool,
+) -> StepPlan:
+    """Plan a step, counted from 1, of a phase.
+
+    Args:
+        skipped_steps: steps whose batches are left out.
+        steps_before_start: steps that were done when this start, or the newest rewind, began.
+        save_is_due: by checkpoint.every_steps, or as an earlier save has failed (`CheckpointSaver.is_due`).
+    """
+    trains = step not in skipped_steps
+    begins = step in (phase_range.start + 1, steps_before_start + 1)
+    left_out_through = None
+    if not trains and (begins or step - 1 not in skipped_steps):
+        left_out_through = step
+        while left_out_through < phase_range.end and left_out_through + 1 in skipped_steps:
+            left_out_through += 1
+    # The first and the last step of a phase, and every so many: the same whether or not a run was resumed.
+    in_turn = step % config.logging.every_steps == 0
+    every = config.evaluate.every_steps
+    return StepPlan(
+        step=step,
+        trains=trains,
+        left_out_through=left_out_through,
+        logs=trains and (in_turn or step in (phase_range.start + 1, phase_range.end)),
+        validates=every > 0 and step % every == 0,
+        saves=save_is_due,
+        ends_phase=step == phase_range.end,
+        ends_run=step == sum(phase.steps for phase in config.phases),
+    )

@@ -1,0 +1,292 @@
+"""A run that hangs ends by itself, and says which rank it was and where every rank stood.
+
+A thread of each rank writes a heartbeat into torch.distributed's store: that the process lives, and what its main
+thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). Where a rank shows no progress for
+`timeout_minutes`, it writes a report, W&B alerts, and every rank that still can writes its stacks; then all end with
+exit code 1, and torchrun or Slurm starts them again from the last checkpoint. That start says so, too: rank 0, which
+holds W&B, may have been the one that hung.
+
+At the very end the first rank to go may take the store along. There each rank has only its own clock: one that is kept
+from leaving, as by a peer that died on the way out, says so and ends with the exit code that the run has.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import psutil
+import torch.distributed as dist
+
+from gsa_train.run.exit_codes import FAILED
+
+ACTIVITIES = ("starting", "reading text", "training", "validating", "saving", "ending")
+"""What a main thread does, in the order of a step: who is behind is who the others wait for."""
+
+BEATS_PER_TIMEOUT = 20
+LATE_SHARE = 0.2
+"""Of the timeout: without a heartbeat for so long, a process may be frozen."""
+LONGEST_BEAT_SECONDS = 5.0
+ALERT_SECONDS = 20.0
+"""For W&B to send its alert, while all ranks hang anyway."""
+REPORT = "report.txt"
+ALL_SAFE = "the run was over, and its newest checkpoint is safe"
+NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
+"""A rank in a report that holds up the others."""
+
+
+class Beat(NamedTuple):
+    number: int
+    """Of heartbeats: stands still where the whole process does."""
+    progress: int
+    """Of notes by the main thread."""
+    step: int
+    activity: int
+    host: str
+    pid: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.activity
+
+
+@dataclass
+class Age:
+    """Seconds since a rank's heartbeat changed, and since its main thread went on; by the reader's clock."""
+
+    beat: Beat
+    of_beat: float = 0.0
+    of_progress: float = 0.0
+
+    def see(self, beat: Beat, elapsed: float) -> None:
+        self.of_beat = 0.0 if beat.number != self.beat.number else self.of_beat + elapsed
+        self.of_progress = 0.0 if beat.progress != self.beat.progress else self.of_progress + elapsed
+        self.beat = beat
+
+
+def is_frozen(age: Age, timeout_seconds: float) -> bool:
+    """Half the time is enough: it is asked only where some rank shows no progress for the whole."""
+    return min(age.of_progress, age.of_beat) >= timeout_seconds / 2
+
+
+def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
+    """Which ranks hold up the run, with the place of every rank; None where all go on.
+
+    A rank that waits may have begun to before the one that it waits for stood still: all are judged once one has made
+    no progress for the whole time. While a heartbeat is late, the report waits until it comes or the process counts as
+    frozen.
+    """
+    longest = max(age.of_progress for age in ages)
+    if longest < timeout_seconds:
+        return None
+    frozen = [rank for rank, age in enumerate(ages) if is_frozen(age, timeout_seconds)]
+    is_late = any(age.of_beat >= LATE_SHARE * timeout_seconds for age in ages)
+    if is_late and not frozen and longest < 1.5 * timeout_seconds:
+        return None
+    behind = min(age.beat.place for age in ages)
+    if frozen:
+        named, what = frozen, "frozen or gone (not even a heartbeat)"
+    elif any(age.beat.place != behind for age in ages):
+        named = [rank for rank, age in enumerate(ages) if age.beat.place == behind]
+        what = "behind all others, which wait"
+    else:
+        named = list(range(len(ages)))
+        what = "all at the same place, in a collective, a kernel or a slow file system: compare their stacks"
+    lines = [f"no progress for {timeout_seconds:.0f} s. {what.capitalize()}: {', '.join(map(str, named))}"]
+    for rank, age in enumerate(ages):
+        lines.append(f"  {_where(rank, age)}{' <--' if rank in named else ''}")
+    if ACTIVITIES[min(age.beat.activity for age in ages)] == "ending":
+        lines.append(f"  {ALL_SAFE}")
+    return "\n".join(lines)
+
+
+def _where(rank: int, age: Age) -> str:
+    beat = age.beat
+    return (
+        f"rank {rank} on {beat.host} (process {beat.pid}): {ACTIVITIES[beat.activity]} after step {beat.step}, "
+        f"for {age.of_progress:.0f} s; heartbeat {age.of_beat:.0f} s ago"
+    )
+
+
+def in_short(report: str) -> str:
+    """Its first line, and those of the ranks that hold up the others."""
+    return "; ".join([report.splitlines()[0], *NAMED.findall(report)])
+
+
+def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
+    """The newest report of a hang in a run's folder of faults, in short; None where there is none since then."""
+    reports = [path for path in folder.glob(f"*/{REPORT}") if path.stat().st_mtime >= since_unix_seconds]
+    texts = [path.read_text(errors="replace") for path in sorted(reports)]
+    hangs = [text for text in texts if NAMED.search(text)]  # others are of wrong bits
+    return in_short(hangs[-1]) if hangs else None
+
+
+class HangWatchdog:
+    """The heartbeat of this rank; on the first and the last rank also the reader of all."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, folder: Path, step: int) -> None:
+        """Starts the thread. Collective.
+
+        Args:
+            timeout: without progress.
+            folder: for reports and stacks; made when there are any.
+            step: done so far.
+        """
+        self.on_hang: Callable[[int, str], None] | None = None
+        """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
+        self.exit_code = FAILED
+        """Of a rank that is ended here."""
+        self._last_stretch: threading.Timer | None = None
+        self._rank, self._world_size, self._folder = rank, world_size, folder
+        self._timeout_seconds = timeout.total_seconds()
+        self._interval = min(LONGEST_BEAT_SECONDS, self._timeout_seconds / BEATS_PER_TIMEOUT)
+        # torchrun may keep its store over restarts, with what earlier ranks wrote.
+        name: list[Any] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timeout))
+        self._host, self._launcher = socket.gethostname(), os.getppid()
+        self._count = self._progress = 0
+        self._ages: list[Age] = []
+        self._place = (step, 0)
+        self._over = threading.Event()
+        self._beat()
+        dist.barrier()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def heartbeat(self, step: int, activity: str) -> None:
+        """The main thread goes on: what it begins, after how many steps."""
+        self._place = (step, ACTIVITIES.index(activity))
+        self._progress += 1
+
+    def begin_to_leave(self) -> None:
+        """Ask the store no more, and let this rank leave within the time that every step has. No rank may leave before
+        all have done this: the store may go with it."""
+        self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
+        self._last_stretch.daemon = True
+        self._last_stretch.start()
+        self._over.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._over.set()
+        self._thread.join()
+        if self._last_stretch is not None:
+            self._last_stretch.cancel()
+
+    def _end_leaving(self) -> None:
+        folder = self._folder / time.strftime("%Y%m%d-%H%M%S")
+        self._write_stacks(folder)
+        limit = f"{self._timeout_seconds:g} s"
+        self.end_saved(f"it could not leave its process group within {limit}; a peer hangs; stacks: {folder}")
+
+    def end_saved(self, why: str) -> NoReturn:
+        """At the end of the run: at once, with the run's exit code."""
+        self._end(f"{why}; {ALL_SAFE}")
+
+    def _beat(self) -> None:
+        beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid())
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+        self._count += 1
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except (RuntimeError, OSError) as error:
+            if not self._over.is_set():
+                what = f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
+                if self._ages and self._rank == self._world_size - 1:
+                    self._write_report(f"{what}\n  {_where(0, self._ages[0])} <--")
+                self._end(what)
+
+    def _watch(self) -> None:
+        reads = self._rank in (0, self._world_size - 1)
+        last = time.monotonic()
+        while not self._over.wait(self._interval):
+            now = time.monotonic()
+            # Time in which this process was itself suspended says nothing about the others.
+            elapsed, last = min(now - last, 2 * self._interval), now
+            self._beat()
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._launcher:
+                self._end("torchrun is gone, and with it who would end this rank")
+            if self._store.check(["fault"]):
+                self._dump_and_end()
+            if reads:
+                beats = self._store.multi_get([f"beat/{rank}" for rank in range(self._world_size)])
+                found = [Beat(*json.loads(beat)) for beat in beats]
+                self._ages = self._ages or [Age(beat) for beat in found]
+                for age, beat in zip(self._ages, found, strict=True):
+                    age.see(beat, elapsed)
+                fault = find_fault(self._ages, self._timeout_seconds)
+                frozen = [age.beat for age in self._ages if is_frozen(age, self._timeout_seconds)]
+                if fault and (self._rank == 0 or is_frozen(self._ages[0], self._timeout_seconds)):
+                    self._report(fault, frozen)
+
+    def _report(self, fault: str, frozen: list[Beat]) -> None:
+        name = self._write_report(fault)
+        if self.on_hang is not None:  # first: once the others end, so does this process
+            alert = threading.Thread(target=self.on_hang, args=(self._place[0], in_short(fault)), daemon=True)
+            alert.start()
+            alert.join(ALERT_SECONDS)
+        self._store.set("fault", json.dumps([name, frozen]))
+
+    def _write_report(self, fault: str) -> str:
+        """Returns the name of its folder."""
+        name = time.strftime("%Y%m%d-%H%M%S")
+        folder = self._folder / name
+        text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
+        print(text, file=sys.stderr, end="", flush=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / REPORT).write_text(text)
+        except OSError as error:  # a full disk must not keep the ranks from ending
+            print(f"rank {self._rank}: no report: {error}", file=sys.stderr, flush=True)
+        return name
+
+    def _dump_and_end(self) -> None:
+        name, frozen = json.loads(self._store.get("fault"))
+        folder = self._folder / name
+        self._write_stacks(folder)
+        for each in (Beat(*beat) for beat in frozen):  # torchrun would wait half a minute for their answer
+            if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
+                os.kill(each.pid, signal.SIGKILL)
+        time.sleep(2 * self._interval)  # the first to end makes torchrun end the others
+        self._end(f"the run hangs; stacks: {folder}")
+
+    def _write_stacks(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
+            with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            print(f"rank {self._rank}: no stacks: {error}", file=sys.stderr, flush=True)
+
+    def _end(self, why: str) -> NoReturn:
+        """At once, with all children: the main thread may never come back to see an exception."""
+        print(f"rank {self._rank} on {self._host} ends: {why}", file=sys.stderr, flush=True)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(self.exit_code)
+
+
+def _connect(timeout: timedelta) -> dist.Store:
+    """A connection of its own: a thread that waits on a shared one would block all others."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )

@@ -1,0 +1,103 @@
+"""Checkpoints of a run: begin one, wait for the last one, and tell how each ended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from gsa_train.checkpoint.load import RunState, gather_rng
+from gsa_train.checkpoint.save import SaveResult
+from gsa_train.config import config_to_yaml
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.phases import PhaseRange
+from gsa_train.run.state import Run
+
+LONGEST_WAIT_SHARE = 0.25
+"""Of `parallel.timeout_minutes`, after which the watchdog ends a rank: between two tries of the last save."""
+
+
+def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
+    """Begin a checkpoint of this moment, unless this step has one. Collective.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    state, saver = run.state, run.services.saver
+    if saver.has(state.step):
+        return
+    run.services.watchdog.heartbeat(state.step, "saving")
+    content = RunState(
+        step=state.step,
+        tokens=state.tokens,
+        phase_index=phase_range.index,
+        phase_name=phase_range.phase.name,
+        phase_start=phase_range.start,
+        data=run.data.batches.state(),
+        wandb_run_id=run.services.log.wandb_run_id,
+        config_yaml=config_to_yaml(run.config),
+        layout=run.parallel.layout,
+        rng=gather_rng(run.parallel),
+        validation_due=state.validation_due,
+        monitor=asdict(state.monitor),
+    )
+    report_saves(run, saver.begin(content, run.model, phase_optimizer))
+
+
+def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
+    """Write the last checkpoint of the run and wait until it is durable. Collective.
+
+    No step is left in which to try again, so this waits, twice as long each time, as far as that does not look like a
+    hang.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    step, saver = run.state.step, run.services.saver
+    save(run, phase_range, phase_optimizer)
+    report_saves(run, saver.ended(now=step, wait=True))
+    longest_wait_seconds = LONGEST_WAIT_SHARE * 60 * run.config.parallel.timeout_minutes
+    while not saver.has(step):
+        time.sleep(min(2.0 ** (saver.failures - 1), longest_wait_seconds))
+        save(run, phase_range, phase_optimizer)
+        report_saves(run, saver.ended(now=step, wait=True))
+
+
+def newest_save(run: Run) -> int | None:
+    """Step of the newest checkpoint, for the end by a spike: waits for the save under way, and tells of it."""
+    for result in run.services.saver.ended(now=run.state.step, wait=True):
+        log_save(run, result)
+    return run.services.saver.durable_step
+
+
+def report_saves(run: Run, results: list[SaveResult]) -> None:
+    """Tell how saves ended.
+
+    Raises:
+        CheckpointError: too many in a row have failed.
+    """
+    for result in results:
+        log_save(run, result)
+    run.services.saver.check()
+
+
+def log_save(run: Run, result: SaveResult) -> None:
+    """To metrics and console."""
+    log, saver = run.services.log, run.services.saver
+    record = {
+        "event": "checkpoint" if result.error is None else "checkpoint_failed",
+        "step": result.step,
+        "phase": result.phase,
+        "checkpoint_stall_seconds": result.stall_seconds,
+        "checkpoint_save_seconds": result.save_seconds,
+    }
+    if result.error is None:
+        log.log({**record, "checkpoint_bytes": result.bytes})
+        log.message(
+            f"saved {result.folder} ({result.bytes / 1e9:.3g} GB; training waited {result.stall_seconds:.2f} s "
+            f"of {result.save_seconds:.2f} s)"
+        )
+    else:
+        log.log({**record, "checkpoint_error": result.error, "checkpoint_failures": saver.failures})
+        log.message(f"step {result.step} could not be saved: {result.error}; {saver.next_try()}")
+    for warning in result.warnings:
+        log.message(f"checkpoint: {warning}")

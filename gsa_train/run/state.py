@@ -1,0 +1,75 @@
+"""What a run carries from phase to phase: how far it has come, what it trains, and what serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ValidationSet
+from gsa_train.batches import TrainBatches
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import Config
+from gsa_train.model.mcore.build import Model
+from gsa_train.monitor.monitor import MonitorState
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.parallel import Parallel
+from gsa_train.profiling.profiler import StepProfiler
+from gsa_train.resume import Start
+from gsa_train.run.hang_watchdog import HangWatchdog
+from gsa_train.run.run_log import RunLog
+from gsa_train.run.stop_vote import StopVote
+from gsa_train.run.work_time import StragglerWarning
+
+
+@dataclass
+class TrainState:
+    """How far the run has come. Checkpoints hold this beside weights, optimizer and position in the text."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Tokens trained on."""
+    validation_due: bool = False
+    """The run was stopped in the validation at this step."""
+    monitor: MonitorState = field(default_factory=MonitorState)
+    """Of the newest checkpoint, or of the end of the phase before."""
+
+
+@dataclass
+class Data:
+    """The text of a run."""
+
+    batches: TrainBatches
+    validation_sets: list[ValidationSet]
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class Services:
+    """What serves the run in this process. No checkpoint holds any of it."""
+
+    log: RunLog
+    saver: CheckpointSaver
+    watchdog: HangWatchdog
+    profiler: StepProfiler
+    stop_vote: StopVote
+    straggler_warning: StragglerWarning
+
+
+@dataclass
+class Run:
+    config: Config
+    parallel: Parallel
+    model: Model
+    data: Data
+    services: Services
+    start: Start
+    """Of this process, or of the newest rewind."""
+    state: TrainState
+    skipped_steps: frozenset[int] = frozenset()
+    """Steps, counted from 1, whose batches are read and not trained on."""
+    phase_optimizer: PhaseOptimizer | None = None
+    """Of the phase under way. Nothing else holds it from one phase to the next."""
+    newest_validation: tuple[int, dict[str, Any]] | None = None
+    """Its step and result, so that no step is validated twice."""

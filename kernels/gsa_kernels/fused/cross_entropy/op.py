@@ -1,0 +1,85 @@
+"""Cross-entropy over a vocabulary that may be split over ranks: one pass over the logits, and one backwards.
+
+Nothing of the size of the logits is kept or written beside them: the backward pass can put their gradient in
+their place.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from gsa_kernels.checks import check_shape
+from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    overwrite_logits: bool = False,
+) -> torch.Tensor:
+    """-log softmax(logits)[target] of each row, in fp32. The definition is `cross_entropy`.
+
+    Deterministic. Each rank of `group` gets the same losses and the gradient of its own columns.
+
+    Args:
+        logits: [N, V / ranks], this rank's part of the vocabulary in the order of the ranks; bf16, fp16 or
+            fp32, rows contiguous
+        targets: int64 [N] in 0 .. V - 1, the same on every rank
+        group: ranks that hold the other parts; None: the vocabulary is whole
+        overwrite_logits: the backward pass writes the gradient over the logits, which nobody else may need, nor a
+            second backward pass
+
+    Returns:
+        fp32 [N]
+    """
+    check_shape("logits", logits, "[N, V]", (None, None))
+    check_shape("targets", targets, "[N]", (logits.shape[0],))
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"logits has dtype {logits.dtype}; pass bfloat16, float16 or float32")
+    if logits.stride(1) != 1:
+        raise ValueError(f"the rows of logits have stride {logits.stride(1)}; make them contiguous")
+    if targets.dtype != torch.int64 or targets.device != logits.device:
+        raise ValueError(f"targets is {targets.dtype} on {targets.device}; pass int64 on {logits.device}")
+    return _CrossEntropy.apply(logits, targets.contiguous(), group, overwrite_logits)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        overwrite_logits: bool,
+    ) -> torch.Tensor:
+        first_column = 0 if group is None else group.rank() * logits.shape[1]
+        maximum, total, target_logit = row_statistics(logits, targets, first_column)
+        if group is not None and group.size() > 1:
+            maximum, total, target_logit = _over_ranks(maximum, total, target_logit, group)
+        ctx.save_for_backward(logits, targets, maximum, total)
+        ctx.first_column, ctx.overwrite_logits = first_column, overwrite_logits
+        return total.log() + (maximum - target_logit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, targets, maximum, total = ctx.saved_tensors
+        out = logits if ctx.overwrite_logits else torch.empty_like(logits)
+        write_gradient(logits, targets, maximum, total, grad.float().contiguous(), ctx.first_column, out)
+        if ctx.overwrite_logits:
+            increment_version(logits)  # so that a second backward pass is an error
+        return out, None, None, None
+
+
+def _over_ranks(
+    maximum: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same three of the whole vocabulary; a target's logit is 0 on the ranks that do not hold it."""
+    highest = maximum.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([total * (maximum - highest).exp(), target_logit])
+    dist.all_reduce(sums, group=group)
+    return highest, sums[0], sums[1]

@@ -1,0 +1,269 @@
+"""The gradient of q, and from the same probabilities the target of the indexer's loss: its sums over heads.
+
+A program has four heads of one key-value head: a product's 128 rows are 32 queries of each. So the sum over these heads
+is one over registers and lanes, and what is left is to add the parts of the key-value heads, which the loss does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_tiles import Tiles as _Tiles
+from gsa_kernels.attention.triton_tiles import (
+    expand_words,
+    is_even,
+    load_rows,
+    load_words,
+    tile_source,
+    use_tma,
+)
+from gsa_kernels.devices import interpreted
+from gsa_kernels.hopper.target_blocks import BLOCK, KEY, empty_blocks, place_in_block
+from gsa_kernels.limits import FUSED_LOSS_HEADS
+from gsa_kernels.triton_constants import LOG2_E
+
+TILES = _Tiles(32, 64, 8, 3, registers=232)
+"""Queries, of each head. `store_sums` counts on 64 keys. The limit is more than is used: without any, ptxas saves
+registers, and the second product has to wait for the exponentials of the first."""
+
+
+def backward_queries_with_target(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    delta: torch.Tensor,
+    lse2: torch.Tensor,
+    words: torch.Tensor,
+    document_starts: torch.Tensor | None,
+    scale: float,
+    grad_q: torch.Tensor,
+    rows: range,
+) -> torch.Tensor:
+    """Write grad_q[:, rows] of [B, L, H, D], and give the target of these queries.
+
+    Returns:
+        fp16 [B, H / 4, row blocks, key blocks, 1024] (target_blocks.py): of each four heads the sum of p[t, s] for s in
+        S_t, 0 elsewhere. Unwritten where no query of 32 sees any key of a tile of 64.
+    """
+    batch, length, heads, head_size = q.shape
+    num_keys = k.shape[1]
+    tiles = TILES
+    tma = use_tma(tiles, k, v)
+    parts = heads // FUSED_LOSS_HEADS
+    target = empty_blocks(batch, parts, len(rows), num_keys, q.device)
+    _queries_with_target_kernel[(batch * parts, triton.cdiv(len(rows), tiles.queries))](
+        q,
+        tile_source(k, tiles.keys, tma),
+        tile_source(v, tiles.keys, tma),
+        grad,
+        delta,
+        lse2,
+        words,
+        document_starts,
+        grad_q,
+        target,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad.stride()[:3],
+        *words.stride()[:2],
+        *grad_q.stride()[:3],
+        *target.stride()[:3],
+        rows.start,
+        rows.stop,
+        length,
+        num_keys - length or None,
+        heads,
+        triton.cdiv(num_keys, 32),
+        scale,
+        scale * LOG2_E.value,
+        GROUP=heads // k.shape[2],
+        HEADS=FUSED_LOSS_HEADS,
+        D=head_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        HAS_DOCUMENTS=document_starts is not None,
+        EVEN=is_even(len(rows), num_keys, tiles.queries) and num_keys % tiles.keys == 0,
+        TMA=tma,
+        IN_LANES=not interpreted(),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        maxnreg=tiles.registers,
+    )
+    return target
+
+
+# Row ranges vary from launch to launch: specialising on them would only compile more variants.
+@triton.jit(do_not_specialize=["row_start", "row_stop"])
+def _queries_with_target_kernel(
+    q, k, v, grad, delta, lse2, words, document_starts, grad_q, target,
+    stride_qb, stride_ql, stride_qh,
+    stride_kb, stride_kl, stride_kh,
+    stride_vb, stride_vl, stride_vh,
+    stride_ub, stride_ul, stride_uh,
+    stride_wb, stride_wl,
+    stride_db, stride_dl, stride_dh,
+    stride_tb, stride_tp, stride_tr,
+    row_start, row_stop, length, query_start, heads, word_columns, scale, scale_log2,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, IN_LANES: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of queries of HEADS heads. The last tiles go first."""
+    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+        query_start = 0
+    parts = heads // HEADS
+    batch = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    kv_head = part * HEADS // GROUP
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = row_start + tile * QUERIES
+    batch64, start64 = batch.to(tl.int64), start.to(tl.int64)
+
+    # Of the rows of a product, i and i + 8 of each 16 are one thread's, and the lanes of its second half have those
+    # that are 4 further: these are the four heads of one query.
+    stacked = tl.arange(0, HEADS * QUERIES)
+    own = stacked // 16 * 4 + stacked % 4
+    member = stacked % 16 // 4
+    valid = start + own < row_stop
+    dims = tl.arange(0, D)[None, :]
+    q += batch64 * stride_qb + (part * HEADS).to(tl.int64) * stride_qh + start64 * stride_ql
+    q_tile = _load(q + ((own * stride_ql + member * stride_qh)[:, None] + dims), valid, EVEN)
+    grad += batch64 * stride_ub + (part * HEADS).to(tl.int64) * stride_uh + start64 * stride_ul
+    u_tile = _load(grad + ((own * stride_ul + member * stride_uh)[:, None] + dims), valid, EVEN)
+    position = (batch64 * heads + part * HEADS + member) * length + start + own
+    row_lse2 = tl.load(lse2 + position, mask=valid, other=0.0)
+    row_delta = tl.load(delta + position, mask=valid, other=0.0)
+
+    num_keys = query_start + length
+    first = 0
+    if HAS_DOCUMENTS:
+        # Starts never decrease along the sequence: the tile's first row sees furthest back.
+        first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
+    last = tl.minimum(query_start + start + QUERIES, num_keys)
+
+    rows = tl.arange(0, QUERIES)
+    words += batch64 * stride_wb + start64 * stride_wl + rows * stride_wl
+    readable = start + rows < row_stop
+    target += batch64 * stride_tb + part.to(tl.int64) * stride_tp + tile.to(tl.int64) * stride_tr
+    places = _places(target, QUERIES, KEYS)
+
+    acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
+    word0, word1, word2, word3 = load_words(
+        words + first // 32, 1, readable, word_columns - first // 32, KEYS, EVEN
+    )
+    for column in range(first, last, KEYS):
+        # Those of the next tile, so that nothing waits for them.
+        ahead = column + KEYS
+        if EVEN:
+            ahead = tl.minimum(ahead, num_keys - KEYS)
+        next0, next1, next2, next3 = load_words(
+            words + ahead // 32, 1, readable, word_columns - ahead // 32, KEYS, EVEN
+        )
+        k_tile = load_rows(
+            k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
+        )
+        v_tile = load_rows(
+            v, batch, kv_head, column, stride_vb, stride_vl, stride_vh, num_keys, KEYS, D, EVEN, TMA
+        )
+        hit = expand_words(word0, word1, word2, word3, KEYS)
+        of_heads = tl.broadcast_to(
+            tl.reshape(hit, [QUERIES // 4, 1, 4, KEYS]), [QUERIES // 4, HEADS, 4, KEYS]
+        )
+        logits = tl.dot(q_tile, tl.trans(k_tile))
+        by_probs = tl.dot(u_tile, tl.trans(v_tile))
+        probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
+        probs = tl.where(tl.reshape(of_heads, [HEADS * QUERIES, KEYS]), probs, 0.0)
+        by_logits = probs * (by_probs - row_delta[:, None])
+        acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc)
+        # Behind the last product, which runs meanwhile.
+        if IN_LANES:
+            pairs = tl.sum(tl.reshape(probs, [QUERIES // 4, 2, 8, KEYS]), 1)
+            halves = tl.permute(tl.reshape(pairs, [QUERIES // 4, 2, 4, 2, KEYS // 2]), [0, 1, 2, 4, 3])
+            low, high = tl.split(halves)
+            store_sums(places + column * KEY, low, high)
+        else:
+            sums = tl.sum(tl.reshape(probs, [QUERIES // 4, HEADS, 4, KEYS]), 1)
+            halves = tl.permute(tl.reshape(sums, [QUERIES // 4, 4, 2, KEYS // 2]), [0, 2, 1, 3])
+            columns = tl.arange(0, KEYS // 2)
+            tl.store(
+                places + column * KEY + (columns // 8 * 2 + columns % 2), halves.to(target.dtype.element_ty)
+            )
+        word0, word1, word2, word3 = next0, next1, next2, next3
+
+    grad_q += batch64 * stride_db + (part * HEADS).to(tl.int64) * stride_dh + start64 * stride_dl
+    pointers = grad_q + ((own * stride_dl + member * stride_dh)[:, None] + dims)
+    tl.store(pointers, (acc * scale).to(grad_q.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _load(pointers, valid, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    else:  # noqa: RET505 (the compiler reads what follows a return)
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """[QUERIES / 4, 2, 4, KEYS / 2]: where a thread stores the first of its sums, for each of them. Of a query's keys
+    the first half is stored by lanes 0 .. 15 and the second by the others: two blocks."""
+    tl.static_assert(QUERIES == BLOCK and KEYS == 2 * BLOCK, "a tile is two blocks")
+    row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
+    half = tl.arange(0, 2)[None, :, None, None]
+    lane = tl.arange(0, KEYS // 2)[None, None, None, :] % 8 // 2
+    return target + (half * (BLOCK * BLOCK) + place_in_block(row, lane))
+
+
+def _assembly() -> str:
+    """Of `store_sums`: $0 and $1 are results that nothing reads, $2 to $9 places, $10 to $17 low, $18 to $25 high.
+
+    Two stores of 8 bytes: with one of 16, which waits for all sums, the kernel takes 4% longer.
+    """
+    pairs = range(4)
+    exchanges = [
+        f"""
+        cvt.rn.f16x2.f32 low, ${11 + 2 * pair}, ${10 + 2 * pair};
+        cvt.rn.f16x2.f32 high, ${19 + 2 * pair}, ${18 + 2 * pair};
+        selp.b32 own, high, low, upper;
+        selp.b32 other, low, high, upper;
+        shfl.sync.bfly.b32 other, other, 16, 31, -1;
+        add.rn.f16x2 sum{pair}, own, other;"""
+        for pair in pairs
+    ]
+    return f"""{{
+        .reg .pred upper;
+        .reg .b32 lane, low, high, own, other, sum0, sum1, sum2, sum3;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 16;
+        setp.ne.u32 upper, lane, 0;{"".join(exchanges)}
+        st.global.v2.b32 [$2], {{sum0, sum1}};
+        st.global.v2.b32 [$2 + 8], {{sum2, sum3}};
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        }}"""
+
+
+_STORE_SUMS = tl.constexpr(_assembly())
+
+
+@triton.jit
+def store_sums(places, low, high):
+    """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys: one
+    block's eight values.
+
+    Eight columns of a thread at a time, 0, 1, 8, 9, 16, 17, 24 and 25 from its first one on: `wrong_sums.py` refuses
+    a kernel in which a thread has others.
+
+    Args:
+        places: from `_places`
+        low, high: fp32 [QUERIES / 4, 2, 4, KEYS / 2], the halves of the keys
+    """
+    tl.inline_asm_elementwise(
+        _STORE_SUMS,
+        "=r,=r,l,l,l,l,l,l,l,l,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+        [places.to(tl.int64), low, high],
+        dtype=tl.int8,
+        is_pure=False,
+        pack=8,
+    )

@@ -1,0 +1,112 @@
+"""First pass over a chunk of tiles: log-sum-exp of the scores and sum of the target, over the support."""
+
+import triton
+import triton.language as tl
+
+from gsa_kernels.attention.triton_gathered_probs import load_entries
+from gsa_kernels.indexer_loss.triton_gathered_scores import (
+    activations,
+    load_key_rows,
+    load_rows,
+    load_target,
+    row_bits,
+)
+from gsa_kernels.indexer_loss.triton_scores import NOT_A_SCORE
+from gsa_kernels.triton_constants import LOG2_E
+
+
+@triton.jit(do_not_specialize=["max_count"])
+def gathered_stats_kernel(
+    q_idx,  # [B, R, HI, DI]
+    k_idx,  # [B, L, DI]
+    weight_logits,  # [B, R, HI]
+    score_bias,  # [HI]
+    weight_bias,  # [HI]
+    beta,  # [1] fp32
+    keys,  # int32, of the key lists; what follows to `counts` is of the chunk's N tiles, [B, N]
+    words,
+    key_starts,
+    word_starts,
+    full,
+    counts,
+    tiles,  # [N] int32: their numbers
+    target,  # [B, N, max_count, ROWS] fp32
+    row_stats,  # out: [B, N, segments, 3, ROWS] fp32: maximum, sum of exponentials, sum of the target
+    L,
+    R,
+    max_count,
+    scale,
+    HI: tl.constexpr,
+    HP: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SCORE_BIAS: tl.constexpr,
+    WEIGHT_BIAS: tl.constexpr,
+):
+    """Grid (segments, N, B): the rows of a tile against SEGMENT of its entries; nothing beyond its count.
+
+    Scores are in units of log 2, so that exp2 serves.
+    """
+    segment = tl.program_id(0)
+    batch = tl.program_id(2).to(tl.int64)
+    unit = batch * tl.num_programs(1) + tl.program_id(1)
+    tile = tl.load(tiles + tl.program_id(1))
+    count = tl.load(counts + unit)
+    begin = segment * SEGMENT
+    end = tl.minimum(begin + SEGMENT, count)
+    if begin < end:
+        rows_left = R - tile * ROWS
+        queries, weights, biases = load_rows(
+            q_idx,
+            weight_logits,
+            score_bias,
+            weight_bias,
+            beta,
+            batch * R + tile * ROWS,
+            rows_left,
+            HI,
+            HP,
+            DI,
+            BLOCK_D,
+            ROWS,
+            KIND,
+            SCORE_BIAS,
+            WEIGHT_BIAS,
+            LOG2_E,
+        )
+        key_start = tl.load(key_starts + unit)
+        word_start = tl.load(word_starts + unit)
+        num_full = tl.load(full + unit)
+        k_sequence = k_idx + batch * L * DI
+        target_unit = target + unit * max_count * ROWS
+        bits = row_bits(tl.arange(0, ROWS) < rows_left, ROWS)
+
+        # By place in a tile of entries: the places are put together once, after the loop.
+        maximum = tl.full([ENTRIES, ROWS], NOT_A_SCORE, tl.float32)
+        exp_sum = tl.zeros([ENTRIES, ROWS], tl.float32)
+        target_sum = tl.zeros([ENTRIES, ROWS], tl.float32)
+        for first in range(begin, end, ENTRIES):
+            entries = first + tl.arange(0, ENTRIES)
+            key, word = load_entries(keys, words, key_start, word_start, entries, num_full, end)
+            key_rows = load_key_rows(k_sequence, key, DI, BLOCK_D)
+            a = activations(key_rows, queries, biases, scale, HP, ROWS, KIND, PRECISION)
+            support = (word[:, None] & bits[None, :]) != 0
+            target_step = target_unit + first * ROWS
+            target_sum += load_target(target_step, support, end - first, ENTRIES, ROWS)
+            scores = tl.where(support, tl.sum(a * weights, 1), NOT_A_SCORE)
+            new_maximum = tl.maximum(maximum, scores)
+            added = tl.where(support, tl.exp2(scores - new_maximum), 0.0)
+            exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + added
+            maximum = new_maximum
+
+        row_maximum = tl.max(maximum, 0)
+        row_exp_sum = tl.sum(exp_sum * tl.exp2(maximum - row_maximum[None, :]), 0)
+        out = row_stats + (unit * tl.num_programs(0) + segment) * (3 * ROWS) + tl.arange(0, ROWS)
+        tl.store(out, row_maximum)
+        tl.store(out + ROWS, row_exp_sum)
+        tl.store(out + 2 * ROWS, tl.sum(target_sum, 0))

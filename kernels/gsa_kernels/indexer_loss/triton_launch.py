@@ -1,0 +1,412 @@
+"""Block shapes, scratch memory and launches of the indexer-KL kernels for one chunk of rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels import sampling
+from gsa_kernels.devices import on_hopper
+from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
+from gsa_kernels.hopper.triton_stacked_stats import stacked_stats_kernel
+from gsa_kernels.indexer_loss import triton_scores as kinds
+from gsa_kernels.indexer_loss.triton_grad import grad_kernel
+from gsa_kernels.indexer_loss.triton_reduce import reduce_kernel, totals_kernel
+from gsa_kernels.indexer_loss.triton_stats import stats_kernel
+from gsa_kernels.limits import loss_tile
+from gsa_kernels.sampling import SampledRows
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles."""
+
+    rows: int
+    stats_keys: int
+    stats_warps: int
+    grad_keys: int
+    grad_warps: int
+    segment: int
+    stats_stages: int = 2
+    grad_stages: int = 2
+    stacked: bool = False
+    """The form of the kernels with the heads side by side. fp16 has not the range for its gradients."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every chunk of rows reads; all contiguous, shapes as in `indexer_kl_loss`."""
+
+    q_idx: torch.Tensor
+    k_idx: torch.Tensor
+    weight_logits: torch.Tensor
+    score_bias: torch.Tensor | None
+    weight_bias: torch.Tensor | None
+    beta: torch.Tensor
+    words: torch.Tensor | None
+    document_starts: torch.Tensor | None
+    """[B, R]: of the rows' queries."""
+
+    kind: int
+    query_stride: int = 1
+    """Row r is the query at position query_start + r * query_stride; R = ceil(L / query_stride)."""
+
+    query_start: int = 0
+    target_sum: float | None = None
+    log_sum: torch.Tensor | None = None
+    """[B, R]. Both if they are known; read by the stacked form only."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
+
+    kl_rows: torch.Tensor | None
+    """[B, R] fp32. Without it the KL is not calculated, and the gradients are the same to the bit."""
+
+    partial_sums: torch.Tensor
+    """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: KL; by head d/d beta, d/d w_j, d/d b_j. See `totals`."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dw: torch.Tensor | None
+
+    adds_keys: bool = True
+    """Whether dk is fp32 and added to: the caller starts it at 0. Else it is written whole, by the only chunk."""
+
+    gradient_scale: float = 1.0
+    """Factor of dq, dk and dw; `partial_sums` are without it."""
+
+
+SUMMED_ROWS = 16
+"""Neighbours whose sums are one element of `partial_sums`."""
+
+
+def new_outputs(
+    inputs: Inputs,
+    *,
+    with_value: bool = True,
+    with_gradients: bool,
+    sampled: bool,
+    one_chunk: bool,
+    gradient_scale: float = 1.0,
+) -> Outputs:
+    """Memory for the results.
+
+    Args:
+        with_value: see `kl_rows`
+        sampled: rows may be left out, whose results are 0
+        one_chunk: there is one, of all rows
+    """
+    q_idx, k_idx, logits = inputs.q_idx, inputs.k_idx, inputs.weight_logits
+    batch, rows, heads, _ = q_idx.shape
+    device, fp32 = q_idx.device, torch.float32
+    create = partial(torch.zeros if sampled else torch.empty, device=device)
+    sums = (1 + 3 * heads if with_gradients else 1, batch, triton.cdiv(rows, SUMMED_ROWS))
+    dq = dk = dw = None
+    if with_gradients:
+        dq, dw = create(q_idx.shape, dtype=q_idx.dtype), create(logits.shape, dtype=logits.dtype)
+        if one_chunk:
+            dk = torch.empty(k_idx.shape, dtype=k_idx.dtype, device=device)
+        else:
+            dk = torch.zeros(k_idx.shape, dtype=fp32, device=device)
+    kl_rows = create(batch, rows, dtype=fp32) if with_value else None
+    return Outputs(kl_rows, create(sums, dtype=fp32), dq, dk, dw, not one_chunk, gradient_scale)
+
+
+FP32_WARPS = 8
+"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without words): the mask of the
+scores came out empty and the KL infinite, while the same mask on the target was right."""
+
+
+STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
+"""For 4 heads of 64 in bf16 and a target in four parts (H200, each of 8 sequences of 4096 tokens): 48 us for the
+gradients, 55 with the KL, 14 for the reductions. Others, with the KL and the reductions, when these took 66: 32 keys in
+168 registers, for a third program, 69; 64 rows and 8 warps 65; 32 keys 66; two stages 69 (now 8 us more); segments of
+512 and 2048 keys 70 and 62. With 2048 a single sequence makes fewer programs than the device takes at once, which was
+not measured."""
+
+BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
+"""For halves, head by head."""
+
+
+def choose_blocks(inputs: Inputs) -> Blocks:
+    """Block shapes that fit registers and shared memory, fastest of those measured where it matters.
+
+    Off Hopper a product's layout has heads side by side in several warps: slower, and on Blackwell Triton 3.7 sums four
+    of them wrongly (gsa_kernels/hopper/miscompile_guard.py).
+    """
+    q_idx = inputs.q_idx
+    heads, dim = q_idx.shape[2:]
+    stacks = q_idx.dtype == torch.bfloat16 and on_hopper(q_idx.device)
+    tile = loss_tile(heads, dim, q_idx.dtype.itemsize, stacks)
+    if tile.stacked:
+        return replace(STACKED, rows=tile.rows, segment=tile.segment)
+    if q_idx.dtype == torch.float32:
+        # With one stage: otherwise the products spill by the kilobyte.
+        return Blocks(tile.rows, 32, FP32_WARPS, 32, FP32_WARPS, tile.segment, stats_stages=1, grad_stages=1)
+    return replace(BY_HEAD, rows=tile.rows, segment=tile.segment)
+
+
+def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised: every element that is read was written before. The tests poison it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def run_chunk(
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
+) -> None:
+    """All kernels for the rows of a chunk.
+
+    Args:
+        target: fp32 or fp16 [B, parts, rows, Lk], last dimension contiguous
+    """
+    fp32_on_gpu = inputs.q_idx.dtype == torch.float32 and inputs.q_idx.device.type == "cuda"
+    if fp32_on_gpu and min(blocks.stats_warps, blocks.grad_warps) < FP32_WARPS:
+        raise ValueError(
+            f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
+        )
+    if blocks.stacked and inputs.q_idx.dtype == torch.float16:
+        raise ValueError("blocks is stacked; pass others for fp16")
+    for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
+        launch()
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Sizes of a chunk's launches, and the memory between them."""
+
+    tiles: int
+    segments: int
+    num_keys: int
+    """That any of the chunk's rows sees."""
+    block_d: int
+    stacked_heads: int
+    """Heads in a tile of rows."""
+    row_stats: torch.Tensor
+    first_keys: torch.Tensor
+    row_sums: torch.Tensor
+    dq_parts: torch.Tensor
+    dk_parts: torch.Tensor
+
+
+def chunk_launches(
+    inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
+) -> dict[str, Callable[[], object]]:
+    """The kernels of `run_chunk` by name, in the order in which they must run."""
+    assert chunk.every == 1 or sampling.STRETCH_ROWS % blocks.rows == 0, "a tile has rows of one run"
+    sum_given = blocks.stacked and inputs.target_sum is not None
+    lse_given = sum_given and inputs.log_sum is not None
+    memory = _allocate(inputs, chunk, blocks, outputs.dq is not None, sum_given, lse_given)
+    stats: Any = stacked_stats_kernel if blocks.stacked else stats_kernel
+    grad: Any = stacked_grad_kernel if blocks.stacked else grad_kernel
+    grid = (memory.segments, memory.tiles, inputs.q_idx.shape[0])
+    reads, sizes, constants = _arguments(inputs, target, chunk, blocks, memory)
+    given: dict[str, Any] = {}
+    if not blocks.stacked:
+        given = {"WIDE": inputs.q_idx.dtype == torch.float16}
+    else:
+        constants |= {"HEADS": memory.stacked_heads, "SUM_GIVEN": sum_given}
+        given = {
+            "WITH_VALUE": outputs.kl_rows is not None,
+            "log_sum": inputs.log_sum if lse_given else None,
+            "inverse_target_sum": 1 / inputs.target_sum if inputs.target_sum is not None else 1.0,
+        }
+    launches: dict[str, Callable[[], object]] = {}
+    if not lse_given:
+        launches["stats"] = partial(
+            stats[grid],
+            *reads,
+            memory.row_stats,
+            memory.first_keys,
+            *sizes,
+            BN=blocks.stats_keys,
+            num_warps=blocks.stats_warps,
+            num_stages=blocks.stats_stages,
+            **constants,
+        )
+    launches["gradients"] = partial(
+        grad[grid],
+        *reads,
+        memory.row_stats,
+        memory.first_keys,
+        memory.row_sums,
+        memory.dq_parts,
+        memory.dk_parts,
+        *sizes,
+        BN=blocks.grad_keys,
+        WITH_GRADIENTS=outputs.dq is not None,
+        num_warps=blocks.grad_warps,
+        num_stages=blocks.grad_stages,
+        **given,
+        **constants,
+    )
+    launches["reduce"] = _reduction(inputs, outputs, chunk, blocks, memory)
+    return launches
+
+
+def _allocate(
+    inputs: Inputs, chunk: SampledRows, blocks: Blocks, with_gradients: bool, sum_given: bool, lse_given: bool
+) -> Scratch:
+    batch, _, heads, dim = inputs.q_idx.shape
+    allocate = partial(scratch, device=inputs.q_idx.device)
+    fp32 = torch.float32
+    num_keys = inputs.query_start + chunk.row(chunk.count - 1) * inputs.query_stride + 1
+    block_d = max(16, triton.next_power_of_2(dim))
+    tiles = triton.cdiv(chunk.count, blocks.rows)
+    padded = tiles * blocks.rows
+    segments = triton.cdiv(num_keys, blocks.segment)
+    stacked_heads = triton.next_power_of_2(heads) if blocks.stacked else heads
+    row_stats = allocate(2 if sum_given else 3, 0 if lse_given else segments, batch, padded, dtype=fp32)
+    first_keys = allocate(batch, tiles, dtype=torch.int32)
+    row_sums = allocate(1 + 2 * heads, segments, batch, padded, dtype=fp32)
+    dq_parts = dk_parts = row_sums  # never read or written without gradients
+    if with_gradients:
+        dq_parts = allocate(segments, batch, tiles, block_d, stacked_heads * blocks.rows, dtype=fp32)
+        # Half the traffic: the products they come from are of bf16, too, and their sum is rounded to it.
+        part_type = torch.bfloat16 if blocks.stacked and inputs.q_idx.dtype == torch.bfloat16 else fp32
+        key_blocks = triton.cdiv(inputs.k_idx.shape[1], blocks.grad_keys)
+        dk_parts = allocate(batch, tiles, key_blocks, block_d, blocks.grad_keys, dtype=part_type)
+    return Scratch(
+        tiles, segments, num_keys, block_d, stacked_heads, row_stats, first_keys, row_sums, dq_parts, dk_parts
+    )
+
+
+def _arguments(
+    inputs: Inputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks, memory: Scratch
+) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
+    """Of both passes over the keys: what they read, sizes, constants."""
+    _, num_rows, heads, dim = inputs.q_idx.shape
+    # An absent tensor is passed as q_idx, which the kernel then does not touch.
+    absent = inputs.q_idx
+    optional = (inputs.score_bias, inputs.weight_bias, inputs.words, inputs.document_starts)
+    score_bias, weight_bias, words, starts = (absent if tensor is None else tensor for tensor in optional)
+    projections = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
+    reads = (*projections, score_bias, weight_bias, inputs.beta, target, words, starts)
+    num_words = inputs.words.shape[2] if inputs.words is not None else 0
+    query_start = inputs.query_start or None  # a constant in place of 0
+    lengths = (num_rows, inputs.k_idx.shape[1], num_words)
+    sizes = (*lengths, query_start, chunk.start, chunk.count, *target.stride()[:3], dim**-0.5)
+    constants = {
+        "STRIDE": inputs.query_stride,
+        "PARTS": target.shape[1],
+        "TARGET_IN_BLOCKS": target.ndim == 5,
+        "HI": heads,
+        "DI": dim,
+        "BLOCK_D": memory.block_d,
+        "BM": blocks.rows,
+        "SEGMENT": blocks.segment,
+        "RUN": sampling.STRETCH_ROWS,
+        "SPACING": chunk.spacing,
+        "KIND": inputs.kind,
+        "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
+        "SCORE_BIAS": inputs.score_bias is not None,
+        "WEIGHT_BIAS": inputs.weight_bias is not None,
+        "HAS_WORDS": inputs.words is not None,
+        "HAS_STARTS": inputs.document_starts is not None,
+    }
+    return reads, sizes, constants
+
+
+def _reduction(
+    inputs: Inputs, outputs: Outputs, chunk: SampledRows, blocks: Blocks, memory: Scratch
+) -> Callable[[], object]:
+    batch, num_rows, heads, dim = inputs.q_idx.shape
+    with_gradients = outputs.dq is not None
+    block_keys, block_dims = 32, 16
+    key_programs = 0
+    if with_gradients:
+        num_keys = memory.num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
+        key_programs = triton.cdiv(num_keys, block_keys) * (memory.block_d // block_dims)
+    row_programs = memory.tiles * blocks.rows // SUMMED_ROWS * (heads if with_gradients else 1)
+    absent = inputs.q_idx
+    return partial(
+        reduce_kernel[(key_programs + row_programs, batch)],
+        inputs.weight_logits,
+        inputs.weight_bias if inputs.weight_bias is not None else absent,
+        inputs.beta,
+        memory.first_keys,
+        memory.row_sums,
+        memory.dq_parts,
+        memory.dk_parts,
+        outputs.kl_rows if outputs.kl_rows is not None else absent,
+        outputs.partial_sums,
+        outputs.dq if outputs.dq is not None else absent,
+        outputs.dk if outputs.dk is not None else absent,
+        outputs.dw if outputs.dw is not None else absent,
+        num_rows,
+        inputs.k_idx.shape[1],
+        inputs.query_start or None,  # a constant in place of 0
+        chunk.start,
+        chunk.count,
+        memory.tiles,
+        memory.segments,
+        key_programs,
+        dim**-0.5,
+        outputs.gradient_scale,
+        STRIDE=inputs.query_stride,
+        HI=heads,
+        HEADS=memory.stacked_heads,
+        DI=dim,
+        BLOCK_D=memory.block_d,
+        BM=blocks.rows,
+        BN=blocks.grad_keys,
+        BR=SUMMED_ROWS,
+        BK=block_keys,
+        BD=block_dims,
+        SEGMENT=blocks.segment,
+        RUN=sampling.STRETCH_ROWS,
+        SPACING=chunk.spacing,
+        KIND=inputs.kind,
+        WEIGHT_BIAS=inputs.weight_bias is not None,
+        HAS_STARTS=inputs.document_starts is not None,
+        STACKED=blocks.stacked,
+        ADDS=outputs.adds_keys,
+        WITH_GRADIENTS=with_gradients,
+        WITH_VALUE=outputs.kl_rows is not None,
+        num_warps=4,
+    )
+
+
+class Totals(NamedTuple):
+    """Over all rows. The gradients are scaled, and None without the bias or gradients."""
+
+    kl: torch.Tensor | None
+    """0-d fp32; None without `kl_rows`"""
+    d_beta: torch.Tensor | None
+    """[HI] fp64, of each head's part"""
+    d_weight_bias: torch.Tensor | None
+    d_score_bias: torch.Tensor | None
+
+
+def totals(inputs: Inputs, outputs: Outputs) -> Totals:
+    """One launch, in fp64 and a fixed order."""
+    heads, with_gradients = inputs.q_idx.shape[2], outputs.dq is not None
+    rows, size = outputs.partial_sums.shape[0], outputs.partial_sums[0].numel()
+    biases = (inputs.weight_bias, inputs.score_bias)
+    result = Totals(
+        None if outputs.kl_rows is None else inputs.q_idx.new_empty((), dtype=torch.float32),
+        inputs.q_idx.new_empty(heads, dtype=torch.float64) if with_gradients else None,
+        *(torch.empty_like(bias) if with_gradients and bias is not None else None for bias in biases),
+    )
+    block = min(triton.next_power_of_2(size), 2048)
+    totals_kernel[(rows,)](
+        outputs.partial_sums, *result, size, outputs.gradient_scale, HI=heads, BLOCK=block, num_warps=4
+    )
+    return result
+
+
+def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
+    """Which form of the score the kernels compute (see triton_scores): exact for fp32, fast for halves."""
+    constant: tl.constexpr
+    if activation == "relu":
+        constant = kinds.RELU
+    elif dtype == torch.float32:
+        constant = kinds.SIGMOID
+    else:
+        constant = kinds.TANH if device.type == "cuda" else kinds.TANH_PLAIN
+    return int(constant.value)

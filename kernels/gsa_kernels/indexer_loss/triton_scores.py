@@ -1,0 +1,226 @@
+"""Device code shared by the kernels: a tile of indexer scores, and which of its entries are on the support.
+
+A score is kept as sum_j weight_j * a_j, in the form that costs least:
+
+    SIGMOID      a = sigmoid(z)       weight = sigmoid(w + c)
+    TANH         a = tanh(z / 2)      weight = sigmoid(w + c) / 2
+    RELU         a = relu(z)          weight = w
+
+TANH drops the constant sum_j weight_j of the row. No quantity here depends on it: softmax, KL and all
+gradients are the same for scores shifted by a constant of the row.
+"""
+
+# Tuples grow by addition, for Triton has no starred ones.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
+import triton
+import triton.language as tl
+
+from gsa_kernels.hopper.target_blocks import KEY, block_places, tile_of_blocks
+
+SIGMOID = tl.constexpr(0)
+TANH = tl.constexpr(1)
+"""sigmoid by one hardware instruction: a third of the instructions of exp and a division."""
+TANH_PLAIN = tl.constexpr(2)
+"""The arithmetic of TANH without inline assembly, for the interpreter."""
+RELU = tl.constexpr(3)
+
+NOT_A_SCORE = tl.constexpr(-1e30)
+"""Stands for a score off the support. Finite: the difference of two of them must not be NaN."""
+
+
+@triton.jit
+def activate(product, scale, bias, KIND: tl.constexpr):
+    """a of z = product * scale + bias, elementwise."""
+    if KIND == SIGMOID:
+        a = tl.sigmoid(product * scale + bias)
+    elif KIND == TANH:
+        a = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;",
+            "=f,f",
+            [product * (0.5 * scale) + 0.5 * bias],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    elif KIND == TANH_PLAIN:
+        a = 2.0 * tl.sigmoid(product * scale + bias) - 1.0
+    else:
+        a = tl.maximum(product * scale, 0.0)
+    return a
+
+
+@triton.jit
+def slope(a, KIND: tl.constexpr):
+    """da/dz as a function of a."""
+    if KIND == SIGMOID:
+        d = a * (1.0 - a)
+    elif KIND == RELU:
+        d = tl.where(a > 0, 1.0, 0.0)
+    else:
+        d = 0.5 - 0.5 * a * a
+    return d
+
+
+@triton.jit
+def head_weight(logit, KIND: tl.constexpr):
+    """The weight of one head, from w + c."""
+    if KIND == RELU:
+        weight = logit
+    elif KIND == SIGMOID:
+        weight = tl.sigmoid(logit)
+    else:
+        weight = 0.5 * tl.sigmoid(logit)
+    return weight
+
+
+@triton.jit
+def head_weight_slope(weight, KIND: tl.constexpr):
+    """d weight / d w as a function of the weight."""
+    if KIND == RELU:
+        d = tl.where(weight == weight, 1.0, weight)  # 1, and NaN for NaN
+    elif KIND == SIGMOID:
+        d = weight * (1.0 - weight)
+    else:
+        d = weight * (1.0 - 2.0 * weight)
+    return d
+
+
+@triton.jit
+def load_head_weights(
+    weight_logits, weight_bias, row_index, valid, HI: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr
+):
+    """Tuple of HI tensors [BM]. `row_index` is b * R + r, int64."""
+    weights = ()
+    for j in tl.static_range(HI):
+        logit = tl.load(weight_logits + row_index * HI + j, mask=valid, other=0.0).to(tl.float32)
+        if BIASED:
+            logit += tl.load(weight_bias + j).to(tl.float32)
+        weights = weights + (head_weight(logit, KIND),)
+    return weights
+
+
+@triton.jit
+def load_queries(q_idx, row_index, valid, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Tuple of HI tiles [BM, BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)
+    queries = ()
+    for j in tl.static_range(HI):
+        pointers = q_idx + (row_index * HI + j)[:, None] * DI + d[None, :]
+        if DI == BLOCK_D:
+            tile = tl.load(pointers, mask=valid[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=valid[:, None] & (d < DI)[None, :], other=0.0)
+        queries = queries + (tile,)
+    return queries
+
+
+@triton.jit
+def load_biases(score_bias, HI: tl.constexpr, BIASED: tl.constexpr):
+    """Tuple of HI scalars."""
+    biases = ()
+    for j in tl.static_range(HI):
+        if BIASED:
+            biases = biases + (tl.load(score_bias + j).to(tl.float32),)
+        else:
+            biases = biases + (tl.full([], 0.0, tl.float32),)
+    return biases
+
+
+@triton.jit
+def load_keys(k_sequence, cols, L, DI: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Tile [BN, BLOCK_D]; keys at or after L read as 0."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = k_sequence + cols[:, None] * DI + d[None, :]
+    if DI == BLOCK_D:
+        keys = tl.load(pointers, mask=(cols < L)[:, None], other=0.0)
+    else:
+        keys = tl.load(pointers, mask=(cols < L)[:, None] & (d < DI)[None, :], other=0.0)
+    return keys
+
+
+@triton.jit
+def score_tile(
+    queries,
+    keys,
+    weights,
+    biases,
+    scale,
+    HI: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores [BM, BN], times the factor that `weights` carries."""
+    keys_t = tl.trans(keys)
+    scores = tl.zeros([queries[0].shape[0], keys.shape[0]], tl.float32)
+    for j in tl.static_range(HI):
+        product = tl.dot(queries[j], keys_t, input_precision=PRECISION)
+        scores += weights[j][:, None] * activate(product, scale, biases[j], KIND)
+    return scores
+
+
+@triton.jit
+def support_tile(
+    words,
+    row_index,
+    rows,
+    cols,
+    starts,
+    first_word,
+    W,
+    HAS_WORDS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """bool [BM, BN]: key `cols` is on the support of the query at position `rows`; -1 has no support."""
+    support = cols[None, :] <= rows[:, None]
+    if HAS_STARTS:
+        support = support & (cols[None, :] >= starts[:, None])
+    if HAS_WORDS:
+        # One word per row and 32 keys: loaded once per row, not once per key.
+        bit = cols % 32
+        for i in tl.static_range(BN // 32):
+            here = first_word + i
+            word = tl.load(words + row_index * W + here, mask=(rows >= 0) & (here < W), other=0)
+            if i == 0:
+                spread = tl.broadcast_to(word[:, None], rows.shape[0], BN)
+            else:
+                spread = tl.where((cols // 32 == here)[None, :], word[:, None], spread)
+        support = support & (((spread >> bit[None, :]) & 1) != 0)
+    return support
+
+
+@triton.jit
+def target_places(
+    target, b, tile, stride_b, stride_row, BM: tl.constexpr, BN: tl.constexpr, IN_BLOCKS: tl.constexpr
+):
+    """Where a tile of rows has its target for key 0: [BM] rows, or `block_places` (stride_row is of row blocks)."""
+    target += b.to(tl.int64) * stride_b
+    if IN_BLOCKS:
+        places = target + (tile * (BM // 32)).to(tl.int64) * stride_row + block_places(BM, BN, stride_row)
+    else:
+        places = target + (tile * BM).to(tl.int64) * stride_row + tl.arange(0, BM) * stride_row
+    return places
+
+
+@triton.jit
+def load_target(
+    places, part_stride, rows, key, L, support, BN: tl.constexpr, PARTS: tl.constexpr, IN_BLOCKS: tl.constexpr
+):
+    """Target probabilities [BM, BN] of the keys from `key` on, the parts added in their own type; 0 off the support
+    whatever the memory holds there."""
+    if IN_BLOCKS:
+        places += key * KEY
+        p = tl.load(places)
+        for part in tl.static_range(1, PARTS):
+            p += tl.load(places + part * part_stride)
+        p = tile_of_blocks(p, rows.shape[0], BN)
+    else:
+        cols = key + tl.arange(0, BN)
+        inside = (rows >= 0)[:, None] & (cols < L)[None, :]
+        columns = places[:, None] + cols[None, :]
+        p = tl.load(columns, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            p += tl.load(columns + part * part_stride, mask=inside, other=0.0)
+    return tl.where(support, p.to(tl.float32), 0.0)

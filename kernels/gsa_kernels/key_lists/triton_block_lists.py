@@ -1,0 +1,208 @@
+"""Key lists of a selection that blocks of queries share (section 9).
+
+The queries of an aligned block attend to the top-k of the block's first query and to their own local windows.
+So the list of a block is: the top-k keys before every window, ascending, to which all its queries attend, and
+then all keys from the first query's window to the block's end, with membership words. Every block has the same
+room in the lists' memory, the most that its budget allows: nothing waits for the device.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import TILE_QUERIES
+from gsa_kernels.selection.triton_search import window_words
+
+_ALIGNMENT = 32  # entries: 128 bytes
+# Of a block's row, and of its window, at a time. On an H200, with 8 warps and L = 32768, 256 words take 25 us,
+# 512 take 31 and 1024 take 34; at 131072 they are alike.
+_WORDS, _COLUMNS = 256, 128
+
+
+def block_key_lists(
+    words: torch.Tensor,
+    *,
+    length: int,
+    k_max: int,
+    selection_block: int,
+    local_window: int,
+    document_starts: torch.Tensor | None,
+    query_start: int = 0,
+) -> KeyLists:
+    """Lists of all queries, in tiles of min(selection_block, 32), from the top-k of the blocks' first queries.
+
+    The tiles of a block share their keys. A tile with a query of another document than the block's first has no
+    full part, for this query does not see the top-k.
+
+    Args:
+        words: int32 [B, R, W], R = ceil(L / selection_block), at most k_max bits in a row; contiguous
+        length: L
+        document_starts: int32 [B, L], contiguous
+        query_start: position of the first query, a multiple of selection_block
+    """
+    batch, blocks, words_per_row = words.shape
+    device = words.device
+    queries = min(selection_block, TILE_QUERIES)
+    tiles_per_block = selection_block // queries
+    tiles = triton.cdiv(length, queries)
+    num_keys = query_start + length
+    window_room = min(local_window + selection_block - 1, num_keys)
+    max_count = min(min(k_max, num_keys) + window_room, num_keys)
+    key_room = _aligned(max_count)
+    # Without documents only the window has words.
+    word_room = _aligned(window_room) if document_starts is None else key_room
+
+    lists = KeyLists(
+        keys=torch.empty(batch * blocks * key_room, dtype=torch.int32, device=device),
+        words=torch.empty(batch * blocks * tiles_per_block * word_room, dtype=torch.int32, device=device),
+        key_starts=torch.empty((batch, tiles), dtype=torch.int64, device=device),
+        word_starts=torch.empty((batch, tiles), dtype=torch.int64, device=device),
+        full=torch.empty((batch, tiles), dtype=torch.int32, device=device),
+        counts=torch.empty((batch, tiles), dtype=torch.int32, device=device),
+        queries=queries,
+        length=length,
+        max_count=max_count,
+        query_start=query_start,
+    )
+    _block_lists_kernel[(blocks, batch)](
+        words,
+        document_starts,
+        lists.keys,
+        lists.words,
+        lists.key_starts,
+        lists.word_starts,
+        lists.full,
+        lists.counts,
+        length,
+        query_start,
+        tiles,
+        words_per_row,
+        min(local_window, num_keys),
+        key_room,
+        word_room,
+        BLOCK=selection_block,
+        QUERIES=queries,
+        WORDS=_WORDS,
+        COLUMNS=_COLUMNS,
+        POPC=words.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
+        num_warps=8,
+    )
+    return lists
+
+
+def _aligned(entries: int) -> int:
+    return triton.cdiv(entries, _ALIGNMENT) * _ALIGNMENT
+
+
+@triton.jit
+def _count_bits(word, POPC: tl.constexpr):
+    if POPC:
+        count = tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        bits = word.to(tl.uint32, bitcast=True)
+        bits = bits - ((bits >> 1) & 0x55555555)
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+        bits += bits >> 8
+        bits += bits >> 16
+        count = (bits & 63).to(tl.int32)
+    return count
+
+
+@triton.jit(do_not_specialize=["length", "query_start", "num_tiles"])
+def _block_lists_kernel(
+    words_ptr,  # [B, R, W] int32
+    starts_ptr,  # [B, L] int32
+    keys_ptr,  # out: [B * R * key_room] int32
+    masks_ptr,  # out: [B * R * tiles per block * word_room] int32
+    key_starts_ptr,  # out: [B, T] int64, and so on
+    word_starts_ptr,
+    full_ptr,
+    counts_ptr,
+    length,
+    query_start,
+    num_tiles,
+    words_per_row,
+    local_window,
+    key_room,
+    word_room,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POPC: tl.constexpr,
+):
+    """Grid (R, B): one block of queries, long rows first."""
+    blocks = tl.num_programs(0)
+    block = blocks - 1 - tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    first = query_start + block * BLOCK
+    last = tl.minimum(first + BLOCK, query_start + length) - 1
+    visible_from = block * 0
+    if starts_ptr is not None:
+        starts_ptr += batch * length
+        visible_from = tl.load(starts_ptr + block * BLOCK)
+    window_from = tl.maximum(first - local_window + 1, visible_from)
+    window_count = last + 1 - window_from
+    words_ptr += (batch * blocks + block) * words_per_row
+    key_start = (batch * blocks + block) * key_room
+    keys_ptr += key_start
+
+    # The top-k before the window: each word knows its keys' places from the bits before it. Words have few
+    # bits, on average k / (t / 32): all words at once store their lowest, then their next, and so on.
+    count = block * 0
+    for word in range(visible_from // 32, (window_from + 31) // 32, WORDS):
+        index = word + tl.arange(0, WORDS)
+        bits = tl.load(words_ptr + index, mask=index < words_per_row, other=0)
+        bits &= window_words(index, 0, window_from - 1)
+        in_word = _count_bits(bits, POPC)
+        place = count + tl.cumsum(in_word, axis=0) - in_word
+        count += tl.sum(in_word)
+        for _ in range(tl.max(in_word)):
+            lowest = _count_bits((bits & -bits) - 1, POPC)
+            tl.store(keys_ptr + place, index * 32 + lowest, mask=bits != 0)
+            bits &= bits - 1
+            place += 1
+
+    for column in range(window_from, last + 1, COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        tl.store(keys_ptr + count + columns - window_from, columns, mask=columns <= last)
+
+    member = tl.arange(0, QUERIES)
+    for part in tl.static_range(BLOCK // QUERIES):
+        tile = block * (BLOCK // QUERIES) + part
+        if tile < num_tiles:
+            queries = tile * QUERIES + member
+            rows = query_start + queries
+            row_starts = rows * 0
+            full = count
+            word_start = ((batch * blocks + block) * (BLOCK // QUERIES) + part) * word_room
+            if starts_ptr is not None:
+                row_starts = tl.load(starts_ptr + queries, mask=queries < length, other=0)
+                if tl.max(row_starts) > first:
+                    # Some queries are of a later document, and see nothing of the top-k.
+                    full = block * 0
+                    uniform = tl.sum((row_starts <= first).to(tl.int32) << member)
+                    for entry in range(0, count, COLUMNS):
+                        entries = entry + tl.arange(0, COLUMNS)
+                        masks = tl.zeros([COLUMNS], tl.int32) + uniform
+                        tl.store(masks_ptr + word_start + entries, masks, mask=entries < count)
+            slot = batch * num_tiles + tile
+            tl.store(key_starts_ptr + slot, key_start)
+            tl.store(word_starts_ptr + slot, word_start)
+            tl.store(full_ptr + slot, full)
+            tl.store(counts_ptr + slot, count + window_count)
+
+            window_ptr = masks_ptr + word_start + (count - full)
+            for column in range(window_from, last + 1, COLUMNS):
+                columns = column + tl.arange(0, COLUMNS)
+                bits = tl.load(words_ptr + columns // 32, mask=columns <= last, other=0)
+                top = ((bits >> (columns % 32)) & 1) != 0
+                distance = rows[None, :] - columns[:, None]
+                hit = (distance >= 0) & (columns[:, None] >= row_starts[None, :])
+                hit = hit & (top[:, None] | (distance < local_window))
+                masks = tl.sum(hit.to(tl.int32) << member[None, :], axis=1)
+                tl.store(window_ptr + (columns - window_from), masks, mask=columns <= last)

@@ -1,0 +1,236 @@
+"""Key lists from selections as bits: 32 rows by 32 columns of bits turned, columns without a bit left out.
+
+The size of the lists is in the data. So the keys of every piece of a tile are counted first, the host reads the
+sums, and the lists are filled into memory of exactly that size. `count_keys` does not wait: between it and
+its `wait()` the caller can give the device other work.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import TILE_QUERIES
+
+_WORDS = 128  # of each row that a program turns: 4096 keys
+
+
+@dataclass(frozen=True)
+class CountedKeys:
+    """Adjacent tiles of queries whose keys are counted, perhaps not yet on the host."""
+
+    words: torch.Tensor
+    """int32 [B, rows, W], the selection; must not change before `fill_lists` is enqueued."""
+
+    first_diagonal: int
+    """The last query of tile i has its own key in word i + first_diagonal at the most."""
+
+    counts: torch.Tensor
+    """int32 [B, tiles, pieces]"""
+
+    host_counts: torch.Tensor
+    """int32 [B, tiles], on the host once `done` has happened"""
+
+    done: torch.cuda.Event | None
+
+    def wait(self) -> "CountedKeys":
+        if self.done is not None:
+            self.done.synchronize()
+        return self
+
+
+@dataclass(frozen=True)
+class FilledLists:
+    """The lists of adjacent tiles of queries. Fields as in `KeyLists`, the starts from this part's first entry."""
+
+    keys: torch.Tensor
+    words: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    host_counts: torch.Tensor
+
+
+def count_keys(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
+    """Count, for each tile of 32 queries, the keys that any of them selects.
+
+    Args:
+        words: int32 [B, rows, W]: bit s % 32 of word s // 32 set = the query selects key s. What lies after
+            the tile's last query is not read.
+        rows: the queries, from a multiple of 32 on
+        query_start: position of query 0
+    """
+    batch, num_rows, num_words = words.shape
+    tiles, pieces = triton.cdiv(num_rows, TILE_QUERIES), triton.cdiv(num_words, _WORDS)
+    counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=words.device)
+    first_diagonal = rows.start // TILE_QUERIES + (query_start + TILE_QUERIES - 1) // TILE_QUERIES
+    _count_kernel[(pieces, tiles, batch)](
+        words, counts, first_diagonal, num_rows, num_words, QUERIES=TILE_QUERIES, WORDS=_WORDS, num_warps=4
+    )
+    host_counts = copy_to_host(counts.sum(-1, dtype=torch.int32))
+    done = None
+    if words.is_cuda:
+        done = torch.cuda.Event()
+        done.record()
+    return CountedKeys(words, first_diagonal, counts, host_counts, done)
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Without waiting: to be read once an event recorded after it has happened."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the host, without waiting for what the device is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def fill_lists(counted: CountedKeys) -> FilledLists:
+    """Enqueue the lists, once the counts are on the host."""
+    entries = int(counted.host_counts.sum())
+    words, counts = counted.words, counted.counts
+    batch, tiles, pieces = counts.shape
+    ends = counts.view(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
+    starts = ends - counts
+    keys = torch.empty(entries, dtype=torch.int32, device=words.device)
+    members = torch.empty(entries, dtype=torch.int32, device=words.device)
+    _fill_kernel[(pieces, tiles, batch)](
+        words,
+        starts,
+        keys,
+        members,
+        counted.first_diagonal,
+        words.shape[1],
+        words.shape[2],
+        QUERIES=TILE_QUERIES,
+        WORDS=_WORDS,
+        num_warps=4,
+    )
+    tile_starts = starts[..., 0].contiguous()
+    tile_counts = (ends[..., -1] - tile_starts).to(torch.int32)
+    return FilledLists(keys, members, tile_starts, tile_counts, counted.host_counts)
+
+
+def join_lists(parts: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
+    """One after the other, the parts of a sequence of `length` queries."""
+    starts, first = [], 0
+    for part in parts:
+        starts.append(part.starts + first)
+        first += part.keys.numel()
+    joined = torch.cat(starts, 1)
+    counts = torch.cat([part.counts for part in parts], 1)
+    host_counts = torch.cat([part.host_counts for part in parts], 1)
+    return KeyLists(
+        keys=torch.cat([part.keys for part in parts]),
+        words=torch.cat([part.words for part in parts]),
+        key_starts=joined,
+        word_starts=joined,
+        full=torch.zeros_like(counts),
+        counts=counts,
+        queries=TILE_QUERIES,
+        length=length,
+        max_count=int(host_counts.max()),
+        query_start=query_start,
+        host_counts=host_counts,
+    )
+
+
+@triton.jit
+def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES: tl.constexpr):
+    """For each of the tile's queries the words at `index`, 0 after the tile's last query."""
+    in_row = (index < num_words) & (index <= first_diagonal + tile)
+    rows = ()
+    for r in tl.static_range(QUERIES):
+        row = tile * QUERIES + r
+        row_ptr = words_ptr + (batch * num_rows + row) * num_words
+        rows = rows + (tl.load(row_ptr + index, mask=in_row & (row < num_rows), other=0),)  # type: ignore[assignment] # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def _union_size(rows, QUERIES: tl.constexpr):
+    """Bits that are set in any of the rows, per word."""
+    union = rows[0]
+    for r in tl.static_range(1, QUERIES):
+        union |= rows[r]
+    x = union.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
+def _count_kernel(
+    words_ptr, counts_ptr, first_diagonal, num_rows, num_words, QUERIES: tl.constexpr, WORDS: tl.constexpr
+):
+    piece, tile = tl.program_id(0), tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    count_ptr = counts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece
+    if piece * WORDS > first_diagonal + tile:  # above the diagonal
+        tl.store(count_ptr, 0)
+        return
+    index = piece * WORDS + tl.arange(0, WORDS)
+    rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
+    tl.store(count_ptr, tl.sum(_union_size(rows, QUERIES)))
+
+
+@triton.jit(do_not_specialize=["first_diagonal", "num_rows", "num_words"])
+def _fill_kernel(
+    words_ptr,
+    starts_ptr,
+    keys_ptr,
+    members_ptr,
+    first_diagonal,
+    num_rows,
+    num_words,
+    QUERIES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    piece, tile = tl.program_id(0), tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    if piece * WORDS > first_diagonal + tile:
+        return
+    index = piece * WORDS + tl.arange(0, WORDS)
+    rows = _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES)
+    columns = _turn(rows, QUERIES)
+    sizes = _union_size(rows, QUERIES)
+    place = tl.cumsum(sizes, axis=0) - sizes
+    start = tl.load(starts_ptr + (batch * tl.num_programs(1) + tile) * tl.num_programs(0) + piece)
+    keys_ptr += start
+    members_ptr += start
+    for bit in tl.static_range(32):
+        hit = columns[bit] != 0
+        tl.store(keys_ptr + place, index * 32 + bit, mask=hit)
+        tl.store(members_ptr + place, columns[bit].to(tl.int32, bitcast=True), mask=hit)
+        place += hit.to(tl.int32)
+
+
+@triton.jit
+def _turn(rows, SIZE: tl.constexpr):
+    """Bit r of the c-th result is bit c of rows[r]: a 32 x 32 transpose (Hacker's Delight, 7-3), elementwise."""
+    columns = ()
+    for r in tl.static_range(SIZE):
+        columns = columns + (rows[r].to(tl.uint32, bitcast=True),)  # type: ignore[assignment] # noqa: RUF005
+    columns = _swap_blocks(columns, 16, 0x0000FFFF, SIZE)
+    columns = _swap_blocks(columns, 8, 0x00FF00FF, SIZE)
+    columns = _swap_blocks(columns, 4, 0x0F0F0F0F, SIZE)
+    columns = _swap_blocks(columns, 2, 0x33333333, SIZE)
+    return _swap_blocks(columns, 1, 0x55555555, SIZE)
+
+
+@triton.jit
+def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
+    """Of each 2 WIDTH rows and columns, the upper right block for the lower left one. LOW: the lower columns' bits."""
+    swapped = ()
+    for r in tl.static_range(SIZE):
+        if r % (2 * WIDTH) < WIDTH:
+            mixed = (rows[r] & LOW) | ((rows[r + WIDTH] & LOW) << WIDTH)
+        else:
+            mixed = ((rows[r - WIDTH] >> WIDTH) & LOW) | (rows[r] & (LOW << WIDTH))
+        swapped = swapped + (mixed,)  # type: ignore[assignment] # noqa: RUF005
+    return swapped

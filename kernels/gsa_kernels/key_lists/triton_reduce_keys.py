@@ -1,0 +1,242 @@
+"""Sums over the tiles that name a key: from partial rows, one per entry of a tile's list, to rows per key.
+
+How the gradients of whatever is gathered by key come about without atomics: a kernel that walks over the lists
+stores one partial row per (tile, entry); `find_key_hits` lists for each key the partial rows that belong to it
+in ascending order of tiles; `add_partials_by_key` adds them in that order. So results repeat bit for bit.
+
+Tiles of all sequences are numbered b * T + i here. A caller limits the memory of the partial rows by taking a
+range of tiles at a time.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.triton_build import copy_to_device
+
+_ENTRIES = 1024
+
+
+@dataclass(frozen=True)
+class KeyHits:
+    """The partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
+
+    starts: torch.Tensor
+    """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
+
+    rows: torch.Tensor
+    """int32 [num_rows, of which starts[-1] are used]: the partial rows, for each key in the order of the tiles."""
+
+    num_rows: int
+    """Partial rows of all tiles, with those that no entry owns."""
+
+
+@dataclass(frozen=True)
+class TileRows:
+    """A range of tiles, first <= b * T + i < last: entry j of tile i owns the partial row starts[i - first] + j."""
+
+    first: int
+    last: int
+    starts: torch.Tensor
+    """int64 [last - first]"""
+    order: torch.Tensor
+    """int32 [last - first]: the tiles, counted from the first, the longest list in front."""
+    num_rows: int
+    """Rows of all of them."""
+
+
+def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
+    """Ranges of adjacent tiles with about `max_rows` partial rows each, at least one tile. Does not wait.
+
+    Tiles have as many rows as entries where the host knows their counts, else `max_count`.
+
+    Args:
+        multiple: of tiles in a range, as far as it holds that many: a launch then keeps all multiprocessors busy
+    """
+    num_tiles = lists.counts.numel()
+    sizes = torch.full((num_tiles,), lists.max_count)
+    if lists.host_counts is not None:
+        sizes = lists.host_counts.flatten().long()
+    ends = sizes.cumsum(0)
+    starts, orders = ends - sizes, torch.empty(num_tiles, dtype=torch.int32)
+    borders, first = [0], 0
+    while first < num_tiles:
+        before = int(starts[first])
+        last = int(torch.searchsorted(ends, before + max_rows, right=True))
+        if first + multiple <= last < num_tiles:
+            last -= (last - first) % multiple
+        last = max(last, first + 1)
+        # Of equal ones the last first: where sizes are bounds, it has the longest list.
+        orders[first:last] = (
+            last - first - 1 - sizes[first:last].flip(0).argsort(stable=True, descending=True)
+        )
+        starts[first:last] -= before
+        borders.append(last)
+        first = last
+    there_starts, there_orders = (copy_to_device(x, lists.counts.device) for x in (starts, orders))
+    return [
+        TileRows(
+            first,
+            last,
+            there_starts[first:last],
+            there_orders[first:last],
+            int(starts[last - 1] + sizes[last - 1]),
+        )
+        for first, last in pairwise(borders)
+    ]
+
+
+def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
+    """Turn the lists of a range of tiles round, on the device.
+
+    Costs 4 bytes per partial row for the result and B * Lk * tiles / 4 bytes while it runs.
+    """
+    batch, tiles_per_sequence = lists.counts.shape
+    first_tile, num_rows = tile_rows.first, tile_rows.num_rows
+    tiles = tile_rows.last - first_tile
+    check_at_least("first", first_tile, 0)
+    check_at_least("last - first", tiles, 1)
+    check_at_least("B * T - last", batch * tiles_per_sequence - tile_rows.last, 0)
+    if num_rows >= 2**31:
+        raise ValueError(f"{tiles} tiles have {num_rows} rows; pass a range of tiles with less than 2^31")
+    device = lists.keys.device
+    num_keys = batch * lists.num_keys
+    columns = triton.cdiv(tiles, 32)
+    # Bit i % 32 of marks[s, i // 32]: tile i names key s. The bits before it, of which `before` counts those in
+    # the words before, are its place among the hits of s.
+    marks = torch.zeros(num_keys, columns, dtype=torch.int32, device=device)
+    before = torch.empty_like(marks)
+    starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)
+    rows = torch.empty(max(num_rows, 1), dtype=torch.int32, device=device)
+    grid = (tiles, triton.cdiv(max(lists.max_count, 1), _ENTRIES))
+    entry_args = (lists.keys, lists.key_starts, lists.counts, first_tile, tiles_per_sequence, lists.num_keys)
+    _mark_kernel[grid](*entry_args, marks, columns, ENTRIES=_ENTRIES, num_warps=4)
+    keys = max(1, 1024 // triton.next_power_of_2(columns))
+    counts = torch.empty(num_keys, dtype=torch.int32, device=device)
+    _count_kernel[(triton.cdiv(num_keys, keys),)](
+        marks,
+        before,
+        counts,
+        num_keys,
+        columns,
+        KEYS=keys,
+        COLUMNS=triton.next_power_of_2(columns),
+        num_warps=4,
+    )
+    torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+    _place_kernel[grid](
+        *entry_args, marks, before, starts, rows, columns, tile_rows.starts, ENTRIES=_ENTRIES, num_warps=4
+    )
+    return KeyHits(starts=starts, rows=rows, num_rows=num_rows)
+
+
+def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor) -> None:
+    """out[b, s] += the sum of the partial rows of key s, in fp32 and in the order of the tiles.
+
+    Args:
+        partials: [num_rows, C], contiguous; C a power of two up to 1024; bf16, fp16 or fp32. Rows that no entry
+            owns are not read.
+        out: fp32 [B, Lk, C], the last dimension contiguous. A key without hits is left alone.
+    """
+    check_shape("partials", partials, "[num_rows, C]", (hits.num_rows, None))
+    channels = partials.shape[1]
+    check_shape("out", out, "[B, Lk, C]", (None, None, channels))
+    if channels & (channels - 1) or not 16 <= channels <= 1024:
+        raise ValueError(f"partials has {channels} channels; pass a power of two from 16 to 1024")
+    if out.shape[0] * out.shape[1] != len(hits.starts) - 1:
+        raise ValueError(f"out has shape {tuple(out.shape)}; pass B * Lk = {len(hits.starts) - 1} rows")
+    if out.dtype != torch.float32 or out.stride(2) != 1:
+        raise ValueError(
+            f"out is {out.dtype}, stride {out.stride(2)}; pass float32, last dimension contiguous"
+        )
+    if not partials.is_contiguous():
+        raise ValueError("partials has gaps; pass a contiguous tensor")
+    # One warp per key, four rows of 512 bytes at a time in flight: measured on an H200.
+    rows = max(1, min(32, 2048 // (channels * partials.element_size())))
+    _add_kernel[(out.shape[0] * out.shape[1],)](
+        partials, hits.starts, hits.rows, out, *out.stride()[:2], out.shape[1],
+        CHANNELS=channels, ROWS=rows, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES: tl.constexpr):
+    """A stretch of one tile's list: entry numbers, which of them exist, and their keys as b * Lk + s."""
+    tile = first_tile + tl.program_id(0)
+    entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    valid = entries < tl.load(counts + tile)
+    key = tl.load(keys + tl.load(key_starts + tile) + entries, mask=valid, other=0)
+    return entries, valid, (tile // tiles_per_sequence).to(tl.int64) * length + key
+
+
+@triton.jit(do_not_specialize=["first_tile", "columns"])
+def _mark_kernel(
+    keys, key_starts, counts, first_tile, tiles_per_sequence, length, marks, columns, ENTRIES: tl.constexpr
+):  # fmt: skip
+    _, valid, key = _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES)
+    number = tl.program_id(0)
+    bit = tl.full([ENTRIES], 1, tl.int32) << (number % 32)
+    tl.atomic_or(marks + key * columns + number // 32, bit, mask=valid, sem="relaxed")
+
+
+@triton.jit
+def _population(word):
+    """Number of bits set in each int32."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 63).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _count_kernel(marks, before, counts, num_keys, columns, KEYS: tl.constexpr, COLUMNS: tl.constexpr):
+    key = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
+    column = tl.arange(0, COLUMNS)
+    mask = (key < num_keys)[:, None] & (column < columns)[None, :]
+    position = key[:, None] * columns + column[None, :]
+    population = _population(tl.load(marks + position, mask=mask, other=0))
+    tl.store(before + position, tl.cumsum(population, 1) - population, mask=mask)
+    tl.store(counts + key, tl.sum(population, 1), mask=key < num_keys)
+
+
+@triton.jit(do_not_specialize=["first_tile", "columns", "row_starts"])
+def _place_kernel(
+    keys, key_starts, counts, first_tile, tiles_per_sequence, length, marks, before, starts, rows, columns,
+    row_starts, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    entries, valid, key = _load_entries(
+        keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES
+    )
+    number = tl.program_id(0)
+    position = key * columns + number // 32
+    below = (tl.full([ENTRIES], 1, tl.int32) << (number % 32)) - 1
+    place = tl.load(starts + key, mask=valid, other=0) + tl.load(before + position, mask=valid, other=0)
+    place += _population(tl.load(marks + position, mask=valid, other=0) & below)
+    tl.store(rows + place, (tl.load(row_starts + number) + entries).to(tl.int32), mask=valid)
+
+
+@triton.jit
+def _add_kernel(
+    partials, starts, rows, out, stride_ob, stride_ol, length, CHANNELS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """One program: one key."""
+    key = tl.program_id(0)
+    first = tl.load(starts + key)
+    last = tl.load(starts + key + 1)
+    if first < last:
+        channels = tl.arange(0, CHANNELS)
+        acc = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for start in range(first, last, ROWS):
+            hit = start + tl.arange(0, ROWS)
+            row = tl.load(rows + hit, mask=hit < last, other=0).to(tl.int64)
+            pointers = partials + (row[:, None] * CHANNELS + channels[None, :])
+            acc += tl.load(pointers, mask=(hit < last)[:, None], other=0.0).to(tl.float32)
+        target = out + (key // length).to(tl.int64) * stride_ob + (key % length).to(tl.int64) * stride_ol
+        tl.store(target + channels, tl.load(target + channels) + tl.sum(acc, 0))

@@ -1,0 +1,68 @@
+"""Some queries of key lists as bits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gsa_kernels.checks import check_shape
+from gsa_kernels.devices import launching_on
+from gsa_kernels.key_lists.format import KeyLists
+
+_ENTRIES = 1024
+
+
+def words_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
+    """S_t of the queries t = rows[i] as bits. Reads the lists of their tiles, once per query.
+
+    Args:
+        rows: int64 [R], numbers of queries, 0 <= t < lists.length
+
+    Returns:
+        int32 [B, R, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query selects key s
+    """
+    check_shape("rows", rows, "[R]", (None,))
+    batch, tiles = lists.counts.shape
+    columns = triton.cdiv(lists.num_keys, 32)
+    words = torch.zeros(batch, len(rows), columns, dtype=torch.int32, device=lists.keys.device)
+    if len(rows) == 0:
+        return words
+    with launching_on(lists.keys, "lists.keys"):
+        _words_kernel[(len(rows), batch)](
+            lists.keys,
+            lists.words,
+            lists.key_starts,
+            lists.word_starts,
+            lists.full,
+            lists.counts,
+            rows.contiguous(),
+            words,
+            tiles,
+            columns,
+            QUERIES=lists.queries,
+            ENTRIES=_ENTRIES,
+            num_warps=4,
+        )
+    return words
+
+
+@triton.jit
+def _words_kernel(
+    keys, masks, key_starts, word_starts, full, counts, rows, words, tiles, columns,
+    QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One program: one query, all entries of its tile. It alone writes to its row."""
+    row = tl.load(rows + tl.program_id(0))
+    tile = tl.program_id(1) * tiles + row // QUERIES
+    bit = (row % QUERIES).to(tl.int32)
+    keys += tl.load(key_starts + tile)
+    masks += tl.load(word_starts + tile)
+    full_count = tl.load(full + tile)
+    count = tl.load(counts + tile)
+    words += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * columns
+    for start in range(0, count, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        key = tl.load(keys + entry, mask=entry < count, other=0)
+        mask = tl.load(masks + (entry - full_count), mask=(entry >= full_count) & (entry < count), other=0)
+        selects = (entry < full_count) | (((mask >> bit) & 1) != 0)
+        one = tl.full([ENTRIES], 1, tl.int32) << (key % 32)
+        tl.atomic_or(words + key // 32, one, mask=selects & (entry < count), sem="relaxed")

@@ -1,0 +1,171 @@
+"""What the kernels can do, and where they choose between methods: plain numbers, without torch or Triton.
+
+The kernels read their constants here, and so does whoever plans a run on a machine without an accelerator: checks of a
+config, memory estimates, counts of operations. Each constant says which kernel it comes from, and why it has its value.
+Lengths are in tokens, sizes in bytes, unless a text says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+# ---- shapes
+
+
+HEAD_SIZES = (32, 64, 128)
+"""D of attention's q, k and v. A tile of D columns is an operand of a matrix product, so D is a power of two; 256 does
+not fit the registers (attention/triton_forward.py, decode/triton_attend.py, fused/split_rotate_gate)."""
+
+INDEXER_HEADS = range(1, 9)
+"""HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
+
+INDEXER_HEAD_SIZES = range(16, 129)
+"""DI. Matrix products take no fewer than 16 columns, and 128 fill the shared memory (indexer/triton_scores.py)."""
+
+DECODE_INDEXER_HEADS = range(1, 17)
+"""HI in decoding, where a tile has the heads of one query only (decode/triton_score.py)."""
+
+TILE_QUERIES = 32
+"""Queries whose selections share a list of keys: one for each bit of a word (key_lists/triton_build.py)."""
+
+TILE_SIZES = (16, TILE_QUERIES)
+"""Queries of a tile of key lists. Blocks of 16 queries that share a selection have tiles of 16."""
+
+SELECTION_BLOCKS = (1, 16, 32, 64, 128)
+"""Queries that share a selection. Beyond 1, a block is a tile of the key lists, or whole tiles of 32; the kernel of the
+target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
+
+STRETCH_ROWS = 128
+"""Neighbouring rows of the indexer loss that an estimate takes or leaves together: whole tiles of the loss kernels
+(sampling.py)."""
+
+
+# ---- choice of the format of a selection
+
+
+PACKED_MASK_MAX_TOKENS = 32768
+"""Longest sequence that is selected as a packed mask, a bit for each pair of tokens. A longer one is selected as key
+lists, chunk by chunk, so that memory does not grow with the square of the length."""
+
+MEASURED_FROM_TOKENS = 16384
+"""From this length on `kernel="auto"` measures the density of a selection, and takes the format that it favours. In a
+shorter sequence budgets of thousands of keys hit most tiles, and the packed mask is taken unseen."""
+
+GATHERED_BELOW_DENSITY = 2 / 3
+"""Share of the causal keys in the key lists below which attention over key lists is faster than under a packed mask.
+The work of the first grows with the lists, that of the second does not; benchmarks/bench_attention.py and
+bench_gathered.py measure both."""
+
+Kernel = Literal["auto", "masked", "gathered"]
+
+
+def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int) -> bool:
+    """Whether a selection becomes key lists whatever is selected. With "auto" a measured density may favour them, too.
+
+    Args:
+        seq_len_tokens: Lk, the keys up to the last query's own
+    """
+    return kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS or selection_block > 1
+
+
+# ---- selection
+
+
+REGISTER_KEYS = 32768
+"""Rows of at most so many keys are selected in registers, of which one program has 256 KiB (selection/op.py). Only they
+give the log-sum that spares the indexer loss a pass."""
+
+CANDIDATES_FROM = 8192
+"""Rows at or beyond this many keys are selected by candidates where key lists are made (selection/candidates.py)."""
+
+MOST_CANDIDATES = 16384
+"""Candidates of one row, which stay in registers. No row is selected by candidates if `candidate_room` is larger."""
+
+CANDIDATE_SAMPLE_STRIDE = 32
+"""One key of so many is in the sample from which a row's lowest score worth keeping is guessed."""
+
+CANDIDATE_SLACK = 0.0625
+"""So much more of the sample than wanted is close enough (selection/triton_guess.py)."""
+
+CANDIDATE_BYTES = 8
+"""Of one candidate: a score and a position."""
+
+
+def candidate_room(k_max: int) -> int:
+    """Candidates of a row for which memory is kept: what a guess for the largest budget lets through.
+
+    A guess takes a share of the sample (`_guess_kernel`). The keys for which that stands are as many times the stride,
+    and spread about it as counts do: three deviations leave out one row in a thousand.
+    """
+    expected = k_max / CANDIDATE_SAMPLE_STRIDE
+    sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
+    return next_power_of_2(math.ceil(CANDIDATE_SAMPLE_STRIDE * (sampled + 3 * sampled**0.5)))
+
+
+SCORED_KEYS = {2: 512, 4: 256}
+"""Keys of one program of the score kernel, by the bytes of an element (indexer/triton_scores.py)."""
+
+
+# ---- the indexer loss
+
+
+FUSED_LOSS_HEADS = 4
+"""Query heads whose probabilities attention's backward pass sums into one part of the target: the heads of a key-value
+head are a multiple of it (hopper/triton_backward_target.py)."""
+
+STACKED_MAX_WIDTH = 256
+"""HI * DI, DI padded to a power of two: above it the heads do not fit side by side in one product of bf16."""
+
+
+@dataclass(frozen=True)
+class LossTile:
+    """How the loss kernels over packed masks cut their work (indexer_loss/triton_launch.py)."""
+
+    rows: int
+    segment: int
+    """Keys of one program."""
+    stacked: bool
+    """All heads side by side in one product: bf16 on Hopper. Partial gradients of the keys are then bf16."""
+
+
+def loss_tile(heads: int, dim: int, element_bytes: int, stacks: bool) -> LossTile:
+    """The tile for an indexer of `heads` heads of size `dim`.
+
+    Args:
+        element_bytes: 2 for bf16, 4 for fp32
+        stacks: whether the device and the dtype allow the stacked kernels
+    """
+    width = heads * max(16, next_power_of_2(dim))
+    if element_bytes == 2 and stacks and width <= STACKED_MAX_WIDTH:
+        # The matrix units take 64 rows at a time, here of all heads together.
+        return LossTile(rows=32 if heads > 1 else 64, segment=1024, stacked=True)
+    # fp32 has no matrix units; with more rows its products do not fit the registers.
+    return LossTile(
+        rows=32 if element_bytes == 2 or width <= STACKED_MAX_WIDTH else 16, segment=256, stacked=False
+    )
+
+
+# ---- scratch memory: more is faster, up to a point
+
+
+SELECTION_CHUNK_BYTES = 512 * 2**20
+"""Scores, or candidates, of a chunk of rows (selection/op.py)."""
+
+LOSS_CHUNK_BYTES = 256 * 2**20
+"""Target of a chunk of rows, counted as fp32; the loss takes about as much again (indexer_loss/op.py)."""
+
+FUSED_LOSS_CHUNK_BYTES = 2**30
+"""Target of a chunk of rows in attention's backward pass, fp16 (hopper/fused_indexer_loss.py)."""
+
+GATHERED_LOSS_BYTES = 512 * 2**20
+"""Scratch memory of the loss over key lists (indexer_loss/gathered.py)."""
+
+GATHERED_GRADIENT_BYTES = 2**30
+"""Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`, which is at least 1."""
+    return 1 << (number - 1).bit_length()

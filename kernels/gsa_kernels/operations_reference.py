@@ -1,0 +1,250 @@
+"""The operations of `api.py` in plain torch, composed of each operation's `reference.py`.
+
+Differentiable, on any device, with tensors of [L, Lk]. Definitions, arguments and results are those of `api.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gsa_kernels.attention import reference as attention
+from gsa_kernels.decode.reference import decode_attention, decode_top_k
+from gsa_kernels.decode.state import LayerCache
+from gsa_kernels.fused.gates.reference import sigmoid_gate
+from gsa_kernels.indexer.reference import indexer_scores
+from gsa_kernels.indexer_loss.reference import indexer_kl, renormalise_target, sum_over_blocks
+from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
+from gsa_kernels.limits import Kernel
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.sampling import sample_rows, systematic
+from gsa_kernels.selection.budget import adaptive_budget, score_moments
+from gsa_kernels.selection.reference import expand_block_selection, local_window_mask, select_top_k
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+
+
+@torch.no_grad()
+def select(
+    indexer: Indexer,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    geometry: Geometry,
+    kernel: Kernel,
+    with_log_sum: bool,
+) -> Selection:
+    num_keys, device = indexer.keys.shape[1], indexer.keys.device
+    positions = torch.arange(geometry.query_start, num_keys, device=device)
+    visible = _visible(geometry, positions, num_keys)
+    block, window = geometry.selection_block, geometry.local_window
+    scores, of_rows = _scores(indexer), visible[:, ::block]
+    _, variance = score_moments(scores, of_rows)
+    budget = adaptive_budget(
+        variance,
+        variance_ema,
+        of_rows.sum(-1),
+        k_base=rule.k_base,
+        k_min=rule.k_min,
+        k_max=rule.k_max,
+        mode=rule.mode,
+    )
+    chosen = expand_block_selection(select_top_k(scores, of_rows, budget), block, len(positions))
+    chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & visible
+    log_sum = None
+    if with_log_sum:
+        logits = (scores * indexer.inverse_temperature).masked_fill(~chosen[:, ::block], float("-inf"))
+        log_sum = logits.logsumexp(-1).float()
+    statistics = (budget.to(torch.int32), variance.float())
+    if kernel != "gathered":
+        return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum)
+    lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32)
+    return Selection(None, lists, *statistics, density=union_density(lists), log_sum=None)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    gate_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = _attended(selection, geometry, q, k)
+    found = attention.sparse_attention(q, k, v, mask, return_lse=True)
+    assert found.lse is not None
+    if gate_logits is None:
+        return found.out, found.lse
+    gate_logits = gate_logits.flatten(2, 3) if gate_logits.ndim == 5 else gate_logits
+    return sigmoid_gate(found.out, gate_logits), found.lse
+
+
+def indexer_loss(
+    indexer: Indexer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    rows: RowSample,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask, block = _attended(selection, geometry, q, k), geometry.selection_block
+    probs = attention.head_sum_probs(q, k, lse, mask)
+    support = mask[:, ::block]
+    target = renormalise_target(sum_over_blocks(probs, block), support)
+    kl = indexer_kl(_scores(indexer), target, support, _temperature(indexer))
+    taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
+    if taken is None:
+        return kl.sum(), kl.detach()
+    taken = taken.to(kl.device)
+    left_out = torch.full_like(kl, float("nan"))
+    return kl[:, taken].sum() * factor, left_out.index_copy(1, taken, kl[:, taken]).detach()
+
+
+def sparse_attention_with_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: Selection,
+    geometry: Geometry,
+    loss: FusedLoss,
+    gate_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = sparse_attention(q, k, v, selection, geometry, gate_logits)
+    if not torch.is_grad_enabled():
+        return out, lse
+    total, rows = indexer_loss(loss.indexer, q, k, lse, selection, geometry, RowSample())
+    return _AddLoss.apply(out, total, rows, loss), lse
+
+
+class _AddLoss(torch.autograd.Function):
+    """`out`, whose backward pass starts that of the loss, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, total: torch.Tensor, rows: torch.Tensor, loss: FusedLoss
+    ) -> torch.Tensor:
+        ctx.save_for_backward(total, rows)
+        ctx.loss = loss
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total, rows = ctx.saved_tensors
+        if ctx.loss.on_rows is not None:
+            ctx.loss.on_rows(rows)
+        return grad, torch.full_like(total, ctx.loss.scale), None, None
+
+
+def sampled_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    packed_mask: torch.Tensor,
+    document_starts: torch.Tensor | None,
+) -> torch.Tensor:
+    lse = attention.sparse_attention(q, k, k, unpack_mask(packed_mask, k.shape[1]), return_lse=True).lse
+    assert lse is not None
+    return lse
+
+
+@torch.no_grad()
+def decode_step(
+    q: torch.Tensor,
+    indexer: Indexer,
+    cache: LayerCache,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    geometry: Geometry,
+    gate_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    max_length = indexer.keys.shape[1]
+    lengths = cache.lengths.clamp(max=max_length)
+    found = decode_top_k(
+        indexer.queries[:, 0],
+        indexer.keys,
+        indexer.head_weight_logits[:, 0],
+        lengths,
+        variance_ema,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
+        k_base=rule.k_base,
+        k_min=rule.k_min,
+        k_max=rule.k_max,
+        mode=rule.mode,
+    )
+    selected = torch.zeros_like(found.selected)
+    for sequence, length in enumerate(lengths.tolist()):
+        state = cache.selection
+        if (length - 1) % geometry.selection_block == 0 or length == 0:
+            keys = found.selected[sequence].nonzero()[:, 0]
+            state.indices[sequence, : len(keys)] = keys.to(torch.int32)
+            state.counts[sequence] = len(keys)
+            state.variance[sequence] = found.variance[sequence]
+        selected[sequence, state.indices[sequence, : int(state.counts[sequence])].long()] = True
+    return decode_attention(
+        q,
+        cache.k,
+        cache.v,
+        lengths,
+        selected,
+        local_window=geometry.local_window,
+        output_gate_logits=gate_logits,
+    )
+
+
+def _visible(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """bool [B or 1, L, Lk]: the causal keys of each query's document."""
+    keys = torch.arange(num_keys, device=positions.device)
+    visible = (keys <= positions[:, None])[None]
+    if geometry.document_starts is None:
+        return visible
+    return visible & (keys >= geometry.document_starts[..., None])
+
+
+def _attended(
+    selection: Selection | None, geometry: Geometry, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    """bool [B or 1, L, Lk]: the keys that each query attends to."""
+    if selection is None:
+        positions = torch.arange(geometry.query_start, k.shape[1], device=q.device)
+        return _visible(geometry, positions, k.shape[1])
+    if selection.packed_mask is not None:
+        return unpack_mask(selection.packed_mask, k.shape[1])
+    assert selection.key_lists is not None
+    return mask_from_key_lists(selection.key_lists)
+
+
+def _scores(indexer: Indexer) -> torch.Tensor:
+    """I of each row against all keys, visible or not: [B, R, Lk]."""
+    return indexer_scores(
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
+    )
+
+
+def _temperature(indexer: Indexer) -> float | torch.Tensor:
+    beta = indexer.inverse_temperature
+    return beta.reshape(()) if isinstance(beta, torch.Tensor) else beta
+
+
+def _taken_rows(
+    num_rows: int, selection: Selection | None, geometry: Geometry, rows: RowSample
+) -> tuple[torch.Tensor | None, int]:
+    """The rows of the sample, int64, None for all of them, and by what their sum is to be multiplied.
+
+    The kernels over key lists take whole tiles of the lists, those over packed masks stretches of STRETCH_ROWS.
+    """
+    rank, size = rows.share
+    if selection is None or selection.key_lists is None:
+        sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
+        return (None if sample.every == 1 else sample.rows()), factor
+    unit = selection.key_lists.queries if geometry.selection_block == 1 else 1
+    first, factor = systematic(-(-num_rows // unit), rows.fraction, rows.seed)
+    if factor * size == 1:
+        return None, factor
+    numbers = torch.arange(num_rows)
+    return numbers[numbers // unit % (factor * size) == first + rank * factor], factor

@@ -1,0 +1,279 @@
+"""The operations of `api.py` by the Triton kernels. Their definitions, arguments and results are those of `api.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gsa_kernels import limits
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.decode import op as decode
+from gsa_kernels.decode.state import LayerCache
+from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.key_lists.format import KeyLists, union_density
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
+from gsa_kernels.selection.op import select_keys
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+
+
+@torch.no_grad()
+def select(
+    indexer: Indexer,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    geometry: Geometry,
+    kernel: limits.Kernel,
+    with_log_sum: bool,
+) -> Selection:
+    projections = (indexer.queries, indexer.keys, indexer.head_weight_logits)
+    arguments: dict[str, Any] = {
+        "score_bias": indexer.score_bias,
+        "weight_bias": indexer.head_weight_bias,
+        "activation": indexer.activation,
+        "k_base": rule.k_base,
+        "k_min": rule.k_min,
+        "k_max": rule.k_max,
+        "mode": rule.mode,
+        "document_starts": geometry.document_starts,
+        "local_window": geometry.local_window,
+        "query_start": geometry.query_start,
+    }
+    length = indexer.keys.shape[1]
+    if geometry.selection_block > 1:
+        shared = select_block_lists(
+            *projections, variance_ema, selection_block=geometry.selection_block, **arguments
+        )
+        return Selection(None, shared.lists, shared.budget, shared.variance)
+    if length > limits.PACKED_MASK_MAX_TOKENS:
+        listed = select_key_lists(*projections, variance_ema, **arguments)
+        return Selection(None, listed.lists, listed.budget, listed.variance, union_density(listed.lists))
+    beta = indexer.inverse_temperature if with_log_sum else None
+    chosen = select_keys(*projections, variance_ema, **arguments, inverse_temperature=beta)
+    measured = kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
+    density = None
+    if kernel == "gathered" or measured:
+        lists = key_lists_from_words(chosen.words, length - geometry.query_start, geometry.query_start)
+        density = union_density(lists)
+        if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
+            return Selection(None, lists, chosen.budget, chosen.variance, density)
+    return Selection(chosen.words, None, chosen.budget, chosen.variance, density, chosen.log_sum)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    gate_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if selection is not None and selection.key_lists is not None:
+        return gathered_attention(q, k, v, selection.key_lists, output_gate_logits=gate_logits)
+    return masked_attention(
+        q,
+        k,
+        v,
+        None if selection is None else selection.packed_mask,
+        document_starts=geometry.document_starts,
+        output_gate_logits=gate_logits,
+        query_start=geometry.query_start,
+    )
+
+
+def indexer_loss(
+    indexer: Indexer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    rows: RowSample,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if selection is not None and selection.key_lists is not None:
+        return _loss_by_lists(indexer, q, k, lse, selection.key_lists, geometry, rows)
+    return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
+
+
+def _loss_by_lists(
+    indexer: Indexer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    lists: KeyLists,
+    geometry: Geometry,
+    rows: RowSample,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def target(tiles: torch.Tensor) -> torch.Tensor:
+        return head_sum_probs_lists(q, k, lse, lists, tiles, selection_block=geometry.selection_block)
+
+    result = gathered_indexer_kl_loss(
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        target,
+        lists,
+        selection_block=geometry.selection_block,
+        return_rows=True,
+        **_loss_options(indexer, rows),
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
+def _loss_by_rows(
+    indexer: Indexer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    rows: RowSample,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target is made for chunks of rows, [B, rows, Lk]."""
+    block = geometry.selection_block
+    where: dict[str, Any] = {
+        "document_starts": geometry.document_starts,
+        "query_start": geometry.query_start,
+    }
+    packed_mask = log_sum = None
+    if selection is not None:
+        packed_mask, log_sum = selection.packed_mask, selection.log_sum
+        if block > 1:
+            raise ValueError(
+                f"selection is a packed mask with selection_block {block}; pass the key lists that select makes by "
+                "Triton, or implementation='reference'"
+            )
+
+    def target(chunk: SampledRows) -> torch.Tensor:
+        if block == 1:
+            # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
+            return head_sum_probs_rows(
+                q,
+                k,
+                lse,
+                packed_mask,
+                chunk,
+                **where,
+                dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
+                fill=False,
+            )
+        return block_sum_probs_rows(q, k, lse, chunk, selection_block=block, **where)
+
+    result = indexer_kl_loss(
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        target,
+        words=packed_mask,
+        # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one.
+        target_sum=float(q.shape[2]) if block == 1 else None,
+        log_sum=log_sum,
+        **where,
+        selection_block=block,
+        return_rows=True,
+        **_loss_options(indexer, rows),
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
+def _loss_options(indexer: Indexer, rows: RowSample) -> dict[str, Any]:
+    return {
+        "score_bias": indexer.score_bias,
+        "weight_bias": indexer.head_weight_bias,
+        "activation": indexer.activation,
+        "inverse_temperature": indexer.inverse_temperature,
+        "row_fraction": rows.fraction,
+        "seed": rows.seed,
+        "share": rows.share,
+    }
+
+
+def sparse_attention_with_loss(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: Selection,
+    geometry: Geometry,
+    loss: FusedLoss,
+    gate_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if selection.packed_mask is None:
+        raise ValueError("selection has key lists; pass a packed mask, or calculate the loss by indexer_loss")
+    indexer = loss.indexer
+    return attention_with_indexer_loss(
+        q,
+        k,
+        v,
+        selection.packed_mask,
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        loss_scale=loss.scale,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
+        inverse_temperature=indexer.inverse_temperature,
+        log_sum=selection.log_sum,
+        document_starts=geometry.document_starts,
+        output_gate_logits=gate_logits,
+        query_start=geometry.query_start,
+        on_rows=loss.on_rows,
+    )
+
+
+def sampled_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    packed_mask: torch.Tensor,
+    document_starts: torch.Tensor | None,
+) -> torch.Tensor:
+    # The kernel believes the queries to be the last of the sequence, whose tiles go over nearly all keys. Values do
+    # not enter the sums.
+    query_start = k.shape[1] - q.shape[1]
+    return masked_attention(q, k, k, packed_mask, document_starts=document_starts, query_start=query_start)[1]
+
+
+@torch.no_grad()
+def decode_step(
+    q: torch.Tensor,
+    indexer: Indexer,
+    cache: LayerCache,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    geometry: Geometry,
+    gate_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    if cache.workspace is None:
+        raise ValueError("cache.workspace is None; make one with new_workspace, which layers may share")
+    return decode.decode_step(
+        q,
+        cache.k,
+        cache.v,
+        indexer.queries[:, 0],
+        indexer.keys,
+        indexer.head_weight_logits[:, 0],
+        cache.lengths,
+        variance_ema,
+        cache.selection,
+        cache.workspace,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
+        k_base=rule.k_base,
+        k_min=rule.k_min,
+        k_max=rule.k_max,
+        mode=rule.mode,
+        selection_block=geometry.selection_block,
+        local_window=geometry.local_window,
+        output_gate_logits=gate_logits,
+    )

@@ -1,0 +1,28 @@
+"""Packed masks: a bit for each key, in words of 32. A word is a uint32, held in an int32: torch calculates little in
+uint32."""
+
+import torch
+
+
+def int32_words(words: torch.Tensor) -> torch.Tensor:
+    """int64 of 0 .. 2^32 - 1 -> int32 of the same bits. By value, since a cast of what does not fit is not defined."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def pack_mask(mask: torch.Tensor) -> torch.Tensor:
+    """bool [..., Lk] -> int32 [..., ceil(Lk / 32)], bit s % 32 of word s // 32."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; pass a bool mask")
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    bits = padded.to(torch.int64) << torch.arange(32, device=mask.device)
+    return int32_words(bits.sum(-1))
+
+
+def unpack_mask(words: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """int32 [..., W] -> bool [..., num_keys]; the inverse of `pack_mask`."""
+    if words.dtype != torch.int32 or words.shape[-1] != -(-num_keys // 32):
+        raise ValueError(
+            f"words is {words.dtype} {tuple(words.shape)}; pass int32 [..., ceil({num_keys} / 32)]"
+        )
+    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    return bits.bool().flatten(-2)[..., :num_keys]

@@ -1,0 +1,32 @@
+"""`causal_mask` as bits, for some of the queries."""
+
+import torch
+
+from gsa_kernels.packed_mask import int32_words
+
+
+def causal_packed_mask(
+    positions: torch.Tensor, num_keys: int, document_starts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The keys from the start of a query's document to the query itself.
+
+    Args:
+        positions: int64 [R], of the queries
+        num_keys: Lk
+        document_starts: int [B, R], first position of each query's document; 0 if None
+
+    Returns:
+        int32 [B, R, ceil(Lk / 32)], or [1, R, ...] without `document_starts`: bit s % 32 of word s // 32 says that
+        the query sees key s
+    """
+    words = _below(positions[None] + 1, num_keys)
+    if document_starts is not None:
+        words = words - _below(document_starts, num_keys)
+    return int32_words(words)
+
+
+def _below(ends: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Words with the bits of the keys before each end, as int64."""
+    first_keys = torch.arange(0, num_keys, 32, device=ends.device)
+    bits = (ends.long()[..., None] - first_keys).clamp(0, 32)
+    return (1 << bits) - 1

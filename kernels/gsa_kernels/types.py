@@ -1,0 +1,197 @@
+"""What belongs together in the calls of this package: plain frozen dataclasses, checked when they are made.
+
+Letters in shapes: B sequences, L queries and Lk keys of each, R rows of the indexer (R = L, or one per block of
+queries that share a selection), H query heads, Hkv key-value heads, D their size, HI indexer heads of size DI. Query i
+stands at position t = query_start + i of its sequence, key s at position s, and Lk = query_start + L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from gsa_kernels.checks import check_activation, check_at_least, check_budget_rule, check_shape
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.sampling import runs_per_sampled
+
+Implementation = Literal["triton", "reference"]
+"""`triton`: the fused kernels, on a CUDA device. `reference`: plain torch on any device, with tensors of [L, Lk]."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """One layer's lightning indexer, applied to its tokens (GSA, equation 7).
+
+    With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j); with relu, as in
+    DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
+    """
+
+    queries: torch.Tensor
+    """q, [B, R, HI, DI]: of the first query of each block, row r being query r * selection_block."""
+    keys: torch.Tensor
+    """k, [B, Lk, DI]: one key for all indexer heads, of the same dtype."""
+    head_weight_logits: torch.Tensor
+    """w, [B, R, HI]."""
+    score_bias: torch.Tensor | None = None
+    """b, [HI]; 0 if None."""
+    head_weight_bias: torch.Tensor | None = None
+    """c, [HI]; 0 if None."""
+    activation: Literal["sigmoid", "relu"] = "sigmoid"
+    inverse_temperature: float | torch.Tensor = 1.0
+    """beta > 0 of softmax(beta * I) in the indexer loss: a number, or a tensor of one element, which may need a
+    gradient."""
+
+    def __post_init__(self) -> None:
+        check_shape("queries", self.queries, "[B, R, HI, DI]", (None, None, None, None))
+        batch, rows, heads, dim = self.queries.shape
+        check_shape("keys", self.keys, "[B, Lk, DI]", (batch, None, dim))
+        check_shape("head_weight_logits", self.head_weight_logits, "[B, R, HI]", (batch, rows, heads))
+        biases = {"score_bias": self.score_bias, "head_weight_bias": self.head_weight_bias}
+        check_activation(self.activation, heads, **biases)
+        beta = self.inverse_temperature
+        if isinstance(beta, torch.Tensor) and beta.numel() != 1:
+            raise ValueError(f"inverse_temperature has shape {tuple(beta.shape)}; pass one element")
+        if not isinstance(beta, torch.Tensor) and not beta > 0:
+            raise ValueError(f"inverse_temperature is {beta}; pass a positive number")
+
+    def of_block_leaders(self, selection_block: int) -> Indexer:
+        """Of an indexer with a row for every query: the rows of the first query of each aligned block."""
+        check_at_least("selection_block", selection_block, 1)
+        if selection_block == 1:
+            return self
+        return replace(
+            self,
+            queries=self.queries[:, ::selection_block],
+            head_weight_logits=self.head_weight_logits[:, ::selection_block],
+        )
+
+
+@dataclass(frozen=True)
+class BudgetRule:
+    """How many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
+
+    k_t = clamp(floor(raw), k_min, k_max), and no more than the keys that the query sees. `inverse`: raw = k_base *
+    ema / var, with var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var /
+    ema. `off`: raw = k_base.
+    """
+
+    k_base: int
+    k_min: int
+    k_max: int
+    mode: Literal["inverse", "direct", "off"] = "inverse"
+
+    def __post_init__(self) -> None:
+        check_budget_rule(self.k_base, self.k_min, self.k_max, self.mode)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the queries stand, what they see, and which of them share a selection."""
+
+    document_starts: torch.Tensor | None = None
+    """int32 [B, L], never decreasing: the position at which the query's document begins. Query t sees the keys
+    document_starts[b, i] <= s <= t. One document per sequence if None."""
+    query_start: int = 0
+    """Position of the first query, a multiple of `selection_block`; not 0 under context parallelism only."""
+    selection_block: int = 1
+    """Queries in aligned blocks of this many share the top-k of the block's first query; 1 in the paper."""
+    local_window: int = 0
+    """Latest keys, the query's own included, that are selected beside the budget; 0 in the paper."""
+
+    def __post_init__(self) -> None:
+        check_at_least("query_start", self.query_start, 0)
+        check_at_least("selection_block", self.selection_block, 1)
+        check_at_least("local_window", self.local_window, 0)
+        if self.query_start % self.selection_block:
+            raise ValueError(
+                f"query_start is {self.query_start} with selection_block {self.selection_block}; pass a multiple of "
+                f"{self.selection_block}, so that no block is cut"
+            )
+        if 1 < self.selection_block > self.local_window:
+            raise ValueError(
+                f"local_window is {self.local_window}, below selection_block {self.selection_block}; pass at least "
+                f"{self.selection_block}, so that each query sees the keys of its own block"
+            )
+        starts = self.document_starts
+        if starts is not None:
+            check_shape("document_starts", starts, "[B, L]", (None, None))
+            if starts.dtype != torch.int32:
+                raise ValueError(f"document_starts has dtype {starts.dtype}; pass int32")
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Which rows the indexer loss takes: all, or every n-th stretch of them for an estimate, or one rank's share."""
+
+    fraction: float = 1.0
+    """1 / n for a whole n. Below 1 the loss is an unbiased estimate of that over all rows."""
+    seed: int | None = None
+    """Chooses the stretches; needed with a fraction below 1, and equal on all ranks that share the rows."""
+    share: tuple[int, int] = (0, 1)
+    """(rank, size): of the stretches that are taken, every size-th from number `rank` on. The losses and gradients of
+    all shares add up to the whole."""
+
+    def __post_init__(self) -> None:
+        if runs_per_sampled(self.fraction) > 1 and self.seed is None:
+            raise ValueError(f"seed is None with fraction {self.fraction}; pass a number, equal on all ranks")
+        rank, size = self.share
+        if not 0 <= rank < size:
+            raise ValueError(f"share is {self.share}; pass (rank, size) with 0 <= rank < size")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """S_t of every query, in the format that attention over it is fastest on; made by `api.select`.
+
+    Either the packed mask or the key lists are there. Both hold the same selection.
+    """
+
+    packed_mask: torch.Tensor | None
+    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32,
+    held in an int32."""
+    key_lists: KeyLists | None
+    """For each tile of queries the keys that any of them attends to (CSR)."""
+    budget: torch.Tensor
+    """int32 [B, R]: k_t. The local window may add keys."""
+    variance: torch.Tensor
+    """fp32 [B, R]: population variance of the row's scores over the keys that it sees."""
+    density: float | None = None
+    """Keys in the lists over the causal keys of their tiles; None where the lists were not made for their data."""
+    log_sum: torch.Tensor | None = None
+    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which spares the indexer loss a pass; where asked for, with a
+    packed mask only."""
+
+    def __post_init__(self) -> None:
+        if (self.packed_mask is None) == (self.key_lists is None):
+            raise ValueError("packed_mask and key_lists are both given, or both None; pass one of them")
+
+    @property
+    def format(self) -> Literal["packed_mask", "key_lists"]:
+        return "packed_mask" if self.packed_mask is not None else "key_lists"
+
+    def packed_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The packed mask of some queries, for statistics: int32 [B, S, ceil(Lk / 32)].
+
+        Args:
+            rows: int64 [S], numbers of queries, 0 <= i < L
+        """
+        if self.packed_mask is not None:
+            return self.packed_mask.index_select(1, rows)
+        from gsa_kernels.key_lists.triton_rows import words_of_rows  # imports Triton
+
+        assert self.key_lists is not None
+        return words_of_rows(self.key_lists, rows)
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    """The indexer loss whose gradients attention's backward pass calculates (`sparse_attention_with_loss`)."""
+
+    indexer: Indexer
+    scale: float
+    """Gradient of what is trained with respect to the loss, the sum of the rows' KL."""
+    on_rows: Callable[[torch.Tensor], None] | None = None
+    """Called in the backward pass with the KL of each row, fp32 [B, L]. Without it the KL is not calculated."""

@@ -1,0 +1,59 @@
+"""The notebooks of examples/ run from their first cell to the last, and show what they say they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.notebooks import code_cells
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+LARGEST_BYTES = 150_000
+
+SHOWN = {
+    "one_layer.ipynb": """
+few = names["few"]
+assert (names["full"].out - names["sparse"].out)[:, few].abs().max() < 1e-6, "few keys: sparse is dense"
+assert names["kl_curve"][-1] < names["kl_curve"][0] / 2
+assert names["recall_curve"][-1] > names["random_recall"] + 0.3, "the indexer has learned"
+""",
+    "quick_start.ipynb": """
+losses = [record["loss"] for record in names["steps"]]
+assert losses[-1] < losses[0] - 1
+assert [record["step"] for record in names["steps"]] == list(range(1, len(losses) + 1))
+""",
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_notebook_runs(name: str) -> None:
+    script = f"from pathlib import Path; from helpers.notebooks import run; names, _ = run(Path({name!r}))"
+    paths = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run(
+        [sys.executable, "-c", script + SHOWN[name]],
+        cwd=EXAMPLES,
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_notebook_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.ipynb")} == set(SHOWN)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_notebook_shows_is_there_and_small(name: str) -> None:
+    path = EXAMPLES / name
+    assert path.stat().st_size < LARGEST_BYTES
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    printing = [cell for cell, code in zip(cells, code_cells(path), strict=True) if "print(" in code]
+    assert all(cell["outputs"] for cell in printing), "run tests/helpers/notebooks.py on it"

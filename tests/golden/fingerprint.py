@@ -1,0 +1,69 @@
+"""What bits depend on besides the code: processor or GPU, torch, Triton; and which code it is."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def cpu_fingerprint() -> dict[str, str]:
+    """Math libraries choose their kernels by the processor's model and by its vector instructions."""
+    return {
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+    }
+
+
+def gpu_fingerprint() -> dict[str, str]:
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": _version("triton"),
+    }
+
+
+def commit_of(code: Path) -> str:
+    """Of the checkout; "-changed" behind it where tracked files are not those of the commit."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=False)
+    if head.returncode != 0:
+        return "unknown"
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"],
+        cwd=code,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    return head.stdout.strip() + ("-changed" if changed.strip() else "")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "--"
+
+
+def _processor() -> str:
+    """Vendor, family, model and name by Linux; elsewhere what Python says."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    parts = [fields.get("vendor_id", "--"), "family", fields.get("cpu family", "--")]
+    return " ".join([*parts, "model", fields.get("model", "--"), f"({fields.get('model name', '--')})"])

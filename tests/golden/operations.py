@@ -1,0 +1,305 @@
+"""What the golden kernel problems call: the one file here that knows the kernels' interface.
+
+A function takes a problem and its inputs on the device, and returns outputs and gradients by name. Each name keeps its
+meaning, dtype and shape when the interface changes, so that the hashes can be compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from golden.kernel_problems import Problem
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.decode.op import decode_attend
+from gsa_kernels.decode.op import decode_step as decode
+from gsa_kernels.decode.state import new_selection, new_workspace
+from gsa_kernels.fused.adamw.op import squared_updates
+from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
+from gsa_kernels.fused.gates.op import fused_sigmoid_gate
+from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
+from gsa_kernels.fused.sums.op import add_column_sums, add_total
+from gsa_kernels.fused.swiglu.op import fused_swiglu
+from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
+from gsa_kernels.indexer.split_op import split_projection as split
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.key_lists.triton_rows import words_of_rows
+from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.selection.op import select_keys
+from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
+
+Tensors = dict[str, torch.Tensor]
+
+CANDIDATES_FROM = 2048
+"""Of the problems that select by candidates: far below what training takes, so that small problems reach them."""
+LOSS_SEED = 11
+"""Chooses the rows of a sampled loss."""
+
+
+def selection(p: Problem, x: Tensors) -> Tensors:
+    chosen = _select(p, x)
+    if p.lists:
+        lists = chosen.lists
+        bits = words_of_rows(lists, torch.arange(p.length, device=x["k_idx"].device))
+        found = {"bits": bits, "entries": lists.counts, "entries_of_all_queries": lists.full}
+    else:
+        found = {"bits": chosen.words}
+        if p.variant == "log-sum":
+            found["log_sum"] = chosen.log_sum
+    return {**found, "budget": chosen.budget, "variance": chosen.variance}
+
+
+def attention(p: Problem, x: Tensors) -> Tensors:
+    chosen = None if p.dense else _select(p, x)
+    leaves = _leaves(x, "q", "k", "v", "gate") if p.gate else _leaves(x, "q", "k", "v")
+    out, lse = _attend(p, {**x, **leaves}, chosen)
+    out.backward(x["grad"])
+    return {"out": out, "log_sum_exp": lse, **_gradients(leaves)}
+
+
+def indexer_loss(p: Problem, x: Tensors) -> Tensors:
+    chosen = None if p.dense else _select(p, x)
+    with torch.no_grad():
+        _, lse = _attend(p, x, chosen)
+    leaves = _indexer_leaves(p, x)
+    projections = [leaves[name] for name in ("q_idx", "k_idx", "weight_logits")]
+    options: dict[str, Any] = {
+        **_indexer_options(p, leaves),
+        "inverse_temperature": leaves["beta"],
+        "selection_block": p.block,
+        "row_fraction": p.row_fraction,
+        "seed": LOSS_SEED,
+        "return_rows": True,
+    }
+    starts = x.get("document_starts")
+    q, k = x["q"], x["k"]
+    if p.lists:
+
+        def of_tiles(tiles: torch.Tensor) -> torch.Tensor:
+            return head_sum_probs_lists(q, k, lse, chosen.lists, tiles, selection_block=p.block)
+
+        result = gathered_indexer_kl_loss(*projections, of_tiles, chosen.lists, **options)
+    else:
+        words = None if chosen is None else chosen.words
+        where: dict[str, Any] = {"document_starts": starts, "query_start": p.query_start}
+
+        def of_rows(rows: Any) -> torch.Tensor:
+            if p.block > 1:
+                return block_sum_probs_rows(q, k, lse, rows, selection_block=p.block, **where)
+            dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+            return head_sum_probs_rows(q, k, lse, words, rows, **where, dtype=dtype, fill=False)
+
+        result = indexer_kl_loss(
+            *projections,
+            of_rows,
+            words=words,
+            target_sum=float(p.heads) if p.block == 1 else None,
+            log_sum=chosen.log_sum if p.variant == "log-sum" else None,
+            **where,
+            **options,
+        )
+    loss, rows = result
+    loss.backward()
+    return {"loss": loss, "rows": rows, **_gradients(leaves)}
+
+
+def distilling_attention(p: Problem, x: Tensors) -> Tensors:
+    chosen = _select(p, x)
+    leaves = {**_leaves(x, "q", "k", "v", *(("gate",) if p.gate else ())), **_indexer_leaves(p, x)}
+    rows: list[torch.Tensor] = []
+    out, lse = attention_with_indexer_loss(
+        *(leaves[name] for name in ("q", "k", "v")),
+        chosen.words,
+        *(leaves[name] for name in ("q_idx", "k_idx", "weight_logits")),
+        loss_scale=0.37,
+        **_indexer_options(p, leaves),
+        inverse_temperature=leaves["beta"],
+        log_sum=chosen.log_sum if p.variant == "log-sum" else None,
+        document_starts=x.get("document_starts"),
+        output_gate_logits=leaves.get("gate"),
+        query_start=p.query_start,
+        on_rows=rows.append,
+    )
+    out.backward(x["grad"])
+    return {"out": out, "log_sum_exp": lse, "rows": rows[0], **_gradients(leaves)}
+
+
+def decode_step(p: Problem, x: Tensors) -> Tensors:
+    device = x["k"].device
+    chosen = new_selection(p.batch, p.k_max, device=device)
+    workspace = new_workspace(
+        p.batch, p.length, heads=p.heads, kv_heads=p.kv_heads, head_size=p.head_dim, device=device
+    )
+    gate = x["gate"] if p.gate else None
+    caches = (x["q"], x["k"], x["v"])
+    out = decode(
+        *caches,
+        *(x[name] for name in ("q_idx", "k_idx", "weight_logits", "lengths", "variance_ema")),
+        chosen,
+        workspace,
+        **_indexer_options(p, x),
+        **_budget_rule(p),
+        selection_block=p.block,
+        local_window=p.window,
+        output_gate_logits=gate,
+    )
+    place = torch.arange(p.k_max, device=device)
+    found = {
+        "out": out,
+        "indices": torch.where(place < chosen.counts[:, None], chosen.indices, -1),
+        "counts": chosen.counts,
+        "variance": chosen.variance,
+    }
+    if p.block > 1:  # a later token of the same block attends to the same selection
+        later = x["lengths"] + p.block // 2
+        found["out_later"] = decode_attend(
+            *caches, later, chosen, workspace, local_window=p.window, output_gate_logits=gate
+        )
+    return found
+
+
+def prologue(p: Problem, x: Tensors) -> Tensors:
+    gated = p.variant != "none"
+    leaves = _leaves(x, "qkv", "gate_logits") if gated else _leaves(x, "qkv")
+    q, k, v, gates = fused_split_rotate_gate(
+        leaves["qkv"],
+        leaves.get("gate_logits"),
+        x["cos"],
+        x["sin"],
+        kv_heads=p.kv_heads,
+        value_gate=gated,
+        output_gate=p.variant not in ("none", "value"),
+    )
+    outputs, grads = [q, k, v], [x["grad_q"], x["grad_k"], x["grad_v"]]
+    if gates is not None:
+        outputs, grads = [*outputs, gates], [*grads, x["grad_gate"]]
+    torch.autograd.backward(outputs, grads)
+    names = ("q", "k", "v", "output_gate")
+    return {**dict(zip(names, outputs, strict=False)), **_gradients(leaves)}
+
+
+def swiglu(p: Problem, x: Tensors) -> Tensors:
+    leaves = _leaves(x, "wide")
+    out = fused_swiglu(leaves["wide"])
+    out.backward(x["grad"])
+    return {"out": out, **_gradients(leaves)}
+
+
+def cross_entropy(p: Problem, x: Tensors) -> Tensors:
+    leaf = _leaves(x, "logits")["logits"]
+    logits = leaf * 1.0  # what is overwritten must not be a leaf
+    losses = vocab_parallel_cross_entropy(logits, x["targets"], overwrite_logits=p.variant == "overwrite")
+    losses.backward(x["grad"])
+    return {"losses": losses, **_gradients({"logits": leaf})}
+
+
+def sigmoid_gate(p: Problem, x: Tensors) -> Tensors:
+    leaves = _leaves(x, "x", "logits")
+    out = fused_sigmoid_gate(leaves["x"], leaves["logits"])
+    out.backward(x["grad"])
+    return {"out": out, **_gradients(leaves)}
+
+
+def sums(p: Problem, x: Tensors) -> Tensors:
+    total = torch.tensor([0.5, 3.0], dtype=torch.float64, device=x["x"].device)
+    add_total(x["x"].float(), total)
+    columns = torch.full((x["x"].shape[1],), 0.25, dtype=torch.float32, device=x["x"].device)
+    add_column_sums(x["x"], columns)
+    return {"total": total, "columns": columns}
+
+
+def update_norm(p: Problem, x: Tensors) -> Tensors:
+    weights, averages, squares = (
+        [x[f"{kind}_large"], x[f"{kind}_small"]] for kind in ("weight", "average", "square")
+    )
+    return {"sum": squared_updates(weights, averages, squares, x["rate"], x["eps"], 0.1)}
+
+
+def split_projection(p: Problem, x: Tensors) -> Tensors:
+    leaves = _leaves(x, "together")
+    outputs = split(leaves["together"], p.indexer_heads, p.indexer_dim)
+    torch.autograd.backward(outputs, [x["grad_q"], x["grad_k"], x["grad_w"]])
+    return {**dict(zip(("q_idx", "k_idx", "weight_logits"), outputs, strict=True)), **_gradients(leaves)}
+
+
+def statistics(p: Problem, x: Tensors) -> Tensors:
+    words = _select(p, x).words
+    device = words.device
+    found = statistics_of_packed_mask(
+        words, torch.arange(0, p.length - 1, 5, device=device), torch.arange(p.length, device=device), 32
+    )
+    return {"sizes": found.sizes, "overlaps": found.overlaps, "union_ratios": found.union_ratios}
+
+
+def _select(p: Problem, x: Tensors) -> Any:
+    """A selection with `lists` or with `words`, as the problem has it."""
+    options: dict[str, Any] = {
+        **_indexer_options(p, x),
+        **_budget_rule(p),
+        "document_starts": x.get("document_starts"),
+        "local_window": p.window,
+        "query_start": p.query_start,
+    }
+    tensors = [x[name] for name in ("q_idx", "k_idx", "weight_logits", "variance_ema")]
+    if p.block > 1:
+        return select_block_lists(*tensors, selection_block=p.block, **options)
+    if p.lists:
+        return select_key_lists(*tensors, **options)
+    return select_keys(
+        *tensors,
+        **options,
+        candidates_from=CANDIDATES_FROM if p.variant == "candidates" else None,
+        inverse_temperature=p.beta if p.variant == "log-sum" else None,
+    )
+
+
+def _attend(p: Problem, x: Tensors, chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    gate = x["gate"] if p.gate else None
+    if chosen is not None and p.lists:
+        return gathered_attention(x["q"], x["k"], x["v"], chosen.lists, output_gate_logits=gate)
+    return masked_attention(
+        x["q"],
+        x["k"],
+        x["v"],
+        None if chosen is None else chosen.words,
+        document_starts=x.get("document_starts"),
+        output_gate_logits=gate,
+        query_start=p.query_start,
+    )
+
+
+def _indexer_options(p: Problem, x: Tensors) -> dict[str, Any]:
+    return {
+        "score_bias": x["score_bias"] if p.biases else None,
+        "weight_bias": x["weight_bias"] if p.biases else None,
+        "activation": p.activation,
+    }
+
+
+def _budget_rule(p: Problem) -> dict[str, Any]:
+    return {"k_base": p.k_base, "k_min": p.k_min, "k_max": p.k_max, "mode": p.mode}
+
+
+def _leaves(x: Tensors, *names: str) -> Tensors:
+    return {name: x[name].detach().clone().requires_grad_() for name in names}
+
+
+def _indexer_leaves(p: Problem, x: Tensors) -> Tensors:
+    names = ("q_idx", "k_idx", "weight_logits", *(("score_bias", "weight_bias") if p.biases else ()))
+    beta = torch.tensor(p.beta, device=x["k_idx"].device, requires_grad=True)
+    return {**_leaves(x, *names), "beta": beta}
+
+
+def _gradients(leaves: Tensors) -> Tensors:
+    """grad_NAME of each; one that is missing is an error, not left out."""
+    for name, leaf in leaves.items():
+        if leaf.grad is None:
+            raise ValueError(f"{name} has no gradient")
+    return {f"grad_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}

@@ -1,0 +1,184 @@
+"""The table of golden training runs, and one run as exact numbers: the public launcher and metrics.jsonl alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG = Path(__file__).resolve().parent / "model.yaml"
+TIMEOUT_SECONDS = 600
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # the order of a sum depends on the number of threads
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS documents equal bits for this setting
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
+}
+
+NOT_COMPARED = (
+    "second",  # tokens_per_second, step_seconds, tflops_per_second, ...
+    "mfu",
+    "memory",
+    "slowest_rank",
+    "data_wait",
+    "time",
+)
+"""Parts of the names of times, rates and sizes of memory: they differ between two runs of the same code."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    name: str
+    overrides: tuple[str, ...] = ()
+    """key=value, over model.yaml"""
+    ranks: int = 1
+
+
+CPU_RUNS = (
+    TrainingRun("cpu-tp2-pp2", ("parallel.tensor=2", "parallel.pipeline=2"), ranks=4),
+    TrainingRun("cpu-cp2", ("parallel.context=2",), ranks=2),
+    TrainingRun("cpu-1-rank"),
+    TrainingRun(
+        "cpu-shared-selection",
+        (
+            "gsa.selection_block=32",
+            "gsa.local_window=64",
+            "gsa.indexer_rope=true",
+            "phases.0.steps=3",
+            "phases.1.steps=4",
+        ),
+    ),
+)
+
+_GPU = (
+    "train.precision=bf16",
+    "train.seq_len_tokens=2048",
+    "train.global_batch_size=2",
+    "model.hidden_size=512",
+    "model.num_heads=8",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.ffn_hidden_size=1024",
+    "model.init_std=0.02",
+    "gsa.indexer_dim=64",
+    "gsa.k_base=512",
+    "gsa.k_min=128",
+    "gsa.k_max=1024",
+    "phases.0.steps=3",
+    "phases.1.steps=4",
+    "phases.1.lr=1.5e-3",
+)
+_NO_INDEXER = (
+    "gsa.attention=dense",
+    "phases=[{name: dense, steps: 3, attention: dense, train: all, lr: 1.5e-3, min_lr: 1.5e-3, warmup_steps: 2}]",
+)
+_NO_GATES = ("gsa.value_gate=false", "gsa.output_gate=false")
+_TWO_STEPS_EACH = tuple(
+    f"phases.{phase}.{field}" for phase in (0, 1) for field in ("steps=2", "warmup_steps=1")
+)
+
+GPU_RUNS = (
+    TrainingRun("gpu-gsa", _GPU),
+    TrainingRun("gpu-gsa-key-lists", (*_GPU, "gsa.attention_kernel=gathered")),
+    TrainingRun("gpu-shared-selection", (*_GPU, "gsa.selection_block=32", "gsa.local_window=64")),
+    TrainingRun("gpu-sparse-only", (*_GPU, *_NO_GATES, *_TWO_STEPS_EACH)),
+    TrainingRun("gpu-gated-only", (*_GPU, *_NO_INDEXER)),
+    TrainingRun("gpu-standard", (*_GPU, *_NO_INDEXER, *_NO_GATES)),
+)
+
+
+class RunFailed(Exception):
+    """A run ended with another exit code than 0; the message has the end of its log."""
+
+
+def train(
+    run: TrainingRun, code: Path, folder: Path, extra: tuple[str, ...] = ()
+) -> dict[str, dict[str, Any]]:
+    """Train with the launcher in `code`, the root of a checkout, and return its numbers.
+
+    Args:
+        folder: an empty one, for what the run writes
+        extra: further key=value
+
+    Returns:
+        Record ("step 3", "end", ...) -> key -> number.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"),
+        *("launch/pretrain.py", "--config", str(CONFIG), f"run.dir={folder}", f"run.name={run.name}"),
+        *(*run.overrides, *extra),
+    ]
+    log = folder / f"{run.name}.log"
+    with log.open("wb") as output:
+        done = subprocess.run(
+            command,
+            cwd=code,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": import_path(code)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    if done.returncode != 0:
+        end = log.read_text(errors="replace")[-3000:]
+        raise RunFailed(f"{run.name} ended with exit code {done.returncode}; its log ends\n{end}")
+    lines = (folder / run.name / "metrics.jsonl").read_text().splitlines()
+    return dict(numbers_of(json.loads(line) for line in lines if line.strip()))
+
+
+def import_path(code: Path) -> str:
+    """PYTHONPATH that takes the packages from `code`, before those installed."""
+    ours = [str(code), str(code / "kernels"), str(code / "data")]
+    return os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What equal code gives equal: of each step, and of each validation, all numbers but `NOT_COMPARED`.
+
+    The last validation is of the final weights.
+    """
+    for record in records:
+        event = record.get("event")
+        if event in (None, "validation"):
+            label = f"step {record['step']}" + (f" {event}" if event else "")
+            yield label, dict(_flat("", record))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(name of the number, number): layer_recall[2], lrs.indexer."""
+    if any(part in name for part in NOT_COMPARED):
+        return
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else key, inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{name}[{index}]", inner)
+    elif isinstance(value, (int, float)):
+        yield name, value
+
+
+def train_all(
+    runs: tuple[TrainingRun, ...], code: Path, folder: Path, at_a_time: int
+) -> Iterator[tuple[str, dict[str, dict[str, Any]] | str]]:
+    """(name, numbers) in the order of the table; of a run that failed its error."""
+
+    def one(run: TrainingRun) -> dict[str, dict[str, Any]] | str:
+        try:
+            return train(run, code, folder)
+        except (RunFailed, subprocess.TimeoutExpired, OSError, ValueError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        for run, result in zip(runs, pool.map(one, runs), strict=True):
+            yield run.name, result

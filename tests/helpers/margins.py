@@ -1,0 +1,55 @@
+"""How far the selections of a training are from being decided by rounding, which differs between processors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gsa_train.model.cores import reference
+
+
+@dataclass
+class Margins:
+    """Smallest relative distances over all queries; infinite before there was a query with a choice."""
+
+    score: float = math.inf
+    """Of the last selected key's score to the next one's, by the largest score of the query."""
+    budget: float = math.inf
+    """Of a budget, before it is rounded, to the next integer; of budgets that no bound decides."""
+
+
+@contextmanager
+def measured_margins() -> Iterator[Margins]:
+    """Of what the reference core selects in this process."""
+    margins = Margins()
+    select_top_k, adaptive_budget = reference.select_top_k, reference.adaptive_budget
+
+    def select(scores: torch.Tensor, visible: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+        selected = select_top_k(scores, visible, budget)
+        last = torch.where(selected, scores, math.inf).amin(-1)
+        following = torch.where(visible & ~selected, scores, -math.inf).amax(-1)
+        distance = (last - following) / torch.where(visible, scores, 0).abs().amax(-1)
+        margins.score = min(margins.score, distance.min().item())
+        return selected
+
+    def budget_of(
+        variance: torch.Tensor, ema: torch.Tensor, visible: torch.Tensor, **rule: Any
+    ) -> torch.Tensor:
+        raw = rule["k_base"] * ema.double() / variance.double()
+        assert rule["mode"] == "inverse"
+        free = raw[(raw > rule["k_min"] - 0.5) & (raw < rule["k_max"] + 0.5)]
+        if free.numel() > 0:
+            margins.budget = min(margins.budget, ((free - free.round()).abs() / free).min().item())
+        return adaptive_budget(variance, ema, visible, **rule)
+
+    with (
+        patch.object(reference, "select_top_k", select),
+        patch.object(reference, "adaptive_budget", budget_of),
+    ):
+        yield margins

@@ -1,0 +1,93 @@
+"""A sequence in one call and in chunks of queries: inputs, and how near the results have to be."""
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when a kernel is defined, so before the imports below
+
+from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
+from gsa_kernels.attention.op import masked_attention  # noqa: E402
+
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+
+LENGTH = 70
+RUNS = ((0, 41), (41, LENGTH))
+"""Not cut at a tile of queries or keys, which are 16 to 128."""
+BLOCK_RUNS = ((0, 16), (16, LENGTH))
+"""Of blocks of 16."""
+
+
+def draw(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(device, dtype)
+
+
+def document_starts(device: str) -> torch.Tensor:
+    """int32 [2, L]; documents begin inside of runs, at their first query, and just behind it."""
+    starts = torch.zeros(2, LENGTH, dtype=torch.int32)
+    for row, cuts in enumerate(((20, 41, 60), (36, 42))):
+        for cut in cuts:
+            starts[row, cut:] = cut
+    return starts.to(device)
+
+
+def visible(starts: torch.Tensor | None, device: str) -> torch.Tensor:
+    position = torch.arange(LENGTH, device=device)
+    mask = (position[None, :] <= position[:, None]).expand(2, LENGTH, LENGTH)
+    return mask if starts is None else mask & (position >= starts[..., None])
+
+
+def random_mask(starts: torch.Tensor | None, device: str) -> torch.Tensor:
+    """A random part of what each query sees, and the query itself."""
+    mask = visible(starts, device) & (torch.rand(2, LENGTH, LENGTH) < 0.5).to(device)
+    return mask | torch.eye(LENGTH, dtype=torch.bool, device=device)
+
+
+def rows_of(tensor: torch.Tensor | None, first: int, last: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:, first:last]
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """To the bit, where sums run in the same order; compiled, products may be fused with sums in another way."""
+    assert got.dtype == want.dtype
+    if CUDA and got.is_floating_point():
+        eps = torch.finfo(got.dtype).eps
+        torch.testing.assert_close(got, want, rtol=8 * eps, atol=8 * eps)
+    else:
+        assert torch.equal(got, want)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Where sums run in another order."""
+    tolerance = {torch.float32: 2e-5, torch.float16: 6e-3}[want.dtype]
+    torch.testing.assert_close(got.to(want.dtype), want, rtol=tolerance, atol=tolerance)
+
+
+def attend(q, k, v, gate, grad, **options):  # type: ignore[no-untyped-def]
+    """Output, lse and gradients of q, gate, k and v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
+    attention = gathered_attention if "lists" in options else masked_attention
+    out, lse = attention(*leaves[:3], output_gate_logits=leaves[3], **options)
+    grad_q, grad_k, grad_v, grad_gate = torch.autograd.grad(out, leaves, grad)
+    return (out.detach(), lse.transpose(1, 2), grad_q, grad_gate), (grad_k, grad_v)
+
+
+def indexer(device: str, block: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries (of the blocks' first tokens), keys and weight logits."""
+    rows = -(-LENGTH // block)
+    return draw(device, 2, rows, 2, 16), draw(device, 2, LENGTH, 16), draw(device, 2, rows, 2)
+
+
+def of_run(
+    inputs: tuple[torch.Tensor, ...], first: int, last: int, block: int = 1
+) -> tuple[torch.Tensor, ...]:
+    q_idx, k_idx, weights = inputs
+    rows = slice(first // block, -(-last // block))
+    return q_idx[:, rows], k_idx[:, :last], weights[:, rows]

@@ -1,0 +1,423 @@
+"""The door to the kernels: Triton's results and gradients against the reference's, through the same calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gsa_kernels import api, limits, sampling
+from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 40, 4, 1, 32
+RULE = BudgetRule(k_base=6, k_min=2, k_max=12)
+EMA = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: limits.Kernel = "auto"
+    query_start: int = 0
+    documents: bool = False
+    selection_block: int = 1
+    local_window: int = 0
+    activation: str = "sigmoid"
+    dense: bool = False
+    rows: RowSample = dataclasses.field(default_factory=RowSample)
+
+
+CASES = {
+    "packed mask": Case(),
+    "packed mask, documents, later queries": Case(documents=True, query_start=16, local_window=3),
+    "packed mask, relu": Case(kernel="masked", activation="relu"),
+    "packed mask, a share of the rows": Case(rows=RowSample(0.5, seed=3, share=(0, 2)), query_start=32),
+    "key lists": Case(kernel="gathered", activation="relu"),
+    "key lists, documents, later queries": Case(kernel="gathered", documents=True, query_start=16),
+    "key lists, half of the rows": Case(kernel="gathered", rows=RowSample(0.5, seed=1)),
+    "shared": Case(selection_block=16, local_window=16),
+    "shared, documents, later queries": Case(
+        selection_block=16, local_window=20, documents=True, query_start=16
+    ),
+    "dense": Case(dense=True, documents=True),
+    "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
+    "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gate_logits: torch.Tensor
+    indexer: Indexer
+    geometry: Geometry
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        found = {name: getattr(self, name) for name in ("q", "k", "v", "gate_logits")}
+        names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
+        found |= {name: getattr(self.indexer, name) for name in (*names, "inverse_temperature")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
+    generator = torch.Generator().manual_seed(7)
+
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(DEVICE, dtype).requires_grad_()
+
+    keys = case.query_start + LENGTH
+    rows = -(-LENGTH // case.selection_block)
+    gated = case.activation == "sigmoid"
+    indexer = Indexer(
+        leaf(BATCH, rows, 2, 16),
+        leaf(BATCH, keys, 16),
+        leaf(BATCH, rows, 2),
+        leaf(2) if gated else None,
+        leaf(2) if gated else None,
+        case.activation,  # type: ignore[arg-type]
+        torch.tensor(1.3, device=DEVICE, requires_grad=True),
+    )
+    starts = None
+    if case.documents:
+        positions = case.query_start + torch.arange(LENGTH)
+        starts = torch.stack([torch.where(positions < 27, 0, 27), torch.where(positions < 19, 11, 19)])
+        starts = torch.minimum(starts, positions).to(DEVICE, torch.int32)
+    return Problem(
+        leaf(BATCH, LENGTH, HEADS, SIZE),
+        leaf(BATCH, keys, KV_HEADS, SIZE),
+        leaf(BATCH, keys, KV_HEADS, SIZE),
+        leaf(BATCH, LENGTH, HEADS, SIZE),
+        indexer,
+        Geometry(starts, case.query_start, case.selection_block, case.local_window),
+    )
+
+
+def select(case: Case, given: Problem, implementation: api.Implementation) -> Selection:
+    ema = torch.tensor(EMA, device=DEVICE)
+    kernel, log_sum = case.kernel, case.kernel != "gathered"
+    return api.select(
+        given.indexer,
+        RULE,
+        ema,
+        given.geometry,
+        implementation=implementation,
+        kernel=kernel,
+        with_log_sum=log_sum,
+    )
+
+
+def mask_of(selection: Selection, num_keys: int) -> torch.Tensor:
+    return unpack_mask(selection.packed_rows(torch.arange(LENGTH, device=DEVICE)), num_keys)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if not case.dense], ids=str)
+def test_selections_agree(case: Case) -> None:
+    given = problem(case)
+    ours, wanted = (select(case, given, implementation) for implementation in ("triton", "reference"))
+    assert ours.format == (
+        "key_lists" if case.kernel == "gathered" or case.selection_block > 1 else "packed_mask"
+    )
+    num_keys = given.k.shape[1]
+    assert torch.equal(mask_of(ours, num_keys), mask_of(wanted, num_keys))
+    assert torch.equal(ours.budget, wanted.budget)
+    torch.testing.assert_close(ours.variance, wanted.variance)
+    assert ours.budget.dtype == wanted.budget.dtype == torch.int32
+    if ours.log_sum is not None:
+        torch.testing.assert_close(ours.log_sum, wanted.log_sum)
+    if case.kernel == "gathered":
+        assert ours.density == wanted.density
+        assert ours.density is not None
+        assert 0 < ours.density <= 1
+
+
+def results(
+    case: Case, given: Problem, selection: Selection | None, implementation: api.Implementation
+) -> dict[str, torch.Tensor]:
+    """Output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
+    out, lse = api.sparse_attention(
+        given.q,
+        given.k,
+        given.v,
+        selection,
+        given.geometry,
+        given.gate_logits,
+        implementation=implementation,
+    )
+    loss, rows = api.indexer_loss(
+        given.indexer,
+        given.q,
+        given.k,
+        lse,
+        selection,
+        given.geometry,
+        case.rows,
+        implementation=implementation,
+    )
+    assert not lse.requires_grad
+    assert not rows.requires_grad
+    upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+    leaves = given.leaves()
+    gradients = torch.autograd.grad((out * upstream).sum() + 0.7 * loss, list(leaves.values()))
+    return {"out": out, "lse": lse, "loss": loss, "rows": rows} | dict(zip(leaves, gradients, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
+def test_attention_and_loss_agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)  # two stretches of the short sequence
+    given = problem(case)
+    selection = None if case.dense else select(case, given, "triton")
+    ours, wanted = (
+        results(case, given, selection, implementation) for implementation in ("triton", "reference")
+    )
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            ours[name],
+            value,
+            rtol=2e-4,
+            atol=2e-5,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+    assert wanted["rows"].isnan().any() == (case.rows != RowSample())
+
+
+def test_the_shares_of_a_loss_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
+    for kernel in ("masked", "gathered"):
+        whole = results(Case(kernel), problem(Case(kernel)), *_chosen(Case(kernel)))
+        shared = [Case(kernel, rows=RowSample(share=(rank, 2))) for rank in (0, 1)]
+        parts = [results(case, problem(case), *_chosen(case)) for case in shared]
+        torch.testing.assert_close(parts[0]["loss"] + parts[1]["loss"], whole["loss"])
+        torch.testing.assert_close(parts[0]["queries"] + parts[1]["queries"], whole["queries"])
+
+
+def _chosen(case: Case) -> tuple[Selection, api.Implementation]:
+    return select(case, problem(case), "reference"), "reference"
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_loss_in_attentions_backward_pass_agrees(documents: bool) -> None:
+    case = Case(documents=documents, query_start=16)
+    given = problem(case, torch.bfloat16)
+    selection = select(case, given, "triton")
+    assert api.can_fuse_indexer_loss(given.q, given.k, selection)
+
+    def gradients(implementation: api.Implementation) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        rows: list[torch.Tensor] = []
+        out, _ = api.sparse_attention_with_loss(
+            given.q,
+            given.k,
+            given.v,
+            selection,
+            given.geometry,
+            FusedLoss(given.indexer, 0.7, rows.append),
+            given.gate_logits,
+            implementation=implementation,
+        )
+        upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+        assert rows == []
+        leaves = given.leaves()
+        found = torch.autograd.grad((out * upstream).sum(), list(leaves.values()))
+        return dict(zip(leaves, found, strict=True)) | {"out": out}, rows[0]
+
+    (ours, our_rows), (wanted, rows) = gradients("triton"), gradients("reference")
+    torch.testing.assert_close(our_rows, rows, rtol=2e-2, atol=2e-2)
+    for name, value in wanted.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=3e-2 * scale, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_no_selection_no_half_floats_no_fusion() -> None:
+    given = problem(Case())
+    selection = select(Case(), given, "triton")
+    assert not api.can_fuse_indexer_loss(given.q, given.k, selection)
+    half = problem(Case(), torch.bfloat16)
+    assert not api.can_fuse_indexer_loss(half.q, half.k, None)
+    assert not api.can_fuse_indexer_loss(half.q, half.k, select(Case("gathered"), half, "triton"))
+
+
+def test_log_sums_of_some_queries() -> None:
+    given = problem(Case())
+    selection = select(Case(), given, "triton")
+    rows = torch.tensor([3, 4, 21, 39], device=DEVICE)
+    mask = selection.packed_rows(rows)
+    ours, wanted = (
+        api.sampled_lse(given.q[:, rows], given.k, mask, implementation=implementation)
+        for implementation in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_decoding_agrees(block: int) -> None:
+    """Two steps: in the second no sequence begins a block, and each keeps its selection."""
+    given = problem(Case(selection_block=1))
+    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 3)
+    step, room = 1, 64
+    lengths = torch.tensor([0, 33], dtype=torch.int32, device=DEVICE)
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        missing = tensor.new_full((BATCH, room - tensor.shape[1], *tensor.shape[2:]), torch.nan)
+        return torch.cat([tensor.detach(), missing], 1)
+
+    def steps(implementation: api.Implementation) -> list[torch.Tensor]:
+        workspace = new_workspace(BATCH, room, heads=HEADS, kv_heads=KV_HEADS, head_size=SIZE, device=DEVICE)
+        cache = LayerCache(
+            padded(given.k),
+            padded(given.v),
+            lengths.clone(),
+            new_selection(BATCH, 12, device=DEVICE),
+            workspace,
+        )
+        found = []
+        for _ in range(2):
+            at = cache.lengths.long().clamp(min=1) - 1
+            sequences = torch.arange(BATCH, device=DEVICE)
+            indexer = dataclasses.replace(
+                given.indexer,
+                queries=given.indexer.queries.detach()[sequences, at][:, None],
+                keys=padded(given.indexer.keys),
+                head_weight_logits=given.indexer.head_weight_logits.detach()[sequences, at][:, None],
+            )
+            out = api.decode_step(
+                given.q.detach()[sequences, at],
+                indexer,
+                cache,
+                RULE,
+                torch.tensor(EMA, device=DEVICE),
+                geometry,
+                given.gate_logits.detach()[sequences, at],
+                implementation=implementation,
+            )
+            kept = cache.selection
+            found += [
+                out,
+                kept.counts.clone(),
+                kept.indices[1, : int(kept.counts[1])].clone(),
+                kept.variance[1:].clone(),
+            ]
+            cache.lengths.add_(torch.tensor([0, step], dtype=torch.int32, device=DEVICE))
+        return found
+
+    for ours, wanted in zip(steps("triton"), steps("reference"), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=2e-4, atol=2e-5)
+    assert not steps("reference")[0][0].any()
+
+
+def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
+    case = Case()
+    given = problem(case)
+    packed = select(case, given, "reference")
+    ema = torch.tensor(EMA, device=DEVICE)
+    q, k, v, indexer = given.q, given.k, given.v, given.indexer
+
+    def chosen(geometry: Geometry = given.geometry, **named: Any) -> Selection:
+        named = {"implementation": "reference"} | named
+        return api.select(indexer, RULE, ema, geometry, **named)
+
+    def attend(
+        selection: Selection | None, geometry: Geometry = given.geometry, name: Any = "reference"
+    ) -> Any:
+        return api.sparse_attention(q, k, v, selection, geometry, implementation=name)
+
+    shared = Geometry(selection_block=16, local_window=16)
+    first = indexer.of_block_leaders(16)
+    return {
+        "another implementation": ("implementation is 'cuda'", lambda: attend(None, name="cuda")),
+        "another kernel": ("kernel is 'dense'", lambda: chosen(kernel="dense")),
+        "a mask for shared selections": (
+            "kernel is 'masked'",
+            lambda: api.select(first, RULE, ema, shared, implementation="triton", kernel="masked"),
+        ),
+        "rows of all queries": ("pass 3: the first of each 16", lambda: chosen(shared)),
+        "queries beyond the keys": ("query_start is 40", lambda: chosen(Geometry(query_start=40))),
+        "documents of others": (
+            "document_starts has shape",
+            lambda: chosen(Geometry(torch.zeros(2, 3, dtype=torch.int32, device=DEVICE))),
+        ),
+        "keys of others": ("k has shape", lambda: attend(None, Geometry(query_start=8))),
+        "a selection of others": (
+            "selection.packed_mask has shape",
+            lambda: attend(dataclasses.replace(packed, packed_mask=pack_mask(torch.ones(2, 9, 40).bool()))),
+        ),
+        "lists from elsewhere": (
+            "selection is of 40 queries from position 16",
+            lambda: attend(select(Case("gathered", 16), problem(Case("gathered", 16)), "reference")),
+        ),
+        "two formats": ("both None", lambda: dataclasses.replace(packed, packed_mask=None)),
+        "a masked shared loss": (
+            "selection is a packed mask with selection_block 16",
+            lambda: api.indexer_loss(
+                first, q, k, torch.zeros(2, 4, 40, device=DEVICE), packed, shared, implementation="triton"
+            ),
+        ),
+        "the fused loss of lists": (
+            "selection has key lists",
+            lambda: api.sparse_attention_with_loss(
+                q,
+                k,
+                v,
+                chosen(kernel="gathered"),
+                given.geometry,
+                FusedLoss(indexer, 1.0),
+                implementation="triton",
+            ),
+        ),
+        "a cut block": ("query_start is 8", lambda: Geometry(None, 8, 16, 16)),
+        "a window below the block": ("local_window is 8", lambda: Geometry(None, 0, 16, 8)),
+        "documents as int64": (
+            "document_starts has dtype torch.int64",
+            lambda: Geometry(torch.zeros(2, 40).long()),
+        ),
+        "a sample without seed": ("seed is None", lambda: RowSample(0.5)),
+        "a fraction of thirds": ("row_fraction is 0.7", lambda: RowSample(0.7)),
+        "a share of none": ("share is", lambda: RowSample(share=(2, 2))),
+        "a rule upside down": ("k_max is 1", lambda: BudgetRule(4, 2, 1)),
+        "no temperature": (
+            "inverse_temperature is 0",
+            lambda: dataclasses.replace(indexer, inverse_temperature=0),
+        ),
+        "relu with biases": ("score_bias is given", lambda: dataclasses.replace(indexer, activation="relu")),
+        "keys of another size": (
+            "keys has shape",
+            lambda: dataclasses.replace(indexer, keys=torch.zeros(2, 40, 8, device=DEVICE)),
+        ),
+    }
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for message, call in _refused().values():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of `auto`, at small lengths."""
+    given, case = problem(Case()), Case()
+    assert select(case, given, "triton").format == "packed_mask"
+    monkeypatch.setattr(limits, "MEASURED_FROM_TOKENS", LENGTH)
+    measured = select(case, given, "triton")
+    assert measured.density is not None
+    for bound, wanted in ((0.0, "packed_mask"), (1.1, "key_lists")):
+        monkeypatch.setattr(limits, "GATHERED_BELOW_DENSITY", bound)
+        found = select(case, given, "triton")
+        assert (found.format, found.density) == (wanted, measured.density)
+    monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
+    long = api.select(
+        given.indexer, RULE, torch.tensor(EMA, device=DEVICE), given.geometry, implementation="triton"
+    )
+    assert long.format == "key_lists"
+    assert torch.equal(mask_of(long, LENGTH), mask_of(measured, LENGTH))

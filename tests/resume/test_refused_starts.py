@@ -1,0 +1,88 @@
+"""A start that is refused says why, ends with exit code 2 and leaves no trace: launch/pretrain.py in this process.
+
+The same over two ranks, and by W&B, is in test_run_folders.py.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gsa_train import train
+from gsa_train.run.exit_codes import REFUSED
+from gsa_train.run.stop_signals import StopRequest
+from helpers.run_contents import contents, cut
+from helpers.runs import CONFIG, REPOSITORY, SMALL, Run
+from helpers.single_rank import single_rank
+
+pytestmark = pytest.mark.slow
+
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Start in `run_dir/name`, and return the message of the refusal."""
+    monkeypatch.setattr(
+        train, "init_parallel", lambda *of_config: single_rank()
+    )  # this process's, for all tests
+    monkeypatch.setattr(
+        train, "HangWatchdog", lambda *limits: _NoWatchdog()
+    )  # its thread outlives a refused start
+    monkeypatch.setattr(StopRequest, "listen", lambda request: None)  # signals are pytest's
+    monkeypatch.chdir(REPOSITORY)
+
+    def start(run_dir: Path, *overrides: str, name: str = "run") -> str:
+        arguments = ["--config", CONFIG, f"run.dir={run_dir}", f"run.name={name}", *SMALL, *overrides]
+        monkeypatch.setattr("sys.argv", ["pretrain.py", *arguments])
+        assert runpy.run_path("launch/pretrain.py")["main"]() == REFUSED
+        return capsys.readouterr().err
+
+    return start
+
+
+class _NoWatchdog:
+    def heartbeat(self, step: int, place: str) -> None:
+        pass
+
+
+def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusal) -> None:
+    for override, expected in (
+        ("gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
+        ("phases.0.steps=12", "began at step 10; in the config phase 1 is sparse and begins at step 12"),
+        ("phases.1.train=base", "phases.1.train = base, which its optimizer does not fit"),
+    ):
+        message = refusal(old_run.folder.parent, override)
+        assert expected in message
+        assert "--no-resume" in message  # the way out
+
+
+@pytest.mark.parametrize(
+    ("fault", "override", "expected"),
+    [
+        ("incomplete", "gsa.indexer_dim=32", "step_00000015: no complete checkpoint there"),
+        ("damaged", "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
+        ("", "gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
+        ("", "data.seed=3", "cannot go on with this data"),
+        ("", "gsa.attention_impl=triton", "gsa.attention_impl = triton: there is no CUDA device"),
+    ],
+    ids=["incomplete", "damaged", "another model", "other data", "no device"],
+)
+def test_a_refused_resume_leaves_no_trace(
+    old_run: Run, refusal: Refusal, fault: str, override: str, expected: str
+) -> None:
+    """Neither in a new folder nor in an old one."""
+    checkpoint = old_run.checkpoints / "step_00000015"
+    if fault == "incomplete":
+        (checkpoint / "metadata.json").unlink()
+    elif fault == "damaged":
+        cut(checkpoint)
+    options = ("--resume-from", str(checkpoint), override)
+    before = contents(old_run.folder)
+    for name in ("new", old_run.folder.name):
+        assert expected in refusal(old_run.folder.parent, *options, name=name)
+    assert not (old_run.folder.parent / "new").exists()
+    assert contents(old_run.folder) == before

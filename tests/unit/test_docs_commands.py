@@ -1,0 +1,186 @@
+"""Commands, files, names and numbers in README and docs are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train.cli import parse_arguments
+from gsa_train.config import load_config
+from gsa_train.model.flops import count_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+# Lab notes name commands and files as they were at the commit of the note.
+PAGES = [page for page in PAGES if page.parent.name != "lab_notes"]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+RANKS_OF_MAKE = 2
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command in a page that starts a run."""
+
+    page: str
+    words: str
+    """Behind the script's name."""
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.words}"
+
+
+def starts(page: Path) -> Iterator[Start]:
+    name = page.relative_to(ROOT).as_posix()
+    text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+    for line in re.findall(r"[^`\n]*launch/pretrain\.py --config [^`\n]*", text):
+        before, _, words = line.partition("launch/pretrain.py ")
+        ranks = re.search(r"--nproc_per_node=(\d+)", before)
+        yield Start(name, words, int(ranks[1]) if ranks else 1)
+    for words in re.findall(r'make pretrain ARGS="([^"]*)"', text):
+        yield Start(name, f"--config configs/demo.yaml {words}", RANKS_OF_MAKE)
+
+
+STARTS = [start for page in PAGES for start in starts(page) if "--config FILE" not in start.words]
+
+
+def yaml_block(page: Path) -> str:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(STARTS) > 12
+
+
+@pytest.mark.parametrize("start", STARTS, ids=str)
+def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> None:
+    words = shlex.split(start.words)
+    if "--resume-from" in words:  # a folder that is not here
+        place = words.index("--resume-from")
+        del words[place : place + 2]
+    arguments = parse_arguments(words)
+    config_path = ROOT / arguments.config_path
+    if arguments.config_path == "small.yaml":  # the reader has saved it
+        config_path = tmp_path / "small.yaml"
+        config_path.write_text(yaml_block(DOCS / "how_to/own_config.md"), encoding="utf-8")
+    world_size = arguments.world_size if arguments.dry_run else start.world_size
+    load_config(config_path, arguments.overrides, world_size, need_data=False)
+
+
+def test_a_wrong_field_in_a_command_is_found() -> None:
+    with pytest.raises(ValueError, match=r"gsa\.k_bsae"):
+        load_config(ROOT / "configs/demo.yaml", ["gsa.k_bsae=3"], 1, need_data=False)
+
+
+def repository_files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return listed.stdout.splitlines()
+    return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if ".venv" not in path.parts]
+
+
+FILES = {"/" + name for name in repository_files()}
+MADE_BY_READERS = {"small.yaml", "config.yaml", "0.jsonl", "tokenizer.json", "sample.json"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./-]+\.(?:py|sh|ipynb|yaml))`", text))
+    missing = {
+        name
+        for name in named - MADE_BY_READERS
+        if not any(file.endswith("/" + name.removeprefix("./")) for file in FILES)
+    }
+    assert missing == set()
+
+
+def markdown_of(path: Path) -> str:
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    outside_code = re.sub(r"^```.*?^```", "", markdown_of(page), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", outside_code, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_their_anchors_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", markdown_of(page)):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def sources(folder: Path) -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
+
+
+def test_tensor_names_in_concepts_are_those_of_the_code() -> None:
+    table = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("names in the code")[2]
+    rows = re.findall(r"^\| \$.*?\$ \| ([^|]+) \|", table, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(names) > 12
+    code = sources(ROOT / "gsa_train/model") + sources(ROOT / "kernels") + sources(ROOT / "gsa_train/config")
+    assert {name for name in names if not re.search(rf"\b{name}\b", code)} == set()
+
+
+@pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
+def test_parameters_in_concepts_are_those_of_the_dry_run(name: str) -> None:
+    config = load_config(ROOT / f"configs/{name}.yaml")
+    count = count_parameters(config.model, config.gsa)
+    layers = (
+        count.attention + count.mlp + count.norms - config.model.hidden_size
+    )  # the final norm is of no layer
+    added = count.gates + count.indexer
+    plain = layers + config.model.hidden_size + count.embedding + count.output
+    row = (
+        f"| `{name}.yaml` | {count.gates:,} | {count.indexer:,} | {layers:,} | {added / layers:.1%} | "
+        f"{added / plain:.2%} |"
+    )
+    assert row in (DOCS / "concepts.md").read_text(encoding="utf-8")
+
+
+def test_the_example_in_kernels_runs() -> None:
+    text = (DOCS / "kernels.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "docs/kernels.md", "exec"), names)
+    assert names["out"].shape == names["q"].shape
+    assert names["indexer"].keys.grad is not None
+    assert names["variance_ema"] > 0
+
+
+def test_constants_of_the_tuning_table_exist() -> None:
+    table = (DOCS / "kernels.md").read_text(encoding="utf-8").partition("## Tuning")[2]
+    rows = re.findall(r"^\| ([^|]+) \| `([\w./]+\.py)` \|", table, re.MULTILINE)
+    assert len(rows) > 12
+    for constants, name in rows:
+        path = next(path for path in (ROOT / "kernels/gsa_kernels" / name, ROOT / name) if path.exists())
+        code = path.read_text(encoding="utf-8")
+        missing = [c for c in re.findall(r"`(\w+)`", constants) if not re.search(rf"\b{c}\b", code)]
+        assert missing == [], name

@@ -1,0 +1,194 @@
+"""What an installation has, and that everything runs from a checkout without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gsa_data
+import gsa_kernels
+import gsa_train
+from gsa_train.config import load_config
+from gsa_train.config.load import find_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("launch", "launch/slurm", "data", "benchmarks")
+    for path in (ROOT / folder).glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+
+
+def run(code: str, *arguments: str, cwd: Path) -> str:
+    """What a fresh interpreter prints that knows none of our packages, neither by PYTHONPATH nor as installed."""
+    hidden = "sys.meta_path = [each for each in sys.meta_path if 'editable' not in str(each).lower()]"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{hidden}\n{code}", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FROM_CHECKOUT = """
+import runpy
+from pathlib import Path
+path = list(sys.path)
+modules = set(sys.modules)
+root = Path(sys.argv[1])
+for script in sys.argv[2:]:
+    sys.path[:] = [str((root / script).parent), *path]
+    ours = [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(str(root))]
+    for name in ours:
+        if ".venv" not in str(sys.modules[name].__file__):
+            del sys.modules[name]
+    try:
+        runpy.run_path(str(root / script), run_name="imported")
+    except SystemExit as end:  # an optional package is missing
+        assert "pip install" in str(end), end
+    ours = [module for name, module in sys.modules.items() if name in ("gsa_train", "gsa_kernels", "gsa_data")]
+    assert all(Path(module.__file__).is_relative_to(root) for module in ours), ours
+print(len(sys.argv) - 2)
+"""
+
+
+@pytest.mark.slow
+def test_every_script_of_a_checkout_finds_its_packages(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    assert len(SCRIPTS) > 20
+    assert run(FROM_CHECKOUT, str(ROOT), *SCRIPTS, cwd=tmp_path) == f"{len(SCRIPTS)}\n"
+
+
+ALONE = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatron", "wandb", "gsa_train", sys.argv[2]):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Finder())
+sys.path.insert(0, sys.argv[1])
+import importlib, pkgutil
+package = importlib.import_module(sys.argv[3])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "package", "other"),
+    [("kernels", "gsa_kernels", "gsa_data"), ("data", "gsa_data", "gsa_kernels")],
+)
+def test_kernels_and_data_import_without_megatron_and_wandb(
+    folder: str, package: str, other: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("tokenizers")
+    run(ALONE, str(ROOT / folder), other, package, cwd=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Names of the files in each distribution's wheel, and its entry points under `SCRIPTS`."""
+    pytest.importorskip("setuptools", minversion="77")
+    out = tmp_path_factory.mktemp("wheels")
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
+    if not any(names):
+        pytest.skip("not a git checkout")
+    source = out / "source"
+    for name in names:  # a copy, as setuptools writes build folders beside what it builds
+        if name.endswith((".py", ".toml", ".yaml", ".typed", ".css", ".js", "README.md", "LICENSE")):
+            copy = source / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((ROOT / name).read_bytes())
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    found = {}
+    for name, folder in (("gsa-train", "."), ("gsa-kernels", "kernels"), ("gsa-data", "data")):
+        done = subprocess.run(
+            [sys.executable, "-c", build, str(out / name)],
+            cwd=source / folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        (wheel,) = (out / name).glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            found[name] = files.namelist()
+            points = [each for each in files.namelist() if each.endswith("entry_points.txt")]
+            found[f"{name} commands"] = files.read(points[0]).decode().splitlines()[1:] if points else []
+    return found
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_a_run_needs(wheels: dict[str, list[str]]) -> None:
+    files = wheels["gsa-train"]
+    configs = {f"gsa_train/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert set(files) > configs | {f"{name}/py.typed" for name in ("gsa_train", "gsa_kernels", "gsa_data")}
+    assert {name.partition("/")[0] for name in files if not name.startswith("gsa_train-")} == {
+        "gsa_train",
+        "gsa_kernels",
+        "gsa_data",
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in files)
+    sources = {
+        path.relative_to(root).as_posix()
+        for root, package in (
+            (ROOT, "gsa_train"),
+            (ROOT / "kernels", "gsa_kernels"),
+            (ROOT / "data", "gsa_data"),
+        )
+        for path in (root / package).rglob("*.py")
+    }
+    assert {name for name in files if name.endswith(".py")} == sources
+
+
+@pytest.mark.slow
+def test_kernels_and_data_have_wheels_of_their_own(wheels: dict[str, list[str]]) -> None:
+    for name, package in (("gsa-kernels", "gsa_kernels"), ("gsa-data", "gsa_data")):
+        inside = {file.partition("/")[0] for file in wheels[name]}
+        assert inside == {package, f"{package}-{gsa_train.__version__}.dist-info"}
+        assert f"{package}/py.typed" in wheels[name]
+
+
+@pytest.mark.slow
+def test_commands_of_an_installation_exist(wheels: dict[str, list[str]]) -> None:
+    for name, count in (("gsa-train", 3), ("gsa-data", 1)):
+        commands = [line for line in wheels[f"{name} commands"] if line]
+        assert len(commands) == count
+        for line in commands:
+            module, _, function = line.partition(" = ")[2].partition(":")
+            assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+def test_versions_are_one() -> None:
+    assert gsa_train.__version__ == gsa_kernels.__version__ == gsa_data.__version__
+
+
+def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("demo") == load_config(ROOT / "configs/demo.yaml")
+    assert find_config("configs/demo.yaml") == Path("configs/demo.yaml")  # a path is a path
+    Path("demo").write_text("run:\n  name: mine\n")
+    assert load_config("demo").run.name == "mine"
+    with pytest.raises(ValueError, match=r"or a name: demo, gated_only_1\.7b"):
+        load_config("dmo")
+
+
+def test_python_m_gsa_train_is_the_launcher(tmp_path: Path) -> None:
+    code = "import runpy\nsys.path[:0] = sys.argv[1:4]\nsys.argv[1:] = sys.argv[4:]\n"
+    code += "runpy.run_module('gsa_train', run_name='__main__', alter_sys=True)"
+    paths = [str(ROOT / folder) for folder in (".", "kernels", "data")]
+    report = run(code, *paths, "--config", "demo", "--dry-run", "--world-size", "2", cwd=tmp_path)
+    assert report.startswith("demo on 2 ranks\n")

@@ -1,0 +1,94 @@
+"""What a step does follows from its number, its phase and the config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gsa_train.phases import phase_ranges
+from gsa_train.plan import StepPlan, plan_step
+from helpers.single_rank import SPARSE, WARM_UP, tiny_config
+
+PHASES = [dataclasses.replace(WARM_UP, steps=8), dataclasses.replace(SPARSE, steps=12)]
+"""Steps 1 to 8, and 9 to 20."""
+CONFIG = tiny_config(PHASES, logging={"every_steps": 5}, evaluate={"every_steps": 6})
+RANGES = phase_ranges(PHASES)
+
+
+def plan(step: int, skipped: set[int] | None = None, before: int = 0, save_is_due: bool = False) -> StepPlan:
+    phase_range = next(each for each in RANGES if each.start < step <= each.end)
+    return plan_step(
+        step,
+        phase_range,
+        CONFIG,
+        skipped_steps=skipped or set(),
+        steps_before_start=before,
+        save_is_due=save_is_due,
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "does"),
+    [
+        (1, "logs"),  # the first of a phase
+        (2, ""),
+        (5, "logs"),
+        (6, "validates"),
+        (8, "logs ends_phase"),
+        (9, "logs"),  # the first of the other phase
+        (10, "logs"),
+        (12, "validates"),
+        (18, "validates"),
+        (20, "logs ends_phase ends_run"),
+    ],
+)
+def test_what_a_step_does_follows_from_its_number(step: int, does: str) -> None:
+    planned = dataclasses.asdict(plan(step))
+    flags = ("logs", "validates", "saves", "ends_phase", "ends_run")
+    assert " ".join(name for name in flags if planned[name]) == does
+    assert planned["trains"]
+    assert planned["left_out_through"] is None
+
+
+@pytest.mark.parametrize("step", range(1, 21))
+def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(step: int) -> None:
+    for save_is_due in (False, True):
+        planned = plan(step, save_is_due=save_is_due)
+        assert planned.saves == save_is_due
+        acts = planned.logs or planned.validates or planned.saves or planned.ends_phase
+        assert planned.reads_monitor == acts
+        assert planned.weights_are_kept == (save_is_due or step == 20)
+
+
+@pytest.mark.parametrize(
+    ("step", "skipped", "before", "through"),
+    [
+        (3, {3, 4, 5}, 0, 5),  # where a stretch begins
+        (4, {3, 4, 5}, 0, None),
+        (5, {3, 4, 5}, 0, None),
+        (4, {3, 4, 5}, 3, 5),  # where a start comes into it
+        (7, {7, 8, 9, 10}, 0, 8),  # a phase ends it
+        (9, {7, 8, 9, 10}, 0, 10),  # and the next one begins with the rest
+        (7, {5, 7}, 0, 7),
+        (20, {20}, 0, 20),
+    ],
+)
+def test_a_stretch_of_left_out_steps_is_named_once_by_each_start_and_phase(
+    step: int, skipped: set[int], before: int, through: int | None
+) -> None:
+    planned = plan(step, skipped, before)
+    assert not planned.trains
+    assert planned.left_out_through == through
+
+
+@pytest.mark.parametrize("step", [1, 5, 8, 20])
+def test_a_step_that_is_left_out_is_not_logged_and_all_else_of_it_is_done(step: int) -> None:
+    left_out: dict[str, Any] = dataclasses.asdict(plan(step, {step}, save_is_due=True))
+    trained: dict[str, Any] = dataclasses.asdict(plan(step, save_is_due=True))
+    assert {name for name in trained if trained[name] != left_out[name]} == {
+        "trains",
+        "logs",
+        "left_out_through",
+    }
