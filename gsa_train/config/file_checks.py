@@ -54,9 +54,7 @@ def check_initial_weights(config: Config) -> list[str]:
     def ask() -> list[str]:
         remedy = "name a checkpoint or a run, or leave it out"
         return (
-            []
-            if Path(folder).is_dir()
-            else [problem_line(field, folder, f"no such folder{_in_full(folder)}", remedy)]
+            [] if Path(folder).is_dir() else [problem_line(field, folder, _missing("folder", folder), remedy)]
         )
 
     return _answers([_Question(field, folder, ask)], config.data)
@@ -117,26 +115,22 @@ def _answers(questions: list[_Question], data: DataConfig) -> list[str]:
 
 def _folder_problems(field: str, folder: str) -> list[str]:
     if not Path(folder).is_dir():
-        return [
-            problem_line(field, folder, f"no such folder{_in_full(folder)}", f"create it, or set {field}")
-        ]
+        return [problem_line(field, folder, _missing("folder", folder), "create it, or set another")]
     if not _holds_text(Path(folder)):
-        wanted = f"holds no *{', *'.join(DATA_FORMATS)}{_in_full(folder)}"
-        return [problem_line(field, folder, wanted, f"put shards there, or set {field}")]
+        wrong = f"holds no *{', *'.join(DATA_FORMATS)}"
+        return [problem_line(field, folder, wrong, "put shards there, or set another")]
     return []
 
 
 def _file_problems(field: str, path: str) -> list[str]:
     if Path(path).is_file():
         return []
-    return [problem_line(field, path, f"no such file{_in_full(path)}", "set it to a tokenizer file")]
+    return [problem_line(field, path, _missing("file", path), "set a tokenizer file")]
 
 
-def _in_full(path: str) -> str:
-    """What a relative path of the config was taken for."""
-    if Path(path).is_absolute():
-        return ""
-    return f" ({Path.cwd() / path}: relative paths start where the command was given)"
+def _missing(what: str, path: str) -> str:
+    """`no such folder`; for a relative path, where it was looked for."""
+    return f"no such {what}" if Path(path).is_absolute() else f"not in the current folder {Path.cwd()}"
 
 
 def _holds_text(folder: Path) -> bool:

@@ -77,11 +77,11 @@ WRONG = {
     ),
     "missing training folder": (
         "data.train_dir=/no/such",
-        "data.train_dir = /no/such: no such folder; create it, or set data.train_dir",
+        "data.train_dir = /no/such: no such folder; create it, or set another",
     ),
     "missing tokenizer": (
         "data.tokenizer=/no/such",
-        "data.tokenizer = /no/such: no such file; set it to a tokenizer file",
+        "data.tokenizer = /no/such: no such file; set a tokenizer file",
     ),
     "ranks that do not divide": (
         "parallel.tensor=3",
