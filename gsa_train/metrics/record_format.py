@@ -33,6 +33,9 @@ TEXTS = frozenset(
     "phase event validation_set signal action reason file checkpoint_name checkpoint_error".split()  # noqa: SIM905
 )
 """Keys of strings that are no numbers, whatever they say."""
+NO_CURVES = frozenset(["step", "time", "data_checksum"])
+"""Keys of numbers that TensorBoard and W&B draw no curve of: they have step and time of their own, and a checksum is
+there to be compared."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -42,7 +45,7 @@ def to_scalars(record: Record) -> dict[str, float]:
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
-        if key in ("step", "time") or isinstance(value, str):  # W&B and TensorBoard note a time of their own
+        if key in NO_CURVES or isinstance(value, str):
             continue
         tag = tag_of(key)
         if isinstance(value, list):

@@ -175,7 +175,6 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
     "slowest_rank": "system",
     "checkpoint_failures": "system",
     "packing_documents_per_block": "data",
-    "data_checksum": "data",
     "data_tokens_by_source": "data",
 }
 

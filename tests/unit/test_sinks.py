@@ -289,6 +289,17 @@ def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
     assert re.match(rates.multiline.tag[0], "lr/base")
 
 
+def test_no_curve_of_a_checksum(tmp_path):
+    """The first chart of a run would be that of a number of 1e10 that says nothing by its height."""
+    with open_run(tmp_path, logging=LoggingConfig(wandb="disabled")) as sinks:
+        sinks.log(step_record(1, data_checksum=9_052_764_805, data_wait=0.5))
+    tags = tensorboard_of(tmp_path).Tags()["scalars"]
+    assert "data/data_wait" in tags
+    assert not [tag for tag in tags if "checksum" in tag]
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert record["data_checksum"] == 9_052_764_805
+
+
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
     logging = LoggingConfig(tensorboard=True, wandb="disabled")
     with open_run(tmp_path, logging=logging) as sinks:
