@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_train.dry_run import DEVICE
+from gsa_train.model.flops import DEVICES
 from gsa_train.run.exit_codes import REFUSED
 from gsa_train.run.stop_signals import StopRequest
 
@@ -35,6 +37,10 @@ class Arguments:
     dry_run: bool
     world_size: int
     """Ranks: what `--world-size` plans for in a dry run, else what torchrun announced, else 1."""
+    device: str = DEVICE
+    """GPU whose time a dry run tells."""
+    mfu: float | None = None
+    """Share of that GPU's peak rate that a dry run takes for granted; None: what was measured."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -68,12 +74,32 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     )
     parser.add_argument("--dry-run", action="store_true", help="print layout, sizes and costs, and stop")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to plan for, with --dry-run")
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"GPU to plan for, with --dry-run (default {DEVICE}): {', '.join(DEVICES)}",
+    )
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        metavar="SHARE",
+        help="share of the GPU's peak rate to plan with, with --dry-run, such as 0.4 (default: as measured)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.grad_clip=0.5")
     refuse_dashed_fields(parser, argv)
     arguments = parser.parse_intermixed_args(argv)
 
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size needs --dry-run; a real run takes its size from torchrun")
+    for option, value in (("--device", arguments.device), ("--mfu", arguments.mfu)):
+        if value is not None and not arguments.dry_run:
+            parser.error(f"{option} needs --dry-run; a real run measures its time")
+    if arguments.device is not None and arguments.device not in DEVICES:
+        parser.error(
+            f"--device {arguments.device}: its peak rate is not known; give one of {', '.join(DEVICES)}"
+        )
+    if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
+        parser.error(f"--mfu {arguments.mfu}: not a share of the peak rate; give more than 0 and at most 1")
     if arguments.accept_new_data and arguments.no_resume:
         parser.error("--accept-new-data: not allowed with argument --no-resume, which starts all anew")
     if arguments.resume_from is not None and not Path(arguments.resume_from).is_dir():
@@ -95,6 +121,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         accept_new_data=arguments.accept_new_data,
         dry_run=arguments.dry_run,
         world_size=world_size,
+        device=arguments.device or DEVICE,
+        mfu=arguments.mfu,
     )
 
 

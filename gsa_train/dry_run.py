@@ -1,13 +1,14 @@
-"""What a run would be, told before it starts: layout, parameters, operations, memory, tokens and checkpoints.
+"""What a run would be, told before it starts: layout, parameters, operations, time, memory, tokens and checkpoints.
 
 Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
 boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory/, which says what
-is not in it), whose column `total` is the peak: `working` and `logits` are not in use at once.
+is not in it), whose column `total` is the peak: `working` and `logits` are not in use at once. From the operations, a
+device's peak rate and an MFU, given or measured: the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from gsa_train.config import Config
@@ -15,21 +16,43 @@ from gsa_train.config.file_checks import check_files
 from gsa_train.config.layout_checks import data_parallel_size
 from gsa_train.config.pipeline_layout import stage_chunks, stage_layers
 from gsa_train.memory.estimate import checkpoint_bytes, estimate_memory, fields_of
-from gsa_train.model.flops import count_parameters, flops_per_token
+from gsa_train.model.flops import (
+    FlopsPerToken,
+    count_parameters,
+    flops_per_token,
+    measured_mfu,
+    peak_flops_per_second,
+)
 
 MAX_LAYOUT_LINES = 32
-GIB = 2**30
+BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+OPERATIONS = {"1e12": 1e12, "1e9": 1e9, "1e6": 1e6, "1e3": 1e3}
+TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+DEVICE = "NVIDIA H200"
+"""Whose time is told where no other is asked for: the one that an MFU has been measured on."""
 
 
-def describe(config: Config, world_size: int) -> str:
-    """The report of a dry run, for a config without mistakes on this world size."""
+def describe(config: Config, world_size: int, device: str = DEVICE, mfu: float | None = None) -> str:
+    """The report of a dry run, for a config without mistakes on this world size.
+
+    Args:
+        device: the GPU, of `gsa_train.model.flops.DEVICES`.
+        mfu: share of its peak rate that training reaches; None takes what was measured on such a device.
+    """
+    counts = _flops_by_phase(config)
+    operations = _unit(max(count.total for count in counts), OPERATIONS)
+    memory = _unit(max(_peak_bytes(config, world_size)), BYTES)
+    checkpoint = _unit(_checkpoint_bytes(config), BYTES)
     sections = {
         "Layout": _layout(config, world_size),
         "Parameters": _parameters(config),
         "Tokens": _tokens(config),
-        "Floating-point operations per token (training, in 1e9)": _flops(config),
-        "Memory per rank (in GiB)": _memory(config, world_size),
-        "Checkpoint (in GiB)": _checkpoint(config, world_size),
+        f"Floating-point operations per token (training, in {operations})": _flops(
+            config, counts, OPERATIONS[operations]
+        ),
+        f"Time on {world_size} x {device}": _time(config, counts, world_size, device, mfu),
+        f"Memory per rank (in {memory})": _memory(config, world_size, BYTES[memory]),
+        f"Checkpoint (in {checkpoint})": _checkpoint(config, world_size, BYTES[checkpoint]),
         "Data": check_files(config) or ["the local files are there"],
     }
     title = f"{config.run.name} on {world_size} {'rank' if world_size == 1 else 'ranks'}"
@@ -116,39 +139,93 @@ def _tokens(config: Config) -> list[str]:
     return [f"{per_step:,} tokens per step", *_table(rows)]
 
 
-def _flops(config: Config) -> list[str]:
-    counts = [
+def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
+    return [
         flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens)
         for phase in config.phases
     ]
+
+
+def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list[str]:
     rows = [["part", *(phase.name for phase in config.phases)]]
     rows += [
-        [part, *(f"{asdict(count)[part] / 1e9:.3f}" for count in counts)]
+        [part, *(f"{asdict(count)[part] / unit:.3f}" for count in counts)]
         for part in asdict(counts[0])
         if part != "dense_equivalent"
     ]
-    rows += [["total", *(f"{count.total / 1e9:.3f}" for count in counts)]]
-    rows += [["dense equivalent", *(f"{count.dense_equivalent / 1e9:.3f}" for count in counts)]]
+    rows += [["total", *(f"{count.total / unit:.3f}" for count in counts)]]
+    rows += [["dense equivalent", *(f"{count.dense_equivalent / unit:.3f}" for count in counts)]]
     return _table(rows)
+
+
+def _time(
+    config: Config, counts: Sequence[FlopsPerToken], world_size: int, device: str, mfu: float | None
+) -> list[str]:
+    """Of the steps alone: validations, saves and restarts come on top."""
+    parameters = count_parameters(config.model, config.gsa).total
+    peak, measured = peak_flops_per_second(device, "bf16"), measured_mfu(device, parameters)
+    if peak is None:
+        raise ValueError(
+            f"device {device!r}: its peak rate is not known; give one of gsa_train.model.flops.DEVICES"
+        )
+    if mfu is None and measured is None:
+        return [
+            f"give --mfu, such as --mfu 0.3: none has been measured for {parameters:,} parameters on this device"
+        ]
+    share = measured if mfu is None else mfu
+    assert share is not None
+    source = (
+        "measured for 1.7B parameters at 4096 tokens (--mfu, --device: others)" if mfu is None else "as given"
+    )
+    per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    rates = [world_size * peak * share / count.total for count in counts]
+    seconds = [phase.steps * per_step / rate for phase, rate in zip(config.phases, rates, strict=True)]
+    unit = _unit(sum(seconds), TIMES)
+
+    def row(name: str, rate: float, time: float) -> list[str]:
+        return [name, f"{rate:,.0f}", f"{time / TIMES[unit]:.3g}", f"{world_size * time / 86_400:.3g}"]
+
+    rows = [["phase", "tokens/s", unit, "GPU-days"]]
+    rows += [row(phase.name, *told) for phase, *told in zip(config.phases, rates, seconds, strict=True)]
+    steps = sum(phase.steps for phase in config.phases)
+    rows += [row("total", steps * per_step / sum(seconds), sum(seconds))]
+    return [f"MFU {100 * share:.3g}% of {peak / 1e12:,.0f} TFLOP/s (bf16): {source}", *_table(rows)]
 
 
 # ---- memory
 
 
-def _memory(config: Config, world_size: int) -> list[str]:
+def _memory(config: Config, world_size: int, unit: int) -> list[str]:
     rows: list[list[str]] = []
     for phase in config.phases:
         for stage in range(config.parallel.pipeline):
             estimate = estimate_memory(config, phase, world_size, stage)
             parts = fields_of(estimate)
             rows = rows or [["phase", "stage", *parts]]
-            rows.append([phase.name, str(stage), *(f"{part / GIB:.2f}" for part in parts.values())])
+            rows.append([phase.name, str(stage), *(f"{part / unit:.2f}" for part in parts.values())])
     return [f"recompute: {config.train.recompute}", *_table(rows)]
 
 
-def _checkpoint(config: Config, world_size: int) -> list[str]:
-    size = max(checkpoint_bytes(config, phase) for phase in config.phases) / GIB
+def _peak_bytes(config: Config, world_size: int) -> list[float]:
+    stages = range(config.parallel.pipeline)
+    estimates = [
+        estimate_memory(config, phase, world_size, stage) for phase in config.phases for stage in stages
+    ]
+    return [fields_of(estimate)["total"] for estimate in estimates]
+
+
+def _checkpoint_bytes(config: Config) -> float:
+    return max(checkpoint_bytes(config, phase) for phase in config.phases)
+
+
+def _checkpoint(config: Config, world_size: int, unit: float) -> list[str]:
+    size = _checkpoint_bytes(config) / unit
     return [f"{size:.2f}; while it is written, about {size / world_size:.2f} of each rank's host memory"]
+
+
+def _unit(largest: float, units: Mapping[str, float]) -> str:
+    """The largest unit that this number has one of; the smallest where it has none."""
+    return next((name for name, size in units.items() if largest >= size), list(units)[-1])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

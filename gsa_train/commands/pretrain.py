@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=N launch/pretrain.py --config FILE [key=value ...]
     torchrun --nproc_per_node=N -m gsa_train --config NAME [key=value ...]
 
-Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N].
+Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device NAME
+--mfu SHARE].
 Exit code 2: wrong use, config, device, tokenizer, profile, run folder, a refusal by W&B, or a checkpoint that does not
 fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent
 data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed
@@ -59,7 +60,7 @@ def main() -> int:
         return refuse(error)
     if arguments.dry_run:
         if is_main:
-            print(describe(config, arguments.world_size))
+            print(describe(config, arguments.world_size, arguments.device, arguments.mfu))
         return 0
     request = StopRequest()
     request.deadline = find_deadline(

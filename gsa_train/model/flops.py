@@ -215,6 +215,20 @@ _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
     "NVIDIA L40S": (362e12, 91.6e12),  # L40S datasheet
 }
 
+DEVICES = tuple(_PEAK_FLOPS_PER_SECOND)
+"""Names of the devices whose peak rate is known."""
+_MEASURED_MFU = {"NVIDIA H200": 0.46}  # gsa_1.7b on four, the whole step: docs/reference/performance.md
+_MEASURED_FROM_PARAMETERS = 10**9  # a smaller model keeps such a device waiting, nobody measured for how long
+
+
+def measured_mfu(device_name: str, parameters: int) -> float | None:
+    """Share of the device's bf16 peak that training of a GSA model has reached; None: not measured.
+
+    Args:
+        parameters: of the model.
+    """
+    return _MEASURED_MFU.get(device_name) if parameters >= _MEASURED_FROM_PARAMETERS else None
+
 
 def peak_flops_per_second(device_name: str, precision: str) -> float | None:
     """Peak rate of one device, or None if it is not known: then there is no MFU, and none is guessed.

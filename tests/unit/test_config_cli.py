@@ -7,6 +7,7 @@ import pytest
 
 from gsa_train import cli
 from gsa_train.cli import parse_arguments, refuse
+from gsa_train.dry_run import DEVICE
 from gsa_train.run.stop_signals import StopRequest
 
 
@@ -37,6 +38,13 @@ def test_world_size(monkeypatch):
     assert parse_arguments(["--config", "c"]).world_size == 4
 
 
+def test_what_a_dry_run_plans_for():
+    arguments = parse_arguments(["--config", "c", "--dry-run", "--mfu", "0.4", "--device", "NVIDIA B200"])
+    assert (arguments.device, arguments.mfu) == ("NVIDIA B200", 0.4)
+    arguments = parse_arguments(["--config", "c", "--dry-run"])
+    assert (arguments.device, arguments.mfu) == (DEVICE, None)
+
+
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
@@ -50,6 +58,11 @@ def test_world_size(monkeypatch):
         (["--config", "c", "--accept-new-data", "--no-resume"], "--no-resume, which starts all anew"),
         (["--config", "c", "--resume", "."], "--resume"),
         (["--conf", "c"], "--config"),
+        (["--config", "c", "--mfu", "0.4"], "--mfu needs --dry-run"),
+        (["--config", "c", "--device", "NVIDIA H200"], "--device needs --dry-run"),
+        (["--config", "c", "--dry-run", "--mfu", "40"], "at most 1"),
+        (["--config", "c", "--dry-run", "--mfu", "0"], "more than 0"),
+        (["--config", "c", "--dry-run", "--device", "H200"], "give one of NVIDIA A100-SXM4-40GB, "),
     ],
 )
 def test_wrong_use_exits_with_2(argv, fragment, capsys):

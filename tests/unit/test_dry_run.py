@@ -9,7 +9,8 @@ import pytest
 
 from gsa_train.config import Config, ParallelConfig, PhaseConfig, load_config
 from gsa_train.config.load import ConfigError
-from gsa_train.dry_run import describe, rank_of
+from gsa_train.dry_run import DEVICE, describe, rank_of
+from gsa_train.model.flops import flops_per_token
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSA = CONFIGS / "gsa_1.7b.yaml"
@@ -18,7 +19,15 @@ GSA = CONFIGS / "gsa_1.7b.yaml"
 def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a checkout may have the data
     report = describe(load_config(GSA, world_size=8, need_data=False), 8)
-    for section in ("Layout", "Parameters", "Tokens", "Floating-point operations", "Memory per rank", "Data"):
+    for section in (
+        "Layout",
+        "Parameters",
+        "Tokens",
+        "Floating-point operations",
+        "Time on",
+        "Memory per rank",
+        "Data",
+    ):
         assert f"\n\n{section}" in report
     for fragment in (
         "gsa_1.7b on 8 ranks",
@@ -36,6 +45,58 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         assert fragment in report
     assert f"data.train_dir = data/slimpajama/train: not in the current folder {tmp_path};" in report
     assert max(len(line.replace(str(tmp_path), "")) for line in report.splitlines()) < 110
+
+
+def section(report: str, beginning: str) -> list[str]:
+    (block,) = [each for each in report.split("\n\n") if each.startswith(beginning)]
+    return block.splitlines()
+
+
+def table_of(lines: list[str]) -> dict[str, list[float]]:
+    return {words[0]: [float(word.replace(",", "")) for word in words[1:]] for words in map(str.split, lines)}
+
+
+def test_the_time_follows_from_a_given_mfu():
+    config = load_config(GSA, world_size=8, need_data=False)
+    lines = section(
+        describe(config, 8, "NVIDIA A100-SXM4-80GB", mfu=0.5), "Time on 8 x NVIDIA A100-SXM4-80GB"
+    )
+    assert lines[1] == "  MFU 50% of 312 TFLOP/s (bf16): as given"
+    assert lines[2].split() == ["phase", "tokens/s", "hours", "GPU-days"]
+    rows = table_of(lines[3:])
+    assert list(rows) == ["warmup", "sparse", "total"]
+    seconds = 0.0
+    for phase in config.phases:
+        flops = flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens).total
+        tokens = phase.steps * config.train.global_batch_size * config.train.seq_len_tokens
+        tokens_per_second = 8 * 0.5 * 312e12 / flops
+        expected = [
+            tokens_per_second,
+            tokens / tokens_per_second / 3600,
+            8 * tokens / tokens_per_second / 86400,
+        ]
+        assert rows[phase.name] == pytest.approx(expected, rel=0.01)
+        seconds += tokens / tokens_per_second
+    assert rows["total"][1:] == pytest.approx([seconds / 3600, 8 * seconds / 86400], rel=0.01)
+
+
+def test_the_time_takes_the_mfu_that_was_measured_and_guesses_none():
+    config = load_config(GSA, world_size=8, need_data=False)
+    assert "measured for 1.7B parameters" in section(describe(config, 8), f"Time on 8 x {DEVICE}")[1]
+    unknown = section(describe(config, 8, "NVIDIA B200"), "Time on 8 x NVIDIA B200")
+    assert len(unknown) == 2
+    assert "give --mfu" in unknown[1]
+    small = section(describe(load_config(CONFIGS / "demo.yaml"), 1), f"Time on 1 x {DEVICE}")
+    assert "give --mfu, such as --mfu 0.3: none has been measured for 1,970,080 parameters" in small[1]
+
+
+def test_small_numbers_are_told_in_small_units():
+    report = describe(load_config(CONFIGS / "demo.yaml"), 1, mfu=0.01)
+    for beginning in ("Floating-point operations per token (training, in 1e6)", "Memory per rank (in MiB)"):
+        totals = [line for line in section(report, beginning) if line.split()[0] in ("total", "sparse")]
+        assert all(float(line.split()[-1]) > 1 for line in totals), totals
+    assert float(section(report, "Checkpoint (in MiB)")[1].split(";")[0]) > 1
+    assert "seconds  GPU-days" in report
 
 
 def test_every_stage_and_rank_is_named():

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.summary.writer import event_file_writer
 
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.alerts import Alerts
@@ -22,6 +23,12 @@ from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import SECTIONS
 
 JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_event_files(monkeypatch):
+    """From 0 in each test: TensorBoard reads files of the same second in the order of their names, 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def open_run(run_dir, resume_step=None, logging=JSONL_ONLY):
