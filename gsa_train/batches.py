@@ -180,6 +180,12 @@ class TrainBatches:
         weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
         if state is not None and weights != before and self._parallel.is_main:
             logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)
+        if self._parallel.is_main and not tokenizer.keeps_newlines:
+            logger.warning(
+                "data.tokenizer: %s loses newlines, so the model will know none. In natural text and code they mean "
+                "something: docs/how_to/own_data.md has the flags with which sentencepiece keeps them",
+                tokenizer.path,
+            )
         return stream
 
     def next_step(self) -> list[MicroBatch]:

@@ -90,6 +90,11 @@ class Tokenizer:
     def decode(self, tokens: NDArray[np.int32]) -> str:
         return self._model.decode(tokens.tolist())
 
+    @property
+    def keeps_newlines(self) -> bool:
+        """Whether newlines come back from the tokens; those of sentencepiece's default flags do not."""
+        return self.decode(self.encode("\n\n")) == "\n\n"
+
     @cached_property
     def token_bytes(self) -> NDArray[np.int32]:
         """[vocab_size] UTF-8 bytes of the text that each token stands for; 0 for EOS, unknown and the like."""

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import sentencepiece
 
 from gsa_data import listing, source_weights, token_files
 from gsa_data.faults import DataFault, Reading
@@ -215,6 +216,21 @@ def test_ranks_that_see_other_validation_text_are_refused(
         shared_validation_sets(both, tokenizer, single_rank())
     with pytest.raises(DataFault, match="does not exist"):
         shared_validation_sets(with_data(config, validation_dir="/no/such"), tokenizer, single_rank())
+
+
+def test_a_start_warns_once_of_lost_newlines(
+    tmp_path: Path, config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(config, None, tokenizer)
+    assert "newlines" not in caplog.text
+    path = tmp_path / "defaults.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["old 1 2"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
+            hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+    opened(config, None, Tokenizer(str(path)))
+    assert caplog.text.count(f"data.tokenizer: {path} loses newlines") == 1
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(config: Config) -> None:

@@ -34,6 +34,25 @@ def test_bundled_tokenizer_has_4096_entries(sample_folder: Path) -> None:
     assert Tokenizer(str(sample_folder / "tokenizer.model")).vocab_size == 4096
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept"), [({}, False), ({"normalization_rule_name": "identity", "byte_fallback": True}, True)]
+)
+def test_lost_newlines_are_noticed(tmp_path: Path, flags: dict[str, Any], kept: bool) -> None:
+    with (tmp_path / "t.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b c"] * 9), model_writer=file, vocab_size=280, model_type="bpe",
+            hard_vocab_limit=False, minloglevel=2, **flags,
+        )  # fmt: skip
+    tokenizer = Tokenizer(str(tmp_path / "t.model"))
+    assert tokenizer.keeps_newlines == kept
+    assert ("\n" in tokenizer.decode(tokenizer.encode("a\nb"))) == kept
+
+
+def test_newlines_of_the_bundled_and_of_a_byte_level_tokenizer(sample_folder: Path, byte_level: Path) -> None:
+    assert Tokenizer(str(sample_folder / "tokenizer.model")).keeps_newlines
+    assert Tokenizer(str(byte_level)).keeps_newlines
+
+
 def test_pickle_and_fingerprint(tokenizer: Tokenizer) -> None:
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert np.array_equal(copy.encode(PROBE), tokenizer.encode(PROBE))
