@@ -26,23 +26,19 @@ from megatron.core.transformer.module import MegatronModule
 from gsa_kernels import sigmoid_gate
 from gsa_kernels.limits import HEAD_SIZES
 from gsa_kernels.types import BudgetRule
-from gsa_train.context_sharding import QueryChunk, query_chunks
-from gsa_train.loss_injection import differentiate_indexer_loss
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.build import build_core
-from gsa_train.model.cores.interface import AttentionInputs, CoreSettings, IndexerLossInputs
+from gsa_train.model.cores.interface import CoreSettings
+from gsa_train.model.cores.over_chunks import CoreOverChunks, Projected
 from gsa_train.model.gates import build_gate_projection, gate_statistics, has_gates, split_gate_logits
-from gsa_train.model.indexer import Indexer
+from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
-from gsa_train.model.projected import IndexerProjections, Projected, chunk_geometry
-from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.recompute import CalledTwice
 from gsa_train.model.rotary import context_sharding
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.model.saturation import saturation_statistics
 from gsa_train.profiling.trace_spans import trace_span
 
 
@@ -126,7 +122,8 @@ class GSASelfAttention(MegatronModule):
         gsa = self.gsa
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k)
         settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
-        self.core = build_core(settings, context.implementation, context.dense_attention)
+        core = build_core(settings, context.implementation, context.dense_attention)
+        self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
 
     def forward(
         self,
@@ -151,25 +148,28 @@ class GSASelfAttention(MegatronModule):
             gathered = True
         q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
         if gates is not None and attention_pass.measures:
-            self._measure_gates(gates, attention_pass)
-        indexed = selections = None
+            sampled = gates.detach()[self.over_chunks.sampled_tokens(len(gates), attention_pass)]
+            self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config))
+        projected = Projected(q, k, v, output_gate, attention_mask)
+        selections = None
         if attention_pass.uses_indexer:
-            if self.indexer is not None:
+            if self.indexer is not None and self.variance is not None:
                 self.runtime.shared_selection = None  # not beside the next one
                 with trace_span("indexer"):
-                    indexed = self._index(hidden_states, gathered, attention_pass)
+                    indexed = self._index(self.indexer, hidden_states, gathered, attention_pass)
                 with trace_span("selection"):
-                    self.runtime.shared_selection = self._select(indexed, attention_mask, attention_pass)
+                    self.runtime.shared_selection = self.over_chunks.select(
+                        self.indexer, indexed, self.variance, attention_mask, attention_pass
+                    )
+                projected = Projected(*projected[:5], *indexed)
             selections = self.runtime.shared_selection
 
-        projected = Projected(
-            q, k, v, output_gate, attention_mask, *(indexed if indexed is not None else (None, None, None))
-        )
+        attend = partial(self.over_chunks.attend, indexer=self.indexer)
         if self.recompute_core and attention_pass.has_graph:
-            attend = CalledTwice(self._attend, selections, attention_pass)
-            out = tensor_parallel.checkpoint(attend, False, *projected)
+            twice = CalledTwice(attend, selections, attention_pass)
+            out = tensor_parallel.checkpoint(twice, False, *projected)
         else:
-            out = self._attend(projected, selections, attention_pass)
+            out = attend(projected, selections=selections, attention_pass=attention_pass)
         return self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
 
     def _project(
@@ -214,7 +214,7 @@ class GSASelfAttention(MegatronModule):
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
 
     def _index(
-        self, hidden_states: torch.Tensor, gathered: bool, attention_pass: AttentionPass
+        self, indexer: Indexer, hidden_states: torch.Tensor, gathered: bool, attention_pass: AttentionPass
     ) -> IndexerProjections:
         """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
         model."""
@@ -222,110 +222,9 @@ class GSASelfAttention(MegatronModule):
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with attention_pass.indexer_graph():
-            queries, keys, head_weight_logits = self._indexer(hidden)
+            queries, keys, head_weight_logits = indexer(hidden)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
-
-    @torch.no_grad()
-    def _select(
-        self, indexed: IndexerProjections, document_ids: torch.Tensor | None, attention_pass: AttentionPass
-    ) -> list[Any]:
-        """k_t and S_t: the core's selection for each chunk of this rank's queries."""
-        assert self.variance is not None
-        with_temperature = attention_pass.sparse and attention_pass.trains_indexer
-        length, selections = indexed.queries.shape[1], []
-        for chunk in self._chunks(length):
-            result = self.core.select(
-                self._indexer.applied(indexed.of(chunk), with_temperature).of_block_leaders(
-                    self.gsa.selection_block
-                ),
-                self.variance.ema,
-                chunk_geometry(document_ids, chunk, self.gsa),
-                attention_pass,
-                self._sample(length, chunk, attention_pass),
-            )
-            if attention_pass.moves_averages:
-                self.variance.record(result.variance)
-            self.runtime.stats.record(self.layer, result.statistics)
-            selections.append(result.selection)
-        return selections
-
-    def _attend(
-        self, projected: Projected, selections: list[Any] | None, attention_pass: AttentionPass
-    ) -> torch.Tensor:
-        """Softmax over S_t and G1, over all keys of the sequence for each chunk of this rank's queries: [B, L, n_h,
-        d_k], with the indexer loss joined to its gradient. What is gathered here is gathered again when it is
-        recomputed, not kept."""
-        k, v = (gather_tokens(each, self.cut, self.groups.cp) for each in (projected.k, projected.v))
-        q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
-        outputs, losses = [], []
-        for number, chunk in enumerate(self._chunks(q.shape[1])):
-            sample = self._sample(q.shape[1], chunk, attention_pass)
-            inputs = AttentionInputs(
-                q[:, chunk.local],
-                k[:, : chunk.end],
-                v[:, : chunk.end],
-                None if output_gate is None else output_gate[:, chunk.local],
-            )
-            with attention_pass.indexer_graph():
-                part = None if indexed is None else indexed.of(chunk)
-                loss = self._loss_inputs(part, attention_pass)
-            geometry = chunk_geometry(projected.document_ids, chunk, self.gsa)
-            if sample is not None and len(sample.sparse) > 0:
-                indexer = None if part is None else self._indexer.applied(part, with_temperature=False)
-                statistics = saturation_statistics(inputs, indexer, geometry, sample.sparse)
-                self.runtime.stats.record(self.layer, statistics)
-            selection = None if selections is None else selections[number]
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, sample)
-            self.runtime.stats.record(self.layer, result.statistics)
-            outputs.append(result.out)
-            if result.indexer_loss is not None:
-                losses.append(result.indexer_loss)
-        out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        if not losses:
-            return out
-        with attention_pass.indexer_graph(), trace_span("kl"):
-            loss_sum = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-            return differentiate_indexer_loss(
-                out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
-            )
-
-    def _loss_inputs(
-        self, indexed: IndexerProjections | None, attention_pass: AttentionPass
-    ) -> IndexerLossInputs | None:
-        """None where this layer has no indexer, or this pass no use for its loss."""
-        if indexed is None or not attention_pass.needs_indexer_loss:
-            return None
-        on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer)
-        return IndexerLossInputs(
-            self._indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
-            self.runtime.draw_rows(attention_pass, self.layer),
-            on_rows if attention_pass.measures else None,
-        )
-
-    @property
-    def _indexer(self) -> Indexer:
-        assert self.indexer is not None
-        return self.indexer
-
-    def _chunks(self, length: int) -> list[QueryChunk]:
-        return query_chunks(length, self.cut)
-
-    def _sample(self, length: int, chunk: QueryChunk, attention_pass: AttentionPass) -> QuerySample | None:
-        """Which queries of a chunk to measure; this rank has `length` tokens."""
-        whole = length * self.groups.cp.size()
-        return self.runtime.query_sample(attention_pass, whole, chunk.start, chunk.end)
-
-    def _measure_gates(self, gates: torch.Tensor, attention_pass: AttentionPass) -> None:
-        """Of few tokens: each has thousands of gates.
-
-        Args:
-            gates: logits of both, [L, B, local rows].
-        """
-        length = gates.shape[0]
-        pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self._chunks(length)]
-        rows = [chunk.local.start + sample.sparse for chunk, sample in pieces if sample is not None]
-        self.runtime.stats.record(self.layer, gate_statistics(gates.detach()[torch.cat(rows)], self.config))
 
 
 def _fused_heads_op() -> Callable[..., Any]:

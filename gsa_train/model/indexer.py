@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -11,10 +11,27 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.types import Indexer as AppliedIndexer
+from gsa_train.context_sharding import QueryChunk
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import joined_weight_gradients
-from gsa_train.model.projected import IndexerProjections
 from gsa_train.model.rotary import rotary_embedding
+
+
+class IndexerProjections(NamedTuple):
+    """What the indexer makes of the hidden states, batch first."""
+
+    queries: torch.Tensor
+    """[B, L, H_I, d_I]"""
+    keys: torch.Tensor
+    """[B, L, d_I], one key for all indexer heads"""
+    head_weight_logits: torch.Tensor
+    """[B, L, H_I]"""
+
+    def of(self, chunk: QueryChunk) -> IndexerProjections:
+        """The chunk's queries, and the keys up to its end: those here are of all tokens."""
+        return IndexerProjections(
+            self.queries[:, chunk.local], self.keys[:, : chunk.end], self.head_weight_logits[:, chunk.local]
+        )
 
 
 class Indexer(MegatronModule):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.projected import Projected
+from gsa_train.model.cores.over_chunks import Projected
 
 
 class CalledTwice:
@@ -20,13 +20,11 @@ class CalledTwice:
     """
 
     def __init__(
-        self,
-        attend: Callable[[Projected, list[Any] | None, AttentionPass], torch.Tensor],
-        selections: list[Any] | None,
-        attention_pass: AttentionPass,
+        self, attend: Callable[..., torch.Tensor], selections: list[Any] | None, attention_pass: AttentionPass
     ) -> None:
         first = replace(attention_pass, is_first_of_two=True)
         self._attend, self._calls = attend, [(selections, first), (selections, attention_pass)]
 
     def __call__(self, *projected: torch.Tensor) -> torch.Tensor:
-        return self._attend(Projected(*projected), *self._calls.pop(0))
+        selections, attention_pass = self._calls.pop(0)
+        return self._attend(Projected(*projected), selections=selections, attention_pass=attention_pass)

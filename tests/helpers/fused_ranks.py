@@ -59,7 +59,7 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
 
 def fuse(model: Model) -> None:
     for attention in model.attentions:
-        attention.core = TritonCore(attention.core.settings)
+        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
         attention.heads_op = fused_split_rotate_gate
         assert attention.indexer is not None
         attention.indexer.split_op = split_projection

@@ -61,14 +61,14 @@ def one_step(
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
-            attention.core = TritonCore(attention.core.settings)
+            attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
             attention.heads_op = prologue_op.fused_split_rotate_gate
             if attention.indexer is not None and not config.gsa.indexer_rope:
                 attention.indexer.split_op = split_projection
     if len(cuts) > 2:  # as under context parallelism, with all chunks on this rank
         chunks = [QueryChunk(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]
         for attention in model.attentions:
-            attention._chunks = lambda length: chunks  # type: ignore[method-assign]
+            attention.over_chunks.chunks = lambda length: chunks  # type: ignore[method-assign]
     batches = random_batches(config, attend_across=attend_across)
     result, gradients = step_gradients(model, phase, batches, config, measures=True)
     averages = [a.variance.ema.clone() for a in model.attentions if a.variance is not None]

@@ -179,7 +179,8 @@ def test_the_fused_core_draws_the_rows_of_the_reference(monkeypatch: pytest.Monk
     for fused in (False, True):
         model = tiny_model(config, variance_ema=0.02)
         for attention in model.attentions:
-            attention.core = TritonCore(attention.core.settings) if fused else attention.core
+            if fused:
+                attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
         _, gradients = step_gradients(model, SPARSE, random_batches(config), config, measures=True)
         found.append((gradients, read_stats(model)["indexer_kl"]))
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)

@@ -127,8 +127,8 @@ def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch)
         enter_phase(model, DENSE_ALL)
         if other:
             for attention in model.attentions:
-                attention.core = TritonCore(attention.core.settings)
-                attention.core.dense = dense
+                attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+                attention.over_chunks.core.dense = dense
         token_losses(model, random_batches(config, attend_across=True)[0], measuring=True)
         found.append(read_stats(model)["first_token_attention"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
@@ -165,7 +165,7 @@ def test_no_kernel_stumbles_over_nan(variant: str, part: str) -> None:
     )
     model = tiny_model(config, variance_ema=0.02)
     for attention in model.attentions:
-        attention.core = TritonCore(attention.core.settings)
+        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
     for name, parameter in model.gpt.named_parameters():
         if part in name:
             parameter.detach().view(-1)[:40] = torch.nan

@@ -142,7 +142,7 @@ def model_of_kernels(phase: PhaseConfig, gsa: dict[str, Any]) -> tuple[Model, An
     model = tiny_model(config, variance_ema=0.01)
     enter_phase(model, phase)
     for attention in model.attentions:
-        attention.core = TritonCore(attention.core.settings)
+        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
     return model, config
 
 
@@ -197,7 +197,7 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
 def test_when_attention_distils(distillations: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """All that it depends on, one by one."""
     model, _ = model_of_kernels(SPARSE, {})
-    core = model.attentions[0].core
+    core = model.attentions[0].over_chunks.core
     assert isinstance(core, TritonCore)
     teaches = model.runtime.attention_pass
     budget, variance = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1)

@@ -1,0 +1,181 @@
+"""The attention core over the chunks of queries that this rank holds: one, or several under context parallelism."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gsa_data.pack import document_starts
+from gsa_kernels.types import Geometry
+from gsa_train.config import GSAConfig
+from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
+from gsa_train.loss_injection import differentiate_indexer_loss
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.budget import VarianceTracker
+from gsa_train.model.context_parallel import gather_tokens
+from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
+from gsa_train.model.indexer import Indexer, IndexerProjections
+from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.model.saturation import saturation_statistics
+from gsa_train.profiling.trace_spans import trace_span
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its input. Tensors alone, as a checkpoint takes and keeps them."""
+
+    q: torch.Tensor
+    """[B, L, n_h, d_k], rotated, of this rank's tokens."""
+    k: torch.Tensor
+    v: torch.Tensor
+    """[B, L, n_kv, d_k], K rotated and V gated by G2."""
+    output_gate: torch.Tensor | None
+    """Logits of G1 [B, L, n_kv, n_h / n_kv, d_k]; None without this gate."""
+    document_ids: torch.Tensor | None
+    """int32, of all tokens of the sequence; None for one document per sequence."""
+    queries: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    head_weight_logits: torch.Tensor | None = None
+    """Of the indexer, as `IndexerProjections` has them; None where it does not run."""
+
+    @property
+    def indexed(self) -> IndexerProjections | None:
+        if self.queries is None:
+            return None
+        assert self.keys is not None
+        assert self.head_weight_logits is not None
+        return IndexerProjections(self.queries, self.keys, self.head_weight_logits)
+
+
+class CoreOverChunks:
+    """One layer's core. Gives it each chunk with all keys up to the chunk's end, and records what it measured."""
+
+    def __init__(
+        self,
+        core: AttentionCore,
+        gsa: GSAConfig,
+        cut: ContextSharding,
+        cp_group: dist.ProcessGroup,
+        runtime: AttentionRuntime,
+        layer: int,
+    ) -> None:
+        self.core, self.gsa, self.runtime, self.layer = core, gsa, runtime, layer
+        self.cut, self.cp_group = cut, cp_group
+
+    @torch.no_grad()
+    def select(
+        self,
+        indexer: Indexer,
+        indexed: IndexerProjections,
+        variance: VarianceTracker,
+        document_ids: torch.Tensor | None,
+        attention_pass: AttentionPass,
+    ) -> list[Any]:
+        """k_t and S_t: the core's selection for each chunk.
+
+        Args:
+            indexed: queries of this rank's tokens, keys of all tokens of the sequence.
+            variance: its moving average makes the budgets; takes the variances of these scores.
+            document_ids: of all tokens of the sequence.
+        """
+        with_temperature = attention_pass.sparse and attention_pass.trains_indexer
+        length, selections = indexed.queries.shape[1], []
+        for chunk in self.chunks(length):
+            applied = indexer.applied(indexed.of(chunk), with_temperature)
+            result = self.core.select(
+                applied.of_block_leaders(self.gsa.selection_block),
+                variance.ema,
+                self._geometry(document_ids, chunk),
+                attention_pass,
+                self._sample(length, chunk, attention_pass),
+            )
+            if attention_pass.moves_averages:
+                variance.record(result.variance)
+            self.runtime.stats.record(self.layer, result.statistics)
+            selections.append(result.selection)
+        return selections
+
+    def attend(
+        self,
+        projected: Projected,
+        indexer: Indexer | None,
+        selections: list[Any] | None,
+        attention_pass: AttentionPass,
+    ) -> torch.Tensor:
+        """Softmax over S_t and G1: [B, L, n_h, d_k], with the indexer loss joined to its gradient. What is gathered
+        here is gathered again when it is recomputed, not kept."""
+        k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
+        q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
+        outputs, losses = [], []
+        for number, chunk in enumerate(self.chunks(q.shape[1])):
+            sample = self._sample(q.shape[1], chunk, attention_pass)
+            inputs = AttentionInputs(
+                q[:, chunk.local],
+                k[:, : chunk.end],
+                v[:, : chunk.end],
+                None if output_gate is None else output_gate[:, chunk.local],
+            )
+            geometry = self._geometry(projected.document_ids, chunk)
+            loss = of_chunk = None
+            if indexer is not None and indexed is not None:
+                with attention_pass.indexer_graph():
+                    of_chunk = indexed.of(chunk)
+                    loss = self._loss_inputs(indexer, of_chunk, attention_pass)
+            if sample is not None and len(sample.sparse) > 0:
+                applied = None
+                if indexer is not None and of_chunk is not None:
+                    applied = indexer.applied(of_chunk, with_temperature=False)
+                statistics = saturation_statistics(inputs, applied, geometry, sample.sparse)
+                self.runtime.stats.record(self.layer, statistics)
+            selection = None if selections is None else selections[number]
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, sample)
+            self.runtime.stats.record(self.layer, result.statistics)
+            outputs.append(result.out)
+            if result.indexer_loss is not None:
+                losses.append(result.indexer_loss)
+        out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        if not losses:
+            return out
+        with attention_pass.indexer_graph(), trace_span("kl"):
+            loss_sum = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+            return differentiate_indexer_loss(
+                out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
+            )
+
+    def chunks(self, length: int) -> list[QueryChunk]:
+        """Of this rank, which has `length` tokens."""
+        return query_chunks(length, self.cut)
+
+    def sampled_tokens(self, length: int, attention_pass: AttentionPass) -> torch.Tensor:
+        """int64: those of this rank's `length` tokens in whose statistics many values count, in a pass that
+        measures."""
+        pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]
+        return torch.cat(
+            [chunk.local.start + sample.sparse for chunk, sample in pieces if sample is not None]
+        )
+
+    def _sample(self, length: int, chunk: QueryChunk, attention_pass: AttentionPass) -> QuerySample | None:
+        """Which queries of a chunk to measure; this rank has `length` tokens."""
+        whole = length * self.cp_group.size()
+        return self.runtime.query_sample(attention_pass, whole, chunk.start, chunk.end)
+
+    def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
+        """Where a chunk's queries stand, and what they see."""
+        starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
+        return Geometry(starts, chunk.start, self.gsa.selection_block, self.gsa.local_window)
+
+    def _loss_inputs(
+        self, indexer: Indexer, indexed: IndexerProjections, attention_pass: AttentionPass
+    ) -> IndexerLossInputs | None:
+        """None where this pass has no use for the indexer loss."""
+        if not attention_pass.needs_indexer_loss:
+            return None
+        on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer)
+        return IndexerLossInputs(
+            indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
+            self.runtime.draw_rows(attention_pass, self.layer),
+            on_rows if attention_pass.measures else None,
+        )
