@@ -16,7 +16,7 @@ ARGS ?=
 # Style, then the arrows between packages.
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 # The packages by name, as pyproject.toml has them; then what users start.
-TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py
+TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
 .PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-node layouts-gpu docs clean
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from gsa_kernels.layer import GatedSparseAttention, LayerOptions
-from gsa_kernels.types import BudgetRule
+from gsa_kernels.types import BudgetRule, Implementation
 
+implementation: Implementation
 if torch.cuda.is_available():
     from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums
 
@@ -47,8 +48,8 @@ def main(steps: int) -> None:
     text = torch.frombuffer(
         bytearray(Path(__file__).read_bytes()), dtype=torch.uint8
     ).long()  # learns this file
-    embed, blocks, head = nn.Embedding(256, 64), nn.ModuleList(Block() for _ in range(2)), nn.Linear(64, 256)
-    model = nn.ModuleList([embed, blocks, head]).to(device)
+    embed, blocks, head = nn.Embedding(256, 64), [Block(), Block()], nn.Linear(64, 256)
+    model = nn.ModuleList([embed, *blocks, head]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - 129, (8,))

@@ -350,7 +350,7 @@ def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
         remedy = "shorten the warm-up or lengthen the phase"
         lines.append(problem_line(f"{name}.warmup_steps", phase.warmup_steps, wrong, remedy))
     if phase.train == "indexer" and phase.attention != "dense":
-        wrong = f"learns from all visible keys (eq. 14), but {name}.attention = {phase.attention}"
+        wrong = f"learns from all causal keys (eq. 14), but {name}.attention = {phase.attention}"
         lines.append(problem_line(f"{name}.train", phase.train, wrong, f"set {name}.attention to dense"))
     if not has_indexer:
         wrong = "needs an indexer, and gsa.attention = dense builds none"

@@ -13,7 +13,7 @@ class AttentionPass:
     """The same for all layers and micro-batches of a step or a validation, but for `is_first_of_two`."""
 
     sparse: bool = False
-    """Attend to the selected keys; otherwise to all that are visible."""
+    """Attend to the selected keys; otherwise to all causal keys of the document."""
     trains_indexer: bool = False
     """Compute the indexer loss and its gradients."""
     base_has_graph: bool = True
@@ -22,7 +22,7 @@ class AttentionPass:
     evaluating: bool = False
     """Validation: no gradients, no moving average moves."""
     measuring: bool = False
-    """Record the statistics of section 4 of the specification: this step or validation is logged."""
+    """Record the statistics of the attention (stats.py): this step or validation is logged."""
     kl_grad_scale: float = 0.0
     """Factor from a layer's sum of KL over its rows to its share of the gradient."""
     row_fraction: float = 1.0

@@ -17,8 +17,8 @@ def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torc
     """[B, L, ...] -> this rank's tokens [B, L / size, ...]; along another dimension than 1 if told so."""
     if cut.size == 1:
         return tokens
-    runs = query_chunks(tokens.shape[dim] // cut.size, cut)
-    return torch.cat([tokens.narrow(dim, run.start, run.end - run.start) for run in runs], dim)
+    chunks = query_chunks(tokens.shape[dim] // cut.size, cut)
+    return torch.cat([tokens.narrow(dim, chunk.start, chunk.end - chunk.start) for chunk in chunks], dim)
 
 
 def gather_tokens(local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which queries the statistics of attention look at: runs of neighbours, evenly spread over the sequence.
+"""Which queries the statistics of attention look at: stretches of neighbours, evenly spread over the sequence.
 
 Their positions follow from the sequence's length alone. They are the same in each sequence, layer and step, so that
 what changes between two logged steps is the model, nothing is to be resumed, and no layout counts other queries.
@@ -13,9 +13,9 @@ import torch
 
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 
-RUN = 64
+STRETCH = 64
 """Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
-RUNS = 8
+STRETCHES = 8
 """Per sequence: 512 selections, which cost little to compare."""
 SPARSE_EVERY = 16
 """One query of so many neighbours is enough for what goes over all keys or has many values of its own. 32 queries of a
@@ -31,7 +31,7 @@ class QuerySample:
     start: int
     end: int
     rows: torch.Tensor
-    """int64 [S], ascending: their numbers among the queries of the piece."""
+    """int64 [S], ascending: their numbers among the queries of the chunk."""
     neighbours: torch.Tensor
     """int64 [P]: the i for which rows[i + 1] follows rows[i] in the sequence."""
     grouped: torch.Tensor
@@ -48,35 +48,35 @@ class QuerySample:
 
     @cached_property
     def causal_packed_mask(self) -> torch.Tensor:
-        """int32 [1, T, ceil(end / 32)]: the keys that the sparse ones see in a sequence of one document, as bits."""
+        """int32 [1, T, ceil(end / 32)]: the causal keys of the sparse ones in a sequence of one document."""
         return causal_packed_mask(self.start + self.sparse, self.end)
 
 
-def sampled_runs(length: int) -> list[range]:
-    """Positions in a sequence of `length` tokens: all of up to RUN * RUNS, else a run about the middle of each of RUNS
-    equal parts.
+def sampled_stretches(length: int) -> list[range]:
+    """Positions in a sequence of `length` tokens: all of up to STRETCH * STRETCHES, else a stretch about the middle of
+    each of STRETCHES equal parts.
 
-    Runs begin at multiples of RUN, so that chunks of context-parallel ranks rarely cut one.
+    Stretches begin at multiples of STRETCH, so that chunks of context-parallel ranks rarely cut one.
     """
-    if length <= RUN * RUNS:
+    if length <= STRETCH * STRETCHES:
         return [range(length)]
-    middles = [(2 * part + 1) * length // (2 * RUNS) for part in range(RUNS)]
-    starts = [(middle - RUN // 2) // RUN * RUN for middle in middles]
-    return [range(start, start + RUN) for start in starts]
+    middles = [(2 * part + 1) * length // (2 * STRETCHES) for part in range(STRETCHES)]
+    starts = [(middle - STRETCH // 2) // STRETCH * STRETCH for middle in middles]
+    return [range(start, start + STRETCH) for start in starts]
 
 
 def sample_queries(length: int, start: int, end: int, device: torch.device) -> QuerySample:
     """The sample among the queries start .. end - 1 of a sequence. Waits for the device.
 
-    Neighbours and groups do not reach beyond the piece. A short last group would count for too little and is left
+    Neighbours and groups do not reach beyond the chunk. A short last group would count for too little and is left
     out, unless it is all that there is.
     """
     rows: list[int] = []
     neighbours: list[int] = []
     grouped: list[int] = []
     sparse_rows: list[int] = []
-    for run in sampled_runs(length):
-        held = range(max(run.start, start), min(run.stop, end))
+    for stretch in sampled_stretches(length):
+        held = range(max(stretch.start, start), min(stretch.stop, end))
         first = len(rows)
         rows += [position - start for position in held]
         middle = SPARSE_EVERY // 2
@@ -84,7 +84,7 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
         neighbours += range(first, len(rows) - 1)
         grouped += range(first, first + len(held) // GROUP * GROUP)
     group = GROUP
-    if not grouped and len(neighbours) + 1 == len(rows):  # one run, shorter than a group
+    if not grouped and len(neighbours) + 1 == len(rows):  # one stretch, shorter than a group
         grouped, group = list(range(len(rows))), len(rows)
 
     def numbers(each: list[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What tends to grow before the loss does: attention logits, and indexer scores that no gradient moves any more.
 
-Of few queries (`QuerySample.sparse`) against all keys they see, in logged steps alone: 32 queries of a sequence of 4096
-are 1.6% of its pairs, and one product of each instead of the seven of attention, forward and backward.
+Of few queries (`QuerySample.sparse`) against all their causal keys, in logged steps alone: 32 queries of a sequence of
+4096 are 1.6% of its pairs, and one product of each instead of the seven of attention, forward and backward.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 def saturation_statistics(
     inputs: AttentionInputs, indexer: Indexer | None, geometry: Geometry, rows: torch.Tensor
 ) -> Statistics:
-    """Of some queries, against all keys that they see.
+    """Of some queries, against their causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
         rows: int64 [T], numbers of the queries.
     """
     q, k = inputs.q[:, rows], inputs.k
-    visible = causal_mask(k.shape[1], query_positions=geometry.query_start + rows)
+    causal = causal_mask(k.shape[1], query_positions=geometry.query_start + rows)
     if geometry.document_starts is not None:
         starts = geometry.document_starts[:, rows]
-        visible = visible & (torch.arange(k.shape[1], device=k.device) >= starts[..., None])
-    statistics = Statistics(maxima={"max_attention_logit": largest_logit(q, k, visible)})
+        causal = causal & (torch.arange(k.shape[1], device=k.device) >= starts[..., None])
+    statistics = Statistics(maxima={"max_attention_logit": largest_logit(q, k, causal)})
     if indexer is not None:
         statistics.means["indexer_saturated"] = saturated_share(
-            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, visible
+            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, causal
         )
     return statistics
 
 
-def largest_logit(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """max over heads, queries t and visible keys s of q[t] . k[s] / sqrt(d_k), 0-d.
+def largest_logit(q: torch.Tensor, k: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
+    """max over heads, queries t and causal keys s of q[t] . k[s] / sqrt(d_k), 0-d.
 
     Args:
         q: [B, T, n_h, d_k]
         k: [B, L_k, n_kv, d_k]
-        visible: bool [B, T, L_k] or [1, T, L_k]
+        causal: bool [B, T, L_k] or [1, T, L_k]
     """
     kv_heads, head_dim = k.shape[2:]
     grouped = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, n_kv, n_h / n_kv, T, d_k]
     logits = grouped.flatten(2, 3) @ k.permute(0, 2, 3, 1)
     # Over the heads first, which see the same keys: [B, T, L_k].
     of_heads = logits.unflatten(2, grouped.shape[2:4]).amax((1, 2))
-    return of_heads.masked_fill_(~visible, -torch.inf).amax() * head_dim**-0.5
+    return of_heads.masked_fill_(~causal, -torch.inf).amax() * head_dim**-0.5
 
 
 def saturated_share(
@@ -66,7 +66,7 @@ def saturated_share(
     keys: torch.Tensor,
     score_bias: torch.Tensor | None,
     activation: str,
-    visible: torch.Tensor,
+    causal: torch.Tensor,
 ) -> torch.Tensor:
     """Of the pairs of each query and indexer head, the share whose activation (eq. 7) has no slope to speak of: fp32
     [B, T, H_I].
@@ -76,7 +76,7 @@ def saturated_share(
         keys: [B, L_k, d_I]
         score_bias: b_j [H_I]
         activation: `sigmoid`, saturated below and above, or `relu`, below 0.
-        visible: bool [B, T, L_k] or [1, T, L_k]
+        causal: bool [B, T, L_k] or [1, T, L_k]
     """
     scaled = (queries * queries.shape[-1] ** -0.5).flatten(1, 2)
     z = (scaled @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])  # [B, T, H_I, L_k]
@@ -84,5 +84,5 @@ def saturated_share(
         z += score_bias[:, None]
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
     # Counted in the type of z: a sum of bools copies them to int64 first.
-    count = (flat & visible[:, :, None]).to(z.dtype).sum(-1, dtype=torch.float32)
-    return count / visible[:, :, None].sum(-1)
+    count = (flat & causal[:, :, None]).to(z.dtype).sum(-1, dtype=torch.float32)
+    return count / causal[:, :, None].sum(-1)

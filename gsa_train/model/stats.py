@@ -33,12 +33,12 @@ MEANS = (
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
 Those of k_t, of the scores' variance and of the indexer's KL are over all tokens. The others are over a sample of the
-queries (query_sample.py): those of selections over all of sequences of up to 512 tokens, else 8 runs of 64 neighbours;
-those that see all keys or have many values of their own (recall and random recall, attention to the first token, the
-gates, `indexer_saturated`) over every 16th of these. `adjacent_overlap` is over the pairs of neighbours within its
-runs, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel ranks leave out
-pairs and groups across the borders of their chunks of a sequence. No run lies across one where 64 divides a chunk of a
-sequence of more than 512 tokens."""
+queries (query_sample.py): those of selections over all of sequences of up to 512 tokens, else 8 stretches of 64
+neighbours; those that see all keys or have many values of their own (recall and random recall, attention to the first
+token, the gates, `indexer_saturated`) over every 16th of these. `adjacent_overlap` is over the pairs of neighbours
+within its stretches, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel
+ranks leave out pairs and groups across the borders of their chunks of a sequence. No stretch lies across one where 64
+divides a chunk of a sequence of more than 512 tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""

@@ -69,7 +69,7 @@ ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 
 
-SAMPLE = {"RUN": 4, "RUNS": 4, "GROUP": 2}
+SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
 """Of gsa_train.model.query_sample: half of the 32 queries are measured, as of a long sequence. With four
 context-parallel ranks every second chunk is a run."""
 

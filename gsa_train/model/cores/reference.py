@@ -1,6 +1,6 @@
 """The attention core in plain torch: exact, differentiable, with L x L_k tensors; what the fused core must equal.
 
-Equations 7, 8, 11, 12, 14 and 15 of the paper, and section 9 of the specification. A selection is a bool mask
+Equations 7, 8, 11, 12, 14 and 15 of the paper, and what goes beyond it (docs/concepts.md). A selection is a bool mask
 [B, L, L_k].
 """
 
@@ -131,7 +131,7 @@ class ReferenceCore:
 
 
 def _complete(chosen: torch.Tensor, causal: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Top-k of the selecting queries [B, R, L_k] -> S_t of all L queries (section 9)."""
+    """Top-k of the selecting queries [B, R, L_k] -> S_t of all L queries, with block sharing and local window."""
     block, window = geometry.selection_block, geometry.local_window
     length, num_keys = causal.shape[1:]
     if block > 1:
@@ -191,7 +191,7 @@ def _selection_statistics(
     found = {
         "adjacent_overlap": adjacent_overlap(selected)[:, sample.neighbours],
         "selected_keys": selected.sum(-1),
-        # The exact expectation for as many keys drawn at random: each visible key is as likely as any other,
+        # The exact expectation for as many keys drawn at random: each causal key is as likely as any other,
         # so the expected share of the probability is the share of the keys.
         "random_recall": selected[:, sample.sparse_rows].sum(-1) / causal[:, sample.sparse].sum(-1),
     }

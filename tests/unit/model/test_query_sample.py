@@ -8,7 +8,7 @@ import torch
 from gsa_train.config import PhaseConfig
 from gsa_train.context_sharding import ContextSharding, query_chunks
 from gsa_train.model import query_sample
-from gsa_train.model.query_sample import sample_queries, sampled_runs
+from gsa_train.model.query_sample import sample_queries, sampled_stretches
 from gsa_train.phases import enter_phase
 from helpers.single_rank import SPARSE, WARM_UP, random_batches, tiny_config, tiny_model, token_losses
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def test_short_sequences_are_measured_whole() -> None:
     for length in (1, 31, 100, 512):
-        assert sampled_runs(length) == [range(length)]
+        assert sampled_stretches(length) == [range(length)]
     sample = sample_queries(100, 0, 100, CPU)
     assert sample.rows.tolist() == list(range(100))
     assert sample.neighbours.tolist() == list(range(99))
@@ -28,7 +28,7 @@ def test_short_sequences_are_measured_whole() -> None:
 
 @pytest.mark.parametrize("length", [513, 640, 1000, 4096, 131072])
 def test_long_sequences_have_a_run_in_each_eighth(length: int) -> None:
-    runs = sampled_runs(length)
+    runs = sampled_stretches(length)
     positions = [position for run in runs for position in run]
     assert len(set(positions)) == 512
     assert positions == sorted(positions)
@@ -39,7 +39,7 @@ def test_long_sequences_have_a_run_in_each_eighth(length: int) -> None:
         assert run.start % 64 == 0
         middle = (part + 0.5) * length / 8
         assert abs((run.start + run.stop) / 2 - middle) <= 64
-    assert [run.start for run in sampled_runs(4096)] == [192, 704, 1216, 1728, 2240, 2752, 3264, 3776]
+    assert [run.start for run in sampled_stretches(4096)] == [192, 704, 1216, 1728, 2240, 2752, 3264, 3776]
 
 
 @pytest.mark.parametrize(("length", "size"), [(4096, 1), (4096, 2), (4096, 8), (4096, 16), (1200, 3)])
@@ -92,7 +92,7 @@ def test_a_sample_has_the_values_of_its_queries(phase: PhaseConfig, monkeypatch:
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     every = measured(phase, monkeypatch)
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 3)
-    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+    for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     some = measured(phase, monkeypatch)
     rows = torch.tensor([4, 5, 6, 7, 16, 17, 18, 19])

@@ -60,7 +60,7 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(
     variant: str, phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of its sampled queries, here 4 to 7 and 16 to 19."""
-    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+    for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant == "blocks" else (0, 7, 12, 24)
     whole = one_step(gsa, phase, fused=False)
@@ -112,7 +112,7 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
 
 def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives no log-sum-exp: our kernel finds those of the sampled queries."""
-    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+    for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     config = tiny_config([DENSE_ALL], model={"head_dim": 32}, gsa={"attention": "dense"})
 

@@ -110,7 +110,7 @@ def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
 ) -> None:
     """As under context parallelism, with a learned temperature, recomputation, and the kernels that take the
     sums from selection and attention."""
-    for name, value in {"RUN": 4, "RUNS": 2, "GROUP": 2}.items():
+    for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
     seen: list[Inputs] = []
