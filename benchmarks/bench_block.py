@@ -5,7 +5,7 @@
 
 Per length and block b, with a window of 2 b: the scores of the L / b rows, their budget and top-k, the key lists
 of all queries, and all of it in one call, `select_block_lists`, from the host and as a CUDA graph. Then, up to
-32768 tokens, the loss of the warm-up: its target, of the 1.7B model's attention, and its value and gradients.
+32768 tokens, the loss of the indexer warm-up: its target, of the 1.7B model's attention, and its value and gradients.
 """
 
 import sys

@@ -37,7 +37,7 @@ def differentiate_indexer_loss(
     out: torch.Tensor, loss: torch.Tensor, grad_scale: float, base_has_graph: bool
 ) -> torch.Tensor:
     """Differentiate a layer's summed KL with the backward pass of `out`, which is returned; at once where the base has
-    no graph, in the warm-up.
+    no graph, in the indexer warm-up.
 
     Args:
         out: the layer's attention.

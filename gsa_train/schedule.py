@@ -10,8 +10,8 @@ from gsa_train.config import PhaseConfig
 def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
     """Learning rate of the base at one step of a phase.
 
-    Linear warm-up from 0 to `lr` over `warmup_steps`, then a half cosine to `min_lr` at the phase's last step
-    (or `lr` throughout with decay=constant).
+    Linear learning-rate warm-up from 0 to `lr` over `warmup_steps`, then a half cosine to `min_lr` at the phase's last
+    step (or `lr` throughout with decay=constant).
 
     Args:
         phase: the phase.

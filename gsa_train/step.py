@@ -141,7 +141,7 @@ def _compute(
     )
     local = optimizer.local_backward
     optimizer.begin_step()
-    # In the warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
+    # In the indexer warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with model.work_time.part("forward_backward"):
         with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():

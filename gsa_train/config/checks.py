@@ -347,7 +347,7 @@ def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
         lines.append(problem_line(f"{name}.min_lr", phase.min_lr, wrong, "give lr or less"))
     if phase.warmup_steps >= phase.steps > 0:
         wrong = f"not below {name}.steps = {phase.steps}"
-        remedy = "shorten the warm-up or lengthen the phase"
+        remedy = "shorten the learning-rate warm-up or lengthen the phase"
         lines.append(problem_line(f"{name}.warmup_steps", phase.warmup_steps, wrong, remedy))
     if phase.train == "indexer" and phase.attention != "dense":
         wrong = f"learns from all causal keys (eq. 14), but {name}.attention = {phase.attention}"

@@ -23,7 +23,7 @@ class PhaseConfig:
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0. Each phase starts with fresh moments of AdamW."""
     decay: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after its warm-up: down to `min_lr` along a cosine, or constant."""
+    """Shape of the learning rate after its learning-rate warm-up: down to `min_lr` along a cosine, or constant."""
     indexer_lr_mult: float = 10.0
     """Learning rate of the indexer over that of the base, where both learn (table 3 of the paper)."""
     gate_lr_mult: float = 1.0

@@ -96,13 +96,13 @@ def _core(config: Config, sizes: Sizes) -> Tensors:
         kept["K and V of the whole sequence, 2 x [B, Lw, kv]"] = (
             sizes.value * 2 * sizes.key_value * sizes.all_tokens
         )
-        kept["outputs of the runs before they are joined [B, L, q]"] = sizes.bytes(sizes.query)
+        kept["outputs of the chunks before they are joined [B, L, q]"] = sizes.bytes(sizes.query)
     return kept
 
 
 def _feed_forward(config: Config, sizes: Sizes) -> Tensors:
     kept = {
-        "stream behind attention [L / shards, B, d]": sizes.stream,
+        "stream after attention [L / shards, B, d]": sizes.stream,
         "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
         "normed input [L / shards, B, d]": sizes.stream,
         "both halves of SwiGLU's input [L, B, 2 f]": sizes.bytes(2 * sizes.ffn),
@@ -122,13 +122,13 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     if phase.train == "base" and not recomputes:
         return {}
     queries = sizes.tokens / gsa.selection_block
-    keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_runs)
+    keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_chunks)
     kept = {
         "of queries and weights [B, L / selection_block, H_I (d_I + 1)]": sizes.value
         * queries
         * gsa.indexer_heads
         * (gsa.indexer_dim + 1),
-        "of keys, each run's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
+        "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
     }
     if sizes.shards > 1 and sizes.gates == 0:
         kept["its input, gathered [L, B, d]"] = sizes.gathered

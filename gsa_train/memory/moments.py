@@ -11,8 +11,8 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.memory.layer import Layer
 from gsa_train.memory.selection import (
     attending_bytes,
-    distilling_bytes,
-    distils_behind,
+    fused_loss_bytes,
+    fuses_indexer_loss,
     learning_bytes,
     selecting_bytes,
 )
@@ -27,7 +27,7 @@ def layer_moments(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer
     before = {"attention's backward": _attention_backward(config, phase, sizes, layer)}
     if uses_kernels(config) and uses_indexer(config, phase):
         before["selection"] = _selecting(config, sizes) - layer.core - layer.indexer
-        if not distils_behind(config, phase, sizes):
+        if not fuses_indexer_loss(config, phase, sizes):
             before["indexer loss"] = _learning(config, phase, sizes)
     moments |= {name: size - layer.feed_forward for name, size in before.items()}
     recomputed = _recomputed(config, sizes, layer)
@@ -86,8 +86,8 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
         scratch = layer.core  # gradients of what is L x L
     elif phase.attention == "sparse":
         scratch = attending_bytes(config, sizes)
-        if distils_behind(config, phase, sizes):
-            scratch = max(scratch, distilling_bytes(config, sizes))
+        if fuses_indexer_loss(config, phase, sizes):
+            scratch = max(scratch, fused_loss_bytes(config, sizes))
     return sizes.stream + output + attended + logits + queries + keys + scratch
 
 
@@ -104,7 +104,7 @@ def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:
 
 
 def _without_graph(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> dict[str, float]:
-    """A warm-up, in which nothing is kept: what a layer makes stays while its part of the layer runs."""
+    """An indexer warm-up, in which nothing is kept: what a layer makes stays while its part of the layer runs."""
     stage_input = sizes.stream  # held by the schedule
     made = stage_input + layer.attention + layer.selection
     ffn = sizes.bytes(sizes.ffn)

@@ -13,7 +13,7 @@ from gsa_train.memory.sizes import Sizes, gathers
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
-    """A layer's, for this rank's queries: bits [B, L, Lw / 32] in int32, or lists of a key and a word, int32 each."""
+    """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word."""
     if config.gsa.selection_block > 1:
         return 4 * sizes.tokens * sum(_block_entries(config))
     if gathers(config):
@@ -22,33 +22,40 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where lists are made of bits, two chunks' bits and a run's lists
-    in parts, before they are joined."""
-    scores = min(4 * sizes.pairs_of_run / config.gsa.selection_block, limits.SELECTION_CHUNK_BYTES)
+    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
+    the lists of a chunk of queries in pieces, before they are joined."""
+    scores = min(4 * sizes.pairs_of_chunk / config.gsa.selection_block, limits.SELECTION_CHUNK_BYTES)
     if not gathers(config) or config.gsa.selection_block > 1:
         return scores
-    lists = selection_bytes(config, sizes) / sizes.runs
+    lists = selection_bytes(config, sizes) / sizes.query_chunks
     if config.train.seq_len_tokens <= limits.PACKED_MASK_MAX_TOKENS:
         return scores + limits.SELECTION_CHUNK_BYTES / 16 + lists
-    return max(listing_bytes(config, sizes, run, lists) for runs in _runs_of_ranks(config) for run in runs)
+    return max(
+        listing_bytes(config, sizes, queries, lists) for rank in _chunks_of_ranks(config) for queries in rank
+    )
 
 
-def listing_bytes(config: Config, sizes: Sizes, run: QueryChunk, lists: float) -> float:
-    """While a run's lists are made chunk by chunk, beside these: scores of the rows with few keys, two chunks' bits,
-    and the candidates of a chunk of the others, whose lists are not there yet, or all lists in parts."""
+def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
+    """While the key lists of these queries are made, some rows at a time, beside them: scores of the rows with few
+    keys, two packed masks, and the candidates of some of the other rows, whose lists are not there yet, or all lists in
+    pieces."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(config.gsa.k_max)
-    turn = min(max(limits.CANDIDATES_FROM, run.start), run.end) if room <= limits.MOST_CANDIDATES else run.end
-    scored, guessed = turn - run.start, run.end - turn
+    turn = (
+        min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
+        if room <= limits.MOST_CANDIDATES
+        else queries.end
+    )
+    scored, guessed = turn - queries.start, queries.end - turn
     scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
     chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
     # Of a row a score and a key each; before them the scores of a sample of the keys, one of 32; two sums for each
     # program's keys.
     program_keys = limits.SCORED_KEYS[sizes.value]
     candidates = (
-        batch * chunk * (max(limits.CANDIDATE_BYTES * room, run.end / 8) + 8 * run.end / program_keys)
+        batch * chunk * (max(limits.CANDIDATE_BYTES * room, queries.end / 8) + 8 * queries.end / program_keys)
     )
-    waiting = lists * chunk / (run.end - run.start)
-    bits = max(scores / 32, batch * chunk * run.end / 8)
+    waiting = lists * chunk / (queries.end - queries.start)
+    bits = max(scores / 32, batch * chunk * queries.end / 8)
     return scores + (1 if scored == 0 and chunk == guessed else 2) * bits + max(candidates - waiting, lists)
 
 
@@ -63,36 +70,40 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     else:
         entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
     row = 2 * config.model.head_dim * sizes.value
-    partials = min(sizes.tokens / sizes.runs / queries * entries * row, limits.GATHERED_GRADIENT_BYTES)
+    partials = min(
+        sizes.tokens / sizes.query_chunks / queries * entries * row, limits.GATHERED_GRADIENT_BYTES
+    )
     sums = 4 * 2 * sizes.key_value * sizes.all_tokens
     return partials * (1 + 4 / row) + sums
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """The indexer loss of one run of queries: the target and partial gradients of a chunk of rows."""
+    """The indexer loss of one chunk of queries: the target and partial gradients of a chunk of rows."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
     # Beside the chunk's: the keys' gradients summed up, fp32 [B, Lw, d_I].
     heads = gathered_heads(sizes) + 4 * sizes.all_tokens * gsa.indexer_dim
     # Before it Q of this rank, of all ranks as they sent it, and in the order of the heads.
-    gathering = sizes.bytes(sizes.query) / sizes.runs * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
+    gathering = (
+        sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
+    )
     share = gsa.indexer_loss_row_fraction / sizes.tensor
     if phase.attention == "sparse" and gathers(config):
         # Per entry of a list: the target of each query that has one of its own, and the key's gradient, fp32.
         per_entry = 4 * ((limits.TILE_QUERIES if gsa.selection_block == 1 else 1) + gsa.indexer_dim)
-        entries = selection_bytes(config, sizes) / 8 / sizes.runs
+        entries = selection_bytes(config, sizes) / 8 / sizes.query_chunks
         if gsa.selection_block > 1:
-            entries = sizes.tokens / sizes.runs * _block_entries(config)[0]
+            entries = sizes.tokens / sizes.query_chunks * _block_entries(config)[0]
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
     # Per pair: the target, fp16 in bf16 runs, and partial gradients.
     target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_run / gsa.selection_block * share)
+    pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk / gsa.selection_block * share)
     return max(gathering, heads + pairs * (target + gradients))
 
 
-def distils_behind(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
+def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
     """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
     model = config.model
     return (
@@ -106,13 +117,13 @@ def distils_behind(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
     )
 
 
-def distilling_bytes(config: Config, sizes: Sizes) -> float:
-    """The loss of one run of queries behind attention: the target of a chunk of rows in parts, fp16, and the partial
-    gradients of `learning_bytes`."""
+def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
+    """The indexer loss in attention's backward pass, of one chunk of queries: the target of a chunk of rows in fp16, as
+    partial sums, and the partial gradients of `learning_bytes`."""
     gsa = config.gsa
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
-    pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_run)
+    pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
     return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + gradients)
 
 
@@ -128,11 +139,11 @@ def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
 
 
 def gathered_heads(sizes: Sizes) -> float:
-    """Of all tensor-parallel ranks and one run of queries: Q [B, L / runs, q tp], K [B, Lw, kv tp], and log-sum-exps,
-    fp32 [B, n_h tp, L / runs]."""
+    """Of all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp], K [B, Lw, kv tp], and log-sum-exps,
+    fp32 [B, n_h tp, L / chunks]."""
     if sizes.tensor == 1:
         return 0.0
-    queries = sizes.tokens / sizes.runs * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)
+    queries = sizes.tokens / sizes.query_chunks * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)
     return queries + sizes.value * sizes.all_tokens * sizes.tensor * sizes.key_value
 
 
@@ -142,16 +153,16 @@ def _list_entries(config: Config) -> float:
     length = config.train.seq_len_tokens
     most = limits.TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
 
-    def entries(run: QueryChunk) -> float:
-        turn = min(max(most, run.start), run.end)  # up to here the keys that are there are the limit
-        return (turn**2 - run.start**2) / 2 + (run.end - turn) * most
+    def entries(queries: QueryChunk) -> float:
+        turn = min(max(most, queries.start), queries.end)  # up to here the keys that are there are the limit
+        return (turn**2 - queries.start**2) / 2 + (queries.end - turn) * most
 
-    per_query = max(sum(entries(run) for run in runs) for runs in _runs_of_ranks(config))
+    per_query = max(sum(entries(queries) for queries in rank) for rank in _chunks_of_ranks(config))
     return config.train.micro_batch_size * per_query / limits.TILE_QUERIES
 
 
-def _runs_of_ranks(config: Config) -> list[list[QueryChunk]]:
-    """The runs of queries of each context-parallel rank."""
+def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
+    """The chunks of queries of each context-parallel rank."""
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
     return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]

@@ -38,14 +38,14 @@ class Sizes:
     """n_h."""
     tensor: int
     """Tensor-parallel ranks."""
-    runs: int
-    """Runs of queries that follow each other in the sequence (context parallelism)."""
-    keys_of_runs: float
-    """Keys that each run's queries see, added up over the runs."""
+    query_chunks: int
+    """Chunks of queries that follow each other in the sequence (context parallelism)."""
+    keys_of_chunks: float
+    """Keys that each chunk's queries see, added up over the chunks."""
     pairs: float
-    """Of a query and a key up to its run's end, in all B sequences."""
-    pairs_of_run: float
-    """The same of one run, whose end may be the sequence's."""
+    """Of a query and a key up to its chunk's end, in all B sequences."""
+    pairs_of_chunk: float
+    """The same of one chunk, whose end may be the sequence's."""
 
     def bytes(self, columns: float) -> float:
         """Of [L, B, columns]."""
@@ -65,13 +65,13 @@ class Sizes:
 def sizes_of(config: Config) -> Sizes:
     model, gsa, parallel, train = config.model, config.gsa, config.parallel, config.train
     context = parallel.context
-    runs = parallel.context_chunks if context > 1 else 1
+    chunks = parallel.context_chunks if context > 1 else 1
     all_tokens = train.micro_batch_size * train.seq_len_tokens
     tokens = all_tokens // context
     query = model.num_heads * model.head_dim / parallel.tensor
     key_value = model.num_kv_heads * model.head_dim / parallel.tensor
-    # Half of a rank's runs are a group's r-th chunk, half its r-th from behind (context_sharding.py).
-    keys_of_runs = train.seq_len_tokens * ((runs * context + 1) / (2 * context) if context > 1 else 1)
+    # Half of a rank's chunks are a group's r-th chunk, half its r-th from behind (context_sharding.py).
+    keys_of_chunks = train.seq_len_tokens * ((chunks * context + 1) / (2 * context) if context > 1 else 1)
     return Sizes(
         value=4 if train.precision == "fp32" else 2,
         tokens=tokens,
@@ -84,10 +84,10 @@ def sizes_of(config: Config) -> Sizes:
         ffn=model.ffn_hidden_size / parallel.tensor,
         heads=model.num_heads / parallel.tensor,
         tensor=parallel.tensor,
-        runs=runs,
-        keys_of_runs=keys_of_runs,
-        pairs=tokens / runs * keys_of_runs,
-        pairs_of_run=tokens / runs * train.seq_len_tokens,
+        query_chunks=chunks,
+        keys_of_chunks=keys_of_chunks,
+        pairs=tokens / chunks * keys_of_chunks,
+        pairs_of_chunk=tokens / chunks * train.seq_len_tokens,
     )
 
 
@@ -109,8 +109,8 @@ def uses_indexer(config: Config, phase: PhaseConfig) -> bool:
 
 
 def has_graph(config: Config, phase: PhaseConfig) -> bool:
-    """Whether the base runs with one. A warm-up by megatron's strategy has none: each layer's indexer learns on the
-    spot."""
+    """Whether the base runs with one. An indexer warm-up by megatron's strategy has none: each layer's indexer learns
+    on the spot."""
     return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
 
 

@@ -57,5 +57,5 @@ class AttentionPass:
         return not self.is_first_of_two and (self.trains_indexer or self.measuring)
 
     def indexer_graph(self) -> torch.enable_grad | nullcontext[None]:
-        """In the warm-up the base runs under `no_grad`, and only the indexer gets a graph."""
+        """In the indexer warm-up the base runs under `no_grad`, and only the indexer gets a graph."""
         return nullcontext() if self.base_has_graph else torch.enable_grad()

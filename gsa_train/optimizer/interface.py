@@ -44,7 +44,8 @@ class PhaseOptimizer(ABC):
     modules: Sequence[torch.nn.Module]
     """The model's chunks as the schedule is to call them."""
     local_backward: bool
-    """The warm-up's layers differentiate the indexer loss on the spot; else the schedule runs a backward pass."""
+    """In the indexer warm-up layers differentiate the indexer loss on the spot; else the schedule runs a backward
+    pass."""
     state_group: dist.ProcessGroup | None
     """The ranks over which each parameter's state is cut; None: every data-parallel rank has all of it."""
     state_copy: int | None

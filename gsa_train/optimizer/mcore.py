@@ -150,7 +150,7 @@ def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
 
 def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) -> MegatronPhaseOptimizer:
     layout, train = config.parallel, config.train
-    # In the warm-up each layer runs its own backward pass; there is no single one to overlap with.
+    # In the indexer warm-up each layer runs its own backward pass; there is no single one to overlap with.
     trains_base = phase.train != "indexer"
     overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
     ddp_config = DistributedDataParallelConfig(

@@ -188,8 +188,8 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
             self._zero._get_norm_groups = lambda: [self._norm]
         else:
             self._zero.scaled_global_norm = lambda norm_type=2: self._norm
-        # In the warm-up nothing before the first indexer has a gradient, and recomputed layers without one in their
-        # input would not run a backward pass at all.
+        # In the indexer warm-up nothing before the first indexer has a gradient, and recomputed layers without one in
+        # their input would not run a backward pass at all.
         self._embedding_hook = model.gpt.embedding.register_forward_hook(_begin_graph)
         config = model.mcore_config
         config.grad_scale_func = None

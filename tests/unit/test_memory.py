@@ -229,7 +229,7 @@ def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype)
 def test_the_loss_behind_attention():
     def behind(*overrides, phase=-1):
         config = load_config(GSA, overrides, world_size=8, need_data=False)
-        return memory_selection.distils_behind(config, config.phases[phase], sizes_of(config))
+        return memory_selection.fuses_indexer_loss(config, config.phases[phase], sizes_of(config))
 
     assert behind()
     assert not behind(phase=0)
@@ -244,7 +244,7 @@ def test_the_loss_behind_attention():
 
     def bytes_of(sequences):
         config = load_config(GSA, [f"train.micro_batch_size={sequences}"], world_size=8, need_data=False)
-        return memory_selection.distilling_bytes(config, sizes_of(config))
+        return memory_selection.fused_loss_bytes(config, sizes_of(config))
 
     # Four parts of the target in fp16; gradients of keys of tiles of 32 rows in bf16, of four heads' queries of
     # segments of 1024 keys in fp32. The chunk of 2^30 bytes has eight sequences.
