@@ -15,6 +15,7 @@ from pathlib import Path
 from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
 from gsa_train.run.exit_codes import REFUSED
+from gsa_train.run.last_words import say_last
 from gsa_train.run.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
@@ -169,9 +170,9 @@ def refuse(error: object, code: int = REFUSED, request: StopRequest | None = Non
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
-        print(error, file=sys.stderr)
+        say_last(str(error))
         return code
     time.sleep(HEAD_START_SECONDS)
     if request is None or not request.reason:
-        print(f"rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr)
+        say_last(f"rank {rank} on {socket.gethostname()}: {error}")
     return code

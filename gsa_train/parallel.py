@@ -20,6 +20,10 @@ class DeviceError(ValueError):
     """A field asks for what this machine does not have, or not in this precision; names value and remedy."""
 
 
+class RendezvousError(RuntimeError):
+    """The ranks of this job cannot meet; says where, and the remedy."""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core)."""
@@ -136,9 +140,22 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
+        try:
+            dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
+        except dist.DistNetworkError as error:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            in_use = "EADDRINUSE" in str(error)
+            raise RendezvousError(
+                f"MASTER_ADDR:MASTER_PORT = {place}: "
+                + ("the port is in use" if in_use else f"the ranks cannot meet there ({_first_line(error)})")
+                + "; set MASTER_PORT to a free port, the same on all ranks, or start with torchrun --standalone"
+            ) from error
     else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def leave_layout() -> None:

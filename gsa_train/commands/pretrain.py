@@ -7,8 +7,9 @@ Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data,
 --mfu SHARE].
 Exit code 2: wrong use, config, device, tokenizer, profile, run folder, a refusal by W&B, or a checkpoint that does not
 fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent
-data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains). 1: the run failed
-otherwise, also for its data. torchrun itself ends with 1 for each, and shows its ranks'.
+data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains). 130: a second
+Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for
+each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import contextlib
 import io
 import logging
 import os
-import sys
 import warnings
 
 from gsa_train.cli import parse_arguments, refuse
@@ -25,7 +25,15 @@ from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.run import exit_codes
-from gsa_train.run.stop_signals import Stopped, StopRequest, find_deadline, job_start_time
+from gsa_train.run.last_words import say_last, tell_torchrun
+from gsa_train.run.start_header import first_line
+from gsa_train.run.stop_signals import (
+    Stopped,
+    StopRequest,
+    end_at_interrupt,
+    find_deadline,
+    job_start_time,
+)
 
 LIBRARIES_WARNINGS = (
     r"(Transformer Engine and )?Apex (are|is) not installed",
@@ -37,6 +45,16 @@ LIBRARIES_WARNINGS = (
 
 
 def main() -> int:
+    try:
+        return run_command()
+    except Exception as error:
+        tell_torchrun(f"{type(error).__name__}: {error}\n(the traceback is further up)")
+        raise
+
+
+def run_command() -> int:
+    """Everything from the command line to the exit code."""
+    end_at_interrupt()
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -46,10 +64,10 @@ def main() -> int:
         warnings.filterwarnings("ignore", message=message)
     said = io.StringIO()
     try:
-        with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said):
             arguments = parse_arguments()
     except SystemExit as end:
-        if is_main or not end.code:
+        if not end.code:  # --help
             raise
         return refuse(said.getvalue().rstrip())
     try:
@@ -68,6 +86,8 @@ def main() -> int:
     )
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return exit_codes.STOPPED  # to torchrun a stop is a failure, and it tries again
+    if is_main:
+        print(first_line(config, arguments), flush=True)
     prepare_connections([config.parallel], os.environ, compute_capability())
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.faults import DataFault
@@ -78,7 +98,7 @@ def main() -> int:
     from gsa_train.monitor.corruption import CorruptionFound
     from gsa_train.monitor.monitor import MonitorStop
     from gsa_train.monitor.stop import SpikeAhead
-    from gsa_train.parallel import DeviceError
+    from gsa_train.parallel import DeviceError, RendezvousError
     from gsa_train.profiling.profiler import ProfileError
     from gsa_train.resume import ResumeError
     from gsa_train.run.lock import RunFolderError
@@ -86,7 +106,8 @@ def main() -> int:
 
     try:
         train(config, arguments, request)
-    except Stopped:
+    except Stopped as stop:
+        tell_torchrun(f"{stop}: the same command goes on")
         return exit_codes.STOPPED
     except (
         ResumeError,
@@ -96,26 +117,27 @@ def main() -> int:
         ProfileError,
         WandbRefused,
         DeviceError,
+        RendezvousError,
     ) as error:
         return refuse(error, request=request)
     except SpikeAhead as error:
         return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)
     except MonitorStop as stop:
         if is_main:  # all ranks decide the same
-            print(stop, file=sys.stderr)
+            say_last(str(stop))
         return exit_codes.STOPPED_BY_MONITOR
     except CorruptionFound as fault:
         if is_main:  # all ranks compare the same
-            print(fault, file=sys.stderr)
+            say_last(str(fault))
         return exit_codes.CORRUPTED
     except CheckpointError as error:
         if is_main:  # all ranks agree
-            print(error, file=sys.stderr)
+            say_last(str(error))
         return exit_codes.SAVE_FAILED
     except RuntimeError as error:
         # The second: torch reports a dead reader by a signal, wherever this process stands.
         if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):
             raise
-        print(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}", file=sys.stderr)
+        say_last(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}")
         return exit_codes.FAILED
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 from collections import Counter
 from typing import Any
@@ -74,13 +75,26 @@ def check_config(config: Config, world_size: int) -> list[str]:
 
 
 def check_packages(config: Config) -> list[str]:
-    """Packages beyond the required ones that a run needs and that are missing."""
-    if config.parallel.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    """Packages of which a run can do without, that this one needs and that are missing."""
+    lines = []
+    if config.parallel.strategy == "deepspeed" and not _is_installed("deepspeed"):
         remedy = "run pip install '.[deepspeed]' in the checkout, or set parallel.strategy to megatron"
-        return [
-            problem_line("parallel.strategy", "deepspeed", "the package deepspeed is not installed", remedy)
-        ]
-    return []
+        wrong = "the package deepspeed is not installed"
+        lines.append(problem_line("parallel.strategy", "deepspeed", wrong, remedy))
+    mode: str = config.logging.wandb
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or mode
+    if mode != "disabled" and not _is_installed("wandb"):
+        remedy = "run pip install wandb, or set logging.wandb=disabled"
+        wrong = "the package wandb is not installed"
+        lines.append(problem_line("logging.wandb", config.logging.wandb, wrong, remedy))
+    return lines
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name without code, such as W&B's own `wandb/` in the current folder, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _check_validation_sets(data: DataConfig) -> list[str]:

@@ -38,7 +38,7 @@ class Progress:
                 initial=start_step,
                 file=sys.stderr,
                 dynamic_ncols=True,
-                bar_format="{percentage:3.0f}% |{bar:20}| step {n_fmt}/{total_fmt}  {desc}",
+                bar_format="{percentage:3.0f}% |{bar:10}| step {n_fmt}/{total_fmt}  {desc}",
             )
 
     def show(self, record: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:
         _step_and_phase(record, total_steps),
         f"loss {_number(record.get('loss'), '7.4f')}",
         f"kl {_number(record.get('indexer_kl'), '7.4f')}",
-        f"recall {_number(record.get('recall'), '5.3f')}",
+        _recall(record, "", "5.3f"),
         f"gnorm {_number(record.get('grad_norm'), '8.3g')}",
         f"lr {_number(record.get('lr'), '7.1e')}",
         f"{compact(record.get('tokens_per_second')):>6} tok/s",
@@ -118,11 +118,17 @@ def _bar_text(record: dict[str, Any], eta: float | None) -> str:
         str(record["phase"]),
         f"loss {_number(record.get('loss'), '.4f')}",
         f"kl {_number(record.get('indexer_kl'), '.4f')}",
-        f"recall {_number(record.get('recall'), '.3f')}",
+        _recall(record, "", ".3f"),
         f"{compact(record.get('tokens_per_second'))} tok/s",
         f"eta {_duration(eta)}",
     ]
     return "  ".join(columns)
+
+
+def _recall(record: dict[str, Any], prefix: str, form: str) -> str:
+    """Of the selected keys, and of as many random ones: only above that a selection tells anything."""
+    selected, random = record.get(f"{prefix}recall"), record.get(f"{prefix}random_recall")
+    return f"recall {_number(selected, form)} (random {_number(random, form)})"
 
 
 def _validation_line(record: dict[str, Any], total_steps: int) -> str:
@@ -130,7 +136,7 @@ def _validation_line(record: dict[str, Any], total_steps: int) -> str:
         _step_and_phase(record, total_steps),
         f"validation loss {_number(record.get('validation_loss'), '7.4f')}",
         f"perplexity {_number(record.get('validation_perplexity'), '8.2f')}",
-        f"recall {_number(record.get('validation_recall'), '5.3f')}",
+        _recall(record, "validation_", "5.3f"),
     ]
     return "  ".join(columns)
 

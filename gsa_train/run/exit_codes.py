@@ -11,3 +11,5 @@ CORRUPTED = 14
 """Numbers that should be equal were not. A new start from the last checkpoint is right for a fault that passes."""
 STOPPED = 75
 """Asked to stop, and did: start the same command again. EX_TEMPFAIL of sysexits.h."""
+INTERRUPTED = 130
+"""Ctrl-C before the first step, or twice: nothing was saved. What a shell makes of SIGINT."""

@@ -58,6 +58,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             for part, number in parts.items():
                 label = f"{name} {part}".strip()
                 log.message(f"{label:>20}  {'--' if number is None else number}")
+        _say_where_wandb_is(run)
         if run.config.logging.plots:
             # matplotlib: half a second, which no other rank and no start has to pay.
             from gsa_train.report.plots import write_plots
@@ -112,6 +113,7 @@ def leave(run: Run, stop: Stopped) -> None:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):
             write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
+        _say_where_wandb_is(run)
         run.services.log.message(f"{stop}; exit code {exit_codes.STOPPED}: the same command goes on")
     _close(run, exit_codes.STOPPED)
 
@@ -148,6 +150,12 @@ def _goes_on_without(run: Run, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         run.services.log.message(f"{what} cannot be written: {error}")
+
+
+def _say_where_wandb_is(run: Run) -> None:
+    sinks = run.services.log.sinks
+    for line in sinks.wandb_place if sinks is not None else []:
+        run.services.log.message(f"W&B: {line}")
 
 
 def _close(run: Run, exit_code: int) -> None:

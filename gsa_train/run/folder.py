@@ -24,6 +24,7 @@ from gsa_train.resume import Start, run_dir, set_damaged_aside
 from gsa_train.run.hang_watchdog import newest_hang
 from gsa_train.run.job_start import note_job_start
 from gsa_train.run.run_log import RunLog
+from gsa_train.run.start_header import start_header
 from gsa_train.run.starts import note_start, read_starts
 from gsa_train.run.stop_signals import children_keep_running
 
@@ -40,7 +41,7 @@ class RunFolder:
 
 
 def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFolder:
-    """Open what the run writes; print config and layout. Collective.
+    """Open what the run writes; print the header of this start. Collective.
 
     Raises:
         WandbRefused: on all ranks alike, and then an old folder's files are as they were.
@@ -105,8 +106,7 @@ def _open_files(
     (folder / STOPPED).unlink(missing_ok=True)
     (folder / MONITOR_STOP).unlink(missing_ok=True)
     console = Progress(total_steps, start.step)
-    console.message(config_to_yaml(config))
-    console.message(f"run folder {folder}; {parallel.describe()}")
+    console.message(start_header(config, parallel.describe(), folder, sinks.wandb_place))
     if start.checkpoint is not None:
         console.message(f"resuming from {start.checkpoint} at step {start.step}")
     if start.state is not None:

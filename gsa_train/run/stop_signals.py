@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,9 +13,14 @@ from types import FrameType
 
 import psutil
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from gsa_train.run.exit_codes import INTERRUPTED
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGUSR1: by custom, what `sbatch --signal` sends before the end.
-SIGINT stays Python's: who presses Ctrl-C waits for no save."""
+SIGINT: Ctrl-C."""
+
+ONE_PRESS_SECONDS = 0.5
+"""Some programs that start others pass Ctrl-C on to them, though the terminal has told them: that is one press."""
 
 TIME_LIMIT = signal.NSIG
 """The reason that is no signal, as a number beside theirs."""
@@ -32,7 +38,26 @@ class Stopped(Exception):
 
 
 def reason_in_words(reason: int) -> str:
+    if reason == signal.SIGINT:
+        return "Ctrl-C"
     return "the time limit" if reason == TIME_LIMIT else signal.Signals(reason).name
+
+
+def end_at_interrupt() -> None:
+    """Until `StopRequest.listen`, Ctrl-C ends this process at once, with a line instead of a traceback."""
+    signal.signal(signal.SIGINT, lambda number, frame: _end_at_once("interrupted before the first step"))
+
+
+def _end_at_once(said: str) -> None:
+    _say(said)
+    os._exit(INTERRUPTED)
+
+
+def _say(line: str) -> None:
+    """To stderr, on the main rank. In a handler of signals, where `print` may have been interrupted in itself."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{line}\n".encode())
 
 
 class StopRequest:
@@ -42,6 +67,8 @@ class StopRequest:
         self.deadline: float | None = None
         """Time (of `time.time`) from which on the run stops."""
         self._signal = 0
+        self._process = os.getpid()
+        self._interrupted_at: float | None = None
 
     @property
     def reason(self) -> int:
@@ -51,12 +78,36 @@ class StopRequest:
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def listen(self) -> None:
-        """From now on a stop signal is noted, and ends nothing: not a save, nor a step. Forked children inherit it."""
+        """From now on a stop signal is noted, and ends nothing: not a save, nor a step. Forked children inherit it.
+
+        Only who presses Ctrl-C twice ends this process at once.
+        """
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signal = int(number)
+        if os.getpid() != self._process:
+            return  # a reader of text, which ends with its rank
+        # torchrun passes the first Ctrl-C on as such, and ends its ranks by SIGTERM at the second.
+        if self._interrupted_at is not None and number in (signal.SIGINT, signal.SIGTERM):
+            if number == signal.SIGINT and time.monotonic() - self._interrupted_at < ONE_PRESS_SECONDS:
+                return
+            _end_at_once(
+                "interrupted again: ended at once; the same command goes on from the last checkpoint"
+            )
+        if number == signal.SIGINT:
+            self._interrupted_at = time.monotonic()
+            _say(
+                "interrupted: the step under way is finished and saved, then the run ends"
+                f"{_torchruns_patience()}; press Ctrl-C again to end at once"
+            )
+
+
+def _torchruns_patience() -> str:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return f" (torchrun waits {os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', '30')} s for that)"
 
 
 @contextmanager

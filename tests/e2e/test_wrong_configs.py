@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helpers.runs import CONFIG, REPOSITORY
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
 
 # Runs the launcher and then says which of the heavy packages it loaded.
 REPORT = """
@@ -170,3 +170,20 @@ def test_two_ranks_speak_with_one_voice(arguments, code, line):
     )
     assert result.returncode == code  # torchrun's own: 1 when a rank failed
     assert (result.stdout + result.stderr).count(line) == 1
+
+
+def test_under_torchrun_the_message_comes_once_and_last():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "launch/pretrain.py"]
+    result = subprocess.run(
+        [sys.executable, *torchrun, "--config", CONFIG, "modle.num_layers=2"],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 1
+    output = result.stdout + result.stderr
+    assert output.count("did you mean model?") == 1
+    assert "did you mean model?" in output.rstrip().splitlines()[-2]  # the last one is a rule

@@ -39,6 +39,7 @@ def launch(
             cwd=REPOSITORY,
             env={**os.environ, **ENVIRONMENT, **of_faults, **(environment or {}), MARK: mark},
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's foreground process group, for Ctrl-C
             stdout=file,
             stderr=subprocess.STDOUT,
         )

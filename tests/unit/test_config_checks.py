@@ -1,8 +1,10 @@
 """Every check between fields, on a config that is right until one thing is changed."""
 
+from unittest.mock import Mock
+
 import pytest
 
-from gsa_train.config import Config, PhaseConfig, load_config
+from gsa_train.config import Config, ConfigError, PhaseConfig, load_config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.layout_checks import data_parallel_size
 
@@ -403,12 +405,33 @@ def test_the_world_size(base, world_size, fragment):
 
 
 def test_deepspeed_must_be_installed(base, monkeypatch):
-    config = load_config(base, ["parallel.strategy=deepspeed"])
+    config = load_config(base, ["parallel.strategy=deepspeed", "logging.wandb=disabled"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check_packages(config)
     assert "not installed" in problem
     assert "pip install '.[deepspeed]'" in problem
+    assert check_packages(load_config(base, ["logging.wandb=disabled"])) == []
+
+
+@pytest.mark.parametrize("spec", [None, Mock(origin=None)], ids=["nothing", "a folder of W&B's runs"])
+def test_wandb_must_be_installed_where_it_is_used(base, monkeypatch, spec):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     assert check_packages(load_config(base)) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    for mode in ("auto", "offline"):
+        (problem,) = check_packages(load_config(base, [f"logging.wandb={mode}"]))
+        assert problem == (
+            f"logging.wandb = {mode}: the package wandb is not installed; "
+            "run pip install wandb, or set logging.wandb=disabled"
+        )
+    assert check_packages(load_config(base, ["logging.wandb=disabled"])) == []
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert check_packages(load_config(base)) == []
+
+
+def test_a_wrong_word_for_wandb_gets_the_right_ones(base):
+    with pytest.raises(ConfigError, match="= off: not one of auto, online, offline, disabled"):
+        load_config(base, ["logging.wandb=off"])
 
 
 def test_a_config_made_in_python_is_checked_the_same_way():

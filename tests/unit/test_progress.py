@@ -20,6 +20,7 @@ RECORD = {
     "loss": 5.1234,
     "indexer_kl": 0.5123,
     "recall": 0.412,
+    "random_recall": 0.38,
     "grad_norm": 0.87,
     "lr": 3e-4,
     "tokens_per_second": 12345.0,
@@ -58,8 +59,8 @@ def test_plain_line(capsys):
     progress.close()
     out, err = capsys.readouterr()
     assert out == (
-        "step    120/600  warm-up   loss  5.1234  kl  0.5123  recall 0.412  gnorm     0.87  lr 3.0e-04  "
-        " 12.3k tok/s  mfu    --  data  0.4%  eta 8m00s\n"
+        "step    120/600  warm-up   loss  5.1234  kl  0.5123  recall 0.412 (random 0.380)  gnorm     0.87  "
+        "lr 3.0e-04   12.3k tok/s  mfu    --  data  0.4%  eta 8m00s\n"
     )
     assert err == ""
 
@@ -72,7 +73,7 @@ def test_columns_stay_in_place_without_values(capsys):
     first, empty, broken = capsys.readouterr().out.splitlines()
     for label in ("loss", "kl", "recall", "gnorm", "lr", "tok/s", "mfu", "data", "eta"):
         assert first.index(f"{label} ") == empty.index(f"{label} ") == broken.index(f"{label} ")
-    assert "loss      --  kl      --  recall    --" in empty
+    assert "loss      --  kl      --  recall    -- (random    --)" in empty
     assert "loss     nan" in broken
 
 
@@ -81,16 +82,17 @@ def test_validation_line(capsys):
     event = {"event": "validation", "step": 120, "phase": "sparse", "validation_loss": 3.5}
     progress.show(event | {"validation_perplexity": 33.1, "validation_recall": None})
     assert capsys.readouterr().out == (
-        "step    120/600  sparse    validation loss  3.5000  perplexity    33.10  recall    --\n"
+        "step    120/600  sparse    validation loss  3.5000  perplexity    33.10  recall    -- (random    --)\n"
     )
 
 
 def test_each_further_validation_set_has_a_line(capsys):
     event = {"event": "validation", "step": 120, "phase": "sparse", "validation_loss": 3.5}
     event |= {"validation_code_loss": 1.25, "validation_code_perplexity": 3.49, "validation_recall": 0.5}
+    event |= {"validation_random_recall": 0.25}
     Progress(600, interactive=False).show(event | {"validation_perplexity": 33.1})
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("validation loss  3.5000  perplexity    33.10  recall 0.500")
+    assert first.endswith("validation loss  3.5000  perplexity    33.10  recall 0.500 (random 0.250)")
     assert second == "step    120/600  sparse    validation loss  1.2500  perplexity     3.49  code"
 
 
@@ -114,8 +116,8 @@ def test_bar_and_messages_on_a_terminal(capsys):
     out, err = capsys.readouterr()
     assert out.strip() == "checkpoint saved"
     assert "100/600" in err
-    assert "120/600  warm-up  loss 5.1234  kl 0.5123  recall 0.412  12.3k tok/s" in err
-    assert "121/600  sparse  loss --  kl --  recall --  -- tok/s" in err
+    assert "120/600  warm-up  loss 5.1234  kl 0.5123  recall 0.412 (random 0.380)  12.3k tok/s" in err
+    assert "121/600  sparse  loss --  kl --  recall -- (random --)  -- tok/s" in err
 
 
 def test_a_pipe_is_not_a_terminal(capsys):

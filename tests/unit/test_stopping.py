@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -30,7 +31,9 @@ from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.plan import StepPlan
+from gsa_train.run import stop_signals
 from gsa_train.run.stop_signals import (
+    ONE_PRESS_SECONDS,
     STOP_SIGNALS,
     TIME_LIMIT,
     Stopped,
@@ -64,11 +67,70 @@ def request_to_stop() -> Iterator[StopRequest]:
 # --- who asks -------------------------------------------------------------------------------------------------
 
 
+class Ended(Exception):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
+    """A signal to this process, so many seconds after the test began."""
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+
+    def send(number: int, seconds: float) -> None:
+        monkeypatch.setattr(stop_signals.time, "monotonic", lambda: seconds)
+        signal.raise_signal(number)
+
+    return send
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
     assert request_to_stop.reason == 0
     signal.raise_signal(number)
     assert request_to_stop.reason == number
+
+
+def test_ctrl_c_says_what_it_does(
+    press: Callable[[int, float], None], request_to_stop: StopRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    press(signal.SIGINT, 0.0)
+    said = capfd.readouterr().err
+    assert "interrupted: the step under way is finished and saved" in said
+    assert "press Ctrl-C again to end at once" in said
+    press(signal.SIGINT, ONE_PRESS_SECONDS / 2)  # from who started this process, as from the terminal
+    assert capfd.readouterr().err == ""
+    assert request_to_stop.reason == signal.SIGINT
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # from the terminal; from torchrun
+def test_twice_ends_at_once(
+    press: Callable[[int, float], None], capfd: pytest.CaptureFixture[str], second: int
+) -> None:
+    press(signal.SIGTERM, 0.0)  # does not count
+    press(signal.SIGINT, 1.0)
+    with pytest.raises(Ended, match="130"):
+        press(second, 1.0 + ONE_PRESS_SECONDS)
+    assert "the same command goes on from the last checkpoint" in capfd.readouterr().err
+
+
+def test_other_ranks_and_readers_say_nothing(
+    press: Callable[[int, float], None],
+    request_to_stop: StopRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    press(signal.SIGINT, 0.0)
+    with pytest.raises(Ended):
+        press(signal.SIGINT, 9.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "getpid", lambda: 0)  # as in a child that was forked
+    press(signal.SIGINT, 18.0)
+    assert capfd.readouterr().err == ""
 
 
 def test_children_do_not_get_the_signals_and_this_process_gets_them_later(
@@ -103,8 +165,9 @@ def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(
 
 
 def test_reasons_have_names() -> None:
-    assert [reason_in_words(reason) for reason in (signal.SIGUSR1, TIME_LIMIT)] == [
+    assert [reason_in_words(reason) for reason in (signal.SIGUSR1, signal.SIGINT, TIME_LIMIT)] == [
         "SIGUSR1",
+        "Ctrl-C",
         "the time limit",
     ]
 

@@ -1,0 +1,41 @@
+"""Why a process ends, said where its user reads it: on stderr, or in the summary that torchrun prints after all else.
+
+torchrun's summary shows what its ranks wrote to the file TORCHELASTIC_ERROR_FILE. The file is that of
+torch.distributed.elastic.multiprocessing.errors.ErrorHandler, written here without loading torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+
+def say_last(message: str) -> None:
+    """Say why this process ends: once, by torchrun's summary if there will be one, else on stderr."""
+    if not tell_torchrun(message) or _is_started_again():
+        print(message, file=sys.stderr)
+
+
+def tell_torchrun(message: str) -> bool:
+    """Whether this is a rank of torchrun's, which shows the message if its ranks are not started again."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    # Without a `py_callstack` the message stands in its place.
+    failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": failure}, file)
+    except OSError:
+        return False
+    return True
+
+
+def _is_started_again() -> bool:
+    """Whether torchrun has restarts left, before which it prints no summary."""
+    restarts, most = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return int(restarts) < int(most)

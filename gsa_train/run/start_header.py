@@ -1,0 +1,70 @@
+"""What a start says of itself: a first line at once, and a header when everything is open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gsa_train.cli import Arguments
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.model.flops import count_parameters
+
+LABEL_WIDTH = 12
+TRAINED = {"all": "all weights", "base": "all but the indexer", "indexer": "the indexer alone"}
+
+
+def first_line(config: Config, arguments: Arguments) -> str:
+    """Said before torch is loaded, which takes seconds. Loads none itself."""
+    ranks = "1 rank" if arguments.world_size == 1 else f"{arguments.world_size} ranks"
+    folder = Path(config.run.dir) / config.run.name
+    return (
+        f"{config.run.name}: training by {arguments.config_path} on {ranks}, run folder {folder}; "
+        "loading torch and megatron-core ..."
+    )
+
+
+def start_header(config: Config, layout: str, folder: Path, wandb: Sequence[str]) -> str:
+    """Model, data, phases, and where to look.
+
+    Args:
+        layout: ranks and devices in words.
+        wandb: where the W&B run is; no line without W&B.
+    """
+    model, train, data = config.model, config.train, config.data
+    count = count_parameters(model, config.gsa)
+    per_step = train.global_batch_size * train.seq_len_tokens
+    steps = sum(phase.steps for phase in config.phases)
+    validated = ", ".join(data.validation_sets.values()) or data.validation_dir
+    rows: dict[str, Sequence[str]] = {
+        config.run.name: [layout],
+        "model": [
+            f"{count.total:,} parameters, of which gates {count.gates:,} and indexer {count.indexer:,}",
+            f"{model.num_layers} layers of width {model.hidden_size}, vocabulary {model.vocab_size:,}",
+        ],
+        "data": [f"{data.train_dir}; validation {validated}"],
+        "tokens": [
+            f"{per_step:,} a step ({train.global_batch_size} sequences of {train.seq_len_tokens:,}), "
+            f"{steps * per_step:,} in all {steps:,} steps"
+        ],
+        "phases": _phases(config.phases),
+        "config": [f"{folder / 'config.yaml'} (every field)"],
+        "metrics": [f"{folder / 'metrics.jsonl'}"],
+        "TensorBoard": [f"tensorboard --logdir {folder}"] if config.logging.tensorboard else [],
+        "W&B": wandb,
+    }
+    return "\n".join(
+        f"{'' if index else label:<{LABEL_WIDTH}} {line}".rstrip()
+        for label, lines in rows.items()
+        for index, line in enumerate(lines)
+    )
+
+
+def _phases(phases: Sequence[PhaseConfig]) -> list[str]:
+    lines, done = [], 0
+    for phase in phases:
+        lines.append(
+            f"{phase.name}: steps {done + 1:,} to {done + phase.steps:,}, {phase.attention} attention, "
+            f"trains {TRAINED[phase.train]}"
+        )
+        done += phase.steps
+    return lines

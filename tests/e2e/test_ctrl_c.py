@@ -1,0 +1,84 @@
+"""Ctrl-C in a terminal: once, the run saves and ends; twice, or before the first step, it ends at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.launchers import launch
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, Run, left_of, train
+
+COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
+SAYS = "interrupted: the step under way is finished and saved"
+
+pytestmark = pytest.mark.slow
+
+
+def start(run_dir: Path, **faults: object) -> Run:
+    return launch(run_dir, *COMMAND, torchrun=("--standalone", "--nproc_per_node=2"), faults=faults)
+
+
+def press(run: Run) -> None:
+    """Ctrl-C goes to the terminal's process group: torchrun, whose ranks are no part of it."""
+    assert isinstance(run.process, subprocess.Popen)
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
+def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
+    once = start(tmp_path, waits_for=[4, 1, signal.SIGINT])
+    once.wait_until(lambda: len(once.steps()) >= 3)
+    press(once)
+    once.wait(expected=1)  # torchrun's own
+    saved = json.loads((once.folder / "stopped.json").read_text())
+    assert saved["reason"] == "Ctrl-C"
+    assert once.latest == f"step_{saved['step']:08d}"
+    assert once.output.count(SAYS) == 1
+    assert f"Ctrl-C: saving a checkpoint at step {saved['step']}" in once.output
+    assert (
+        f"stopped by Ctrl-C after step {saved['step']}; exit code 75: the same command goes on" in once.output
+    )
+    assert "wandb sync" in once.output.split("saving a checkpoint")[1]
+    assert once.output.count("Traceback") == 1  # torchrun's own
+    assert left_of(once) == []
+
+    # The save of rank 1 waits for a signal that does not come, so that the second one finds the run saving.
+    twice = start(
+        tmp_path, waits_for=[saved["step"] + 3, 1, signal.SIGINT], write_waits_for=[1, signal.SIGUSR1]
+    )
+    twice.wait_until(lambda: len(twice.steps()) >= saved["step"] + 2)
+    press(twice)
+    twice.wait_until(lambda: "Ctrl-C: saving a checkpoint" in twice.output)
+    press(twice)
+    twice.wait(expected=1)
+    assert "ended at once; the same command goes on from the last checkpoint" in twice.output
+    assert twice.latest == once.latest
+    assert left_of(twice) == []
+
+    assert f"resuming from {once.checkpoints / once.latest}" in train(tmp_path, *COMMAND, ranks=2).output
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    command = [sys.executable, "launch/pretrain.py", "--config", CONFIG, f"run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(
+        f"demo: training by {CONFIG} on 1 rank, run folder {tmp_path}/demo"
+    )
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert error.strip() == "interrupted before the first step"
+    assert not (tmp_path / "demo").exists()

@@ -1,0 +1,67 @@
+"""Why a process ends is said once, where torchrun's user reads it, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from gsa_train.commands import pretrain
+from gsa_train.run.last_words import say_last
+
+
+@pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As a rank of torchrun has it, in its last start."""
+    path = tmp_path / "error.json"
+    for name, value in {"ERROR_FILE": str(path), "RESTART_COUNT": "2", "MAX_RESTARTS": "2"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    return path
+
+
+def summary(error_file: Path) -> str:
+    """What torchrun prints of a rank that ended with exit code 2."""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(error_file))
+    return str(ChildFailedError("pretrain.py", {0: failure}))
+
+
+def test_without_torchrun_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    say_last("no text")
+    assert capsys.readouterr().err == "no text\n"
+
+
+def test_under_torchrun_in_the_last_lines_of_its_summary(
+    error_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_last("a.yaml: 2 problems\n  one\n  two")
+    assert capsys.readouterr().err == ""
+    lines = summary(error_file).splitlines()
+    assert lines[-4:-1] == ["  traceback : a.yaml: 2 problems", "    one", "    two"]
+
+
+def test_where_torchrun_will_print_no_summary_on_stderr(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    say_last("no text")
+    assert capsys.readouterr().err == "no text\n"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file / "no" / "folder"))
+    say_last("still none")
+    assert capsys.readouterr().err == "still none\n"
+
+
+def test_an_error_of_ours_has_its_last_line_in_the_summary(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise ZeroDivisionError("no rows")
+
+    monkeypatch.setattr(pretrain, "run_command", fail)
+    with pytest.raises(ZeroDivisionError):
+        pretrain.main()
+    assert "traceback : ZeroDivisionError: no rows\n" in summary(error_file)

@@ -1,0 +1,53 @@
+"""What a start says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gsa_train.cli import parse_arguments
+from gsa_train.config import Config, DataConfig, PhaseConfig, RunConfig, TrainConfig, load_config
+from gsa_train.model.flops import count_parameters
+from gsa_train.run.start_header import first_line, start_header
+
+CONFIG = Config(
+    run=RunConfig(name="small", dir="/runs"),
+    train=TrainConfig(seq_len_tokens=256, global_batch_size=8),
+    data=DataConfig(train_dir="text", validation_dir="", validation_sets={"web": "a", "books": "b"}),
+    phases=[
+        PhaseConfig(name="warm-up", steps=60, attention="dense", train="indexer"),
+        PhaseConfig(name="sparse", steps=640, attention="sparse", train="all"),
+    ],
+)
+
+
+def test_the_first_line() -> None:
+    line = first_line(CONFIG, parse_arguments(["--config", "demo"]))
+    assert line.startswith("small: training by demo on 1 rank, run folder /runs/small; loading torch")
+
+
+def test_the_header() -> None:
+    rows = start_header(CONFIG, "2 ranks on cpu", Path("/runs/small"), ["kept offline"]).splitlines()
+    count = count_parameters(CONFIG.model, CONFIG.gsa)
+    assert count.gates > 0
+    assert count.indexer > 0
+    for row in (
+        "small        2 ranks on cpu",
+        f"model        {count.total:,} parameters, of which gates {count.gates:,} and indexer {count.indexer:,}",
+        "data         text; validation a, b",
+        "tokens       2,048 a step (8 sequences of 256), 1,433,600 in all 700 steps",
+        "metrics      /runs/small/metrics.jsonl",
+        "TensorBoard  tensorboard --logdir /runs/small",
+        "W&B          kept offline",
+    ):
+        assert row in rows
+    phases = rows.index("phases       warm-up: steps 1 to 60, dense attention, trains the indexer alone")
+    assert rows[phases + 1] == "             sparse: steps 61 to 700, sparse attention, trains all weights"
+    assert max(map(len, rows)) < 110
+
+
+def test_what_a_run_does_not_have_is_left_out() -> None:
+    config = load_config("standard_1.7b", ["logging.tensorboard=false"])
+    header = start_header(config, "8 ranks on cuda", Path("runs/standard"), [])
+    assert "TensorBoard" not in header
+    assert "W&B" not in header
+    assert "gates 0 and indexer 0" in header
