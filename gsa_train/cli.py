@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import socket
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_train.config import Config
+from gsa_train.config.load import field_names
 from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
 from gsa_train.run.exit_codes import REFUSED
@@ -88,7 +91,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.grad_clip=0.5")
     refuse_dashed_fields(parser, argv)
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(unknown_words(parser, unknown))
 
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size needs --dry-run; a real run takes its size from torchrun")
@@ -141,6 +146,24 @@ def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | 
         if dashed:
             value = following if dashed[2] is None else dashed[2]
             parser.error(f"{word}: fields of the config have no dashes; write {dashed[1]}={value or 'VALUE'}")
+
+
+def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """Why these are not understood, each with the option or form that may be meant."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    reasons = []
+    for word in words:
+        name, _, value = word.partition("=")
+        fields = [field for field in field_names(Config) if field.split(".")[-1] == name.lstrip("-")]
+        meant = [option for option in options if len(name) > 2 and option.startswith(name)]
+        meant = meant or difflib.get_close_matches(name, options, n=1)
+        if fields:
+            forms = " or ".join(f"{field}={value or 'VALUE'}" for field in fields)
+            reasons.append(f"{word}: no such option; fields of the config have no dashes; write {forms}")
+        else:
+            remedy = f"did you mean {' or '.join(meant)}?" if meant else "--help lists them"
+            reasons.append(f"{word}: no such option; {remedy}")
+    return "; ".join(reasons)
 
 
 def announced_world_size(needs_rank: bool = True) -> int:

@@ -338,7 +338,7 @@ def _add_unknown(cls: type, key: str, value: object, where: str, problems: Probl
     prefix = f"{where}." if where else ""
     known = list(typing.get_type_hints(cls))
     close = difflib.get_close_matches(key, known, n=1)
-    elsewhere = [name for name in _field_names(problems.root) if name.split(".")[-1] == key]
+    elsewhere = [name for name in field_names(problems.root) if name.split(".")[-1] == key]
     meant = [f"{prefix}{close[0]}"] if close else elsewhere
     remedy = f"did you mean {' or '.join(meant)}?" if meant else "remove it."
     keys = f"{f'Keys of {where}' if where else 'Sections'}: {', '.join(known)}"
@@ -346,9 +346,9 @@ def _add_unknown(cls: type, key: str, value: object, where: str, problems: Probl
     problems.add(f"{prefix}{key}", shown, "unknown key", f"{remedy} {keys}", meant=meant)
 
 
-def _field_names(cls: type, prefix: str = "") -> list[str]:
+def field_names(cls: type, prefix: str = "") -> list[str]:
     """`section.field` of every field of a dataclass of dataclasses; lists are left out."""
     names = []
     for key, hint in typing.get_type_hints(cls).items():
-        names += _field_names(hint, f"{prefix}{key}.") if _is_section(hint) else [f"{prefix}{key}"]
+        names += field_names(hint, f"{prefix}{key}.") if _is_section(hint) else [f"{prefix}{key}"]
     return names

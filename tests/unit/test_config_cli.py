@@ -26,6 +26,7 @@ def test_options_and_overrides_in_any_order(tmp_path):
     assert arguments.resume_from == str(tmp_path)
     assert (arguments.no_resume, arguments.dry_run, arguments.world_size) == (False, False, 1)
     assert not arguments.accept_new_data
+    assert parse_arguments(["--config=c.yaml"]).config_path == "c.yaml"
     assert parse_arguments(["--config", "c.yaml", "--accept-new-data"]).accept_new_data
 
 
@@ -56,7 +57,15 @@ def test_what_a_dry_run_plans_for():
         (["--config", "c", "--resume-from", "/no/such/folder"], "no such folder"),
         (["--config", "c", "--resume-from", ".", "--no-resume"], "not allowed with"),
         (["--config", "c", "--accept-new-data", "--no-resume"], "--no-resume, which starts all anew"),
-        (["--config", "c", "--resume", "."], "--resume"),
+        (["--config", "c", "--resume", "."], "did you mean --resume-from or --resume-after-stop?"),
+        (["--config", "c", "--worldsize=2"], "--worldsize=2: no such option; did you mean --world-size?"),
+        (["--config", "c", "-x"], "-x: no such option; --help lists them"),
+        (["--config", "c", "--seed", "3"], "write run.seed=VALUE or data.seed=VALUE"),
+        (
+            ["--config", "c", "--num_layers=3"],
+            "fields of the config have no dashes; write model.num_layers=3",
+        ),
+        (["--config", "c", "--model.num_layers=3"], "write model.num_layers=3"),
         (["--conf", "c"], "--config"),
         (["--config", "c", "--mfu", "0.4"], "--mfu needs --dry-run"),
         (["--config", "c", "--device", "NVIDIA H200"], "--device needs --dry-run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -68,6 +69,31 @@ def test_every_script_of_a_checkout_finds_its_packages(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     assert len(SCRIPTS) > 20
     assert run(FROM_CHECKOUT, str(ROOT), *SCRIPTS, cwd=tmp_path) == f"{len(SCRIPTS)}\n"
+
+
+def test_every_hint_to_install_names_an_extra_of_the_checkout() -> None:
+    """The package is on no registry: whoever takes the name there must not be installed by our hints."""
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1]
+    extras = set(re.findall(r"^(\w+) = \[", section.split("\n[")[0], re.MULTILINE))
+    assert "hf" in extras
+    hinted, wrong = set(), []
+    for path in (
+        ROOT / name for name in tracked_files() if name.endswith((".py", ".md", ".ipynb", "Dockerfile"))
+    ):
+        for hint in re.findall(r"""pip install (?:-\S+ )*['"]?([\w.-]*(?:\[[\w,-]+\])?)""", path.read_text()):
+            project, _, names = hint.partition("[")
+            named = set(names.rstrip("]").split(",")) - {""}
+            hinted |= named
+            if project.replace("_", "-").startswith("gsa-") or (project == "." and named - extras):
+                wrong.append(f"{path}: {hint}")
+    assert wrong == []
+    assert {"hf", "parquet", "deepspeed"} <= hinted
+
+
+def tracked_files() -> list[str]:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 ALONE = """
