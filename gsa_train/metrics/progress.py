@@ -108,7 +108,7 @@ def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:
         f"{compact(record.get('tokens_per_second')):>6} tok/s",
         f"mfu {_percent(record.get('mfu')):>5}",
         f"data {_percent(record.get('data_wait')):>5}",
-        f"eta {_duration(eta)}",
+        f"eta {duration(eta)}",
     ]
     return "  ".join(columns)
 
@@ -120,7 +120,7 @@ def _bar_text(record: dict[str, Any], eta: float | None) -> str:
         f"kl {_number(record.get('indexer_kl'), '.4f')}",
         _recall(record, "", ".3f"),
         f"{compact(record.get('tokens_per_second'))} tok/s",
-        f"eta {_duration(eta)}",
+        f"eta {duration(eta)}",
     ]
     return "  ".join(columns)
 
@@ -185,7 +185,7 @@ def compact(value: float | None) -> str:
     return f"{value:.3g}G"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
     """The two largest units: 45s, 2m31s, 3h05m, 2d04h."""
     if seconds is None or not math.isfinite(seconds):
         return "--"

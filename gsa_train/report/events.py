@@ -17,7 +17,7 @@ KINDS = {
     "spike": ("spike", "#c62828"),
     "rewind": ("rewind", "#e67e00"),
     "lower_lr": ("lower learning rate", "#b8860b"),
-    "skipped_batches": ("batches left out", "#7a7a7a"),
+    "skipped_batches": ("batches skipped", "#7a7a7a"),
     "corruption": ("silent data corruption", "#00695c"),
     "stop": ("stop by the monitor", "#6a1b1b"),
     "warning": ("warning", "#c9a400"),

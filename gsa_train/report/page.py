@@ -1,44 +1,24 @@
 """One HTML page about one run or several: what ran, what happened, and every panel of gsa_train.report.panels.
 
-The page needs no server and no network: style, script and numbers are inside (report.css, report.js). It is made of the
-run folders alone: during a run, after it, or after it was killed.
+The page needs no server and no network: style, numbers and plotly's JavaScript, which draws the charts, are inside. It
+is made of the run folders alone: during a run, after it, or after it was killed.
 """
 
 from __future__ import annotations
 
 import html
-import json
-import math
-import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from gsa_train.metrics.progress import compact
-from gsa_train.metrics.record_format import Record
-from gsa_train.report.events import KINDS, Event, events_of
-from gsa_train.report.panels import LAYERS, PANELS, SECTIONS, Panel
-from gsa_train.report.run_series import (
-    first_step,
-    flat,
-    has,
-    names_of,
-    phase_starts,
-    records_of,
-    series,
-    token_knots,
-    tokens_at,
-    with_all_lines,
-    with_key,
-)
-from gsa_train.run.starts import read_starts
+from gsa_train.metrics.progress import compact, duration
+from gsa_train.model.flops import count_parameters
+from gsa_train.report.charts import Chart, chart_of, layer_charts
+from gsa_train.report.events import KINDS, Event
+from gsa_train.report.panels import PANELS, SECTIONS
+from gsa_train.report.run_files import RunFiles
+from gsa_train.report.run_series import names_of
 
-MOST_POINTS = 600
-"""Of a line; a plot is 530 pixels wide."""
-MOST_COLUMNS = 160
-"""Of a picture by layers."""
-MOST_MARKS = 400
-"""Along the x axis."""
 MOST_EVENTS = 300
 """Rows of a run's table."""
 SPIKE = (
@@ -47,46 +27,25 @@ SPIKE = (
     "spikes of the run so far over the steps trained on, times 100,000. SpikeScore is OLMo-core's: the share of steps "
     "above mean + 6 standard deviations of the last 128."
 )
-
-
-class RunFiles:
-    """What a report reads of one run."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-        self.records = [flat(record) for record in records_of(folder)]
-        self.steps = [record for record in self.records if "event" not in record]
-        self.starts = read_starts(folder)
-        self.summary: Record = _read_json(folder / "summary.json")
-        self.stopped: Record = _read_json(folder / "stopped.json")
-        config = folder / "config.yaml"
-        self.config = config.read_text(encoding="utf-8") if config.exists() else ""
-        self.phases = phase_starts(self.records)
-        self.token_knots = token_knots(self.records)
-        self.events = events_of(folder, self.records, self.starts)
-
-    @property
-    def last_step(self) -> int:
-        return max(record["step"] for record in self.records)
-
-    def tokens_at(self, step: int) -> str:
-        """In short; a dash where they are unknown."""
-        return compact(tokens_at(self.token_knots, [step])[0]) if self.token_knots else "–"
-
-    @property
-    def state(self) -> str:
-        if self.summary:
-            return "complete"
-        if self.stopped:
-            return (
-                f"stopped after step {self.stopped['step']} by {self.stopped['reason']}, to be started again"
-            )
-        return "under way, or ended without a word"
-
-    def last(self, key: str) -> Any:
-        """The newest value of a metric; None where there is none."""
-        values = [record[key] for record in self.records if record.get(key) is not None]
-        return values[-1] if values else None
+READING = (
+    "Linear axes show what follows the first tenth of a run, without outliers: double-click in a chart for all of it. "
+    "Drag in a chart to zoom: the others follow."
+)
+PLOTLY = {"displaylogo": False, "displayModeBar": False, "doubleClick": "reset+autosize"}
+ZOOM_TOGETHER = """
+const charts = [...document.querySelectorAll(".plotly-graph-div")];
+let following = false;
+for (const chart of charts) chart.on("plotly_relayout", (change) => {
+  const from = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0];
+  const to = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
+  if (following || from === undefined) return;
+  following = true;
+  const others = charts.filter((other) => other !== chart);
+  Promise.all(others.map((other) => Plotly.relayout(other, { "xaxis.range": [from, to] })))
+    .finally(() => { following = false; });
+});
+"""
+"""What a person does to the x axis of one chart is done to the others."""
 
 
 def write_report(run_dirs: list[Path], path: Path) -> Path:
@@ -95,159 +54,72 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
     Args:
         run_dirs: folders with a metrics.jsonl that has records.
     """
+    # Half a second that only a page of charts has to pay.
+    from plotly.offline import get_plotlyjs
+
     runs = [RunFiles(name, folder) for name, folder in names_of(run_dirs).items()]
-    here = Path(__file__)
     title = " and ".join(run.name for run in runs)
-    data = _data(runs)
-    numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
-    present = [each for each in SECTIONS if any(panel["section"] == each for panel in data["panels"])]
+    charts = _charts(runs)
+    present = [section for section in SECTIONS if charts[section]]
     links = "".join(f'<a href="#{section}">{SECTIONS[section]}</a>' for section in present)
-    axes = "".join(f'<button data-axis="{axis}">{axis}</button>' for axis in ("step", "tokens"))
     plots = "".join(
         f'<h2 id="{section}">{SECTIONS[section]}</h2>{_note(section, runs)}'
-        f'<div class="plots" id="plots-{section}"></div>'
+        f'<div class="plots">{"".join(map(_html, charts[section]))}</div>'
         for section in present
     )
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{_text(title)}</title><style>{here.with_name("report.css").read_text(encoding="utf-8")}</style></head><body>
+<title>{_text(title)}</title><style>{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}</style>
+<script>{get_plotlyjs()}</script></head><body>
 <h1>{_text(title)}</h1><div class="soft">written {time.strftime("%Y-%m-%d %H:%M %Z")} by gsa_train</div>
-<nav><a href="#runs">Runs</a><a href="#events">Events</a>{links}
-<span class="tools">x axis {axes}<button id="reset">whole range</button></span></nav>
+<nav><a href="#runs">Runs</a><a href="#events">Events</a>{links}</nav>
 <h2 id="runs">Runs</h2>{_table_of_runs(runs)}{"".join(map(_about, runs))}
 <h2 id="events">Events</h2>{"".join(_table_of_events(run, len(runs)) for run in runs)}
-{_legend_of_marks(runs)}<noscript><p>The plots need JavaScript; <code>launch/plot.py</code> without --html draws
+{_legend_of_marks(runs)}<noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
 pictures.</p></noscript>{plots}
-<script type="application/json" id="numbers">{numbers}</script>
-<script>{here.with_name("report.js").read_text(encoding="utf-8")}</script></body></html>
+<script>{ZOOM_TOGETHER}</script></body></html>
 """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path
 
 
-# --- numbers for the script ------------------------------------------------------------------------------
+def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
+    """Of each section: its panels, then of attention the pictures by layer."""
+    charts: dict[str, list[Chart]] = {section: [] for section in SECTIONS}
+    for panel in PANELS:
+        if chart := chart_of(panel, runs):
+            charts[panel.section].append(chart)
+    charts["gsa"] += [chart for run in runs for chart in layer_charts(run, runs)]
+    return charts
 
 
-def _data(runs: list[RunFiles]) -> dict[str, Any]:
-    tokens_known = all(run.token_knots for run in runs)
-    return {
-        "axis": "tokens" if len(runs) > 1 and tokens_known else "step",
-        "kinds": KINDS,
-        "runs": [
-            {
-                "name": run.name,
-                "tokens": run.token_knots or [(0, 0), (1, 1)],
-                "first": first_step(run.records),
-                "last": run.last_step,
-                "phases": run.phases,
-                "marks": _marks(run),
-            }
-            for run in runs
-        ],
-        "panels": [data for panel in PANELS if (data := _panel(panel, runs))],
-        "layers": [data for number, run in enumerate(runs) for data in _layers(number, run)],
-    }
+def _html(chart: Chart) -> str:
+    from plotly.io import to_html
 
-
-def _marks(run: RunFiles) -> list[tuple[int, str]]:
-    """One of each kind per part of the axis: a spike of a thousand steps is one mark, not a thousand in every plot."""
-    width = max(1, run.last_step) / MOST_MARKS
-    found = {
-        (event.step // width, event.kind): event for event in reversed(run.events) if event.step is not None
-    }
-    return sorted((event.step, event.kind) for event in found.values() if event.step is not None)
-
-
-def _panel(panel: Panel, runs: list[RunFiles]) -> dict[str, Any] | None:
-    lines = []
-    for number, run in enumerate(runs):
-        own = with_all_lines(panel, run.records)
-        for kind, (key, name) in enumerate(own.lines.items()):
-            if not has(run.records, key):
-                continue
-            steps, values = series(run.records, key)
-            kept = _thin(values, MOST_POINTS)
-            line: dict[str, Any] = {"run": number, "kind": kind, "x": [steps[at] for at in kept]}
-            line["name"] = f"{run.name}: {name}" if len(runs) > 1 else name
-            line["y"] = [_number(values[at]) for at in kept]
-            # A missing value is a gap; a value that is not a number is news.
-            records = {record["step"]: record.get(key) for record in run.records if key in record}
-            bad = [step for step, value in records.items() if value is not None and not math.isfinite(value)]
-            if bad:
-                line["bad"] = bad[:MOST_POINTS]
-            if panel.band and kind == 0 and all(has(run.records, edge) for edge in panel.band):
-                for edge, edge_key in zip(("low", "high"), panel.band, strict=True):
-                    at_step = dict(zip(*series(run.records, edge_key), strict=True))
-                    line[edge] = [_number(at_step.get(steps[at], math.nan)) for at in kept]
-            lines.append(line)
-    if not lines:
-        return None
-    return {"section": panel.section, "label": panel.label, "scale": panel.scale, "series": lines}
-
-
-def _layers(number: int, run: RunFiles) -> list[dict[str, Any]]:
-    """Pictures: a row per layer, a column for one logged step or the mean of several."""
-    found = []
-    for key, label in LAYERS.items():
-        if not has(run.records, key):
-            continue
-        having = [record for record in with_key(run.records, key) if "event" not in record]
-        num_layers = max(len(record[key]) for record in having if record.get(key) is not None)
-        table = [record.get(key) or [math.nan] * num_layers for record in having]
-        size = -(-len(table) // MOST_COLUMNS)
-        parts = [table[at : at + size] for at in range(0, len(table), size)]
-        rows = [[_mean(each[layer] for each in part) for part in parts] for layer in range(num_layers)]
-        known = [value for row in rows for value in row if value is not None]
-        if known:
-            ends = {"first": first_step(having), "last": having[-1]["step"]}
-            span = {"low": 0, "high": 1} if key == "layer_recall" else {"low": min(known), "high": max(known)}
-            found.append({"run": number, "label": label, "rows": rows, **span, **ends})
-    return found
-
-
-def _thin(values: list[float], most: int) -> list[int]:
-    """Places to keep: all, or the least and the largest value of each part, so that no spike is lost."""
-    if len(values) <= most:
-        return list(range(len(values)))
-    kept: set[int] = {0, len(values) - 1}
-    parts = most // 2
-    for part in range(parts):
-        places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
-        finite = [at for at in places if math.isfinite(values[at])]
-        if len(finite) < len(places):
-            kept.add(next(at for at in places if not math.isfinite(values[at])))  # a gap stays one
-        if finite:
-            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-    return sorted(kept)
-
-
-def _number(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-def _mean(values: Any) -> float | None:
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return float(f"{statistics.fmean(finite):.3g}") if finite else None
+    # Not validated: plotly would go through each number in Python.
+    drawn = to_html(chart.figure, PLOTLY, include_plotlyjs=False, full_html=False, validate=False)
+    return f"<figure><figcaption>{_text(chart.title)}</figcaption>{drawn}</figure>"
 
 
 # --- text ------------------------------------------------------------------------------------------------
 
 
 def _table_of_runs(runs: list[RunFiles]) -> str:
-    columns = {
+    columns: dict[str, Callable[[RunFiles], str]] = {
         "run": lambda run: run.name,
         "state": lambda run: run.state,
-        "steps": lambda run: f"{run.last_step:,}",
-        "tokens": lambda run: run.tokens_at(run.last_step),
+        "steps": lambda run: _of_planned(f"{run.last_step:,}", run.planned_steps, "{:,}".format),
+        "tokens": lambda run: _of_planned(run.tokens_at(run.last_step), run.planned_tokens, compact),
+        "wall time": lambda run: "–" if run.wall_seconds is None else duration(run.wall_seconds),
         "loss": lambda run: _shown(run.last("loss"), ".4f"),
         "validation loss": lambda run: _shown(run.last("validation_loss"), ".4f"),
-        "perplexity": lambda run: _shown(run.last("validation_perplexity"), ".2f"),
-        "recall": lambda run: _shown(run.last("recall"), ".3f"),
-        "tokens/s": lambda run: compact(_median(run.steps, "tokens_per_second")),
+        "validation perplexity": lambda run: _shown(run.last("validation_perplexity"), ".2f"),
+        "recall (random)": _recalls,
+        "tokens/s": lambda run: compact(run.median("tokens_per_second")),
+        "MFU": lambda run: _shown(run.median("mfu"), ".1%"),
         "spikes": lambda run: _shown(run.last("spikes"), "d"),
-        "per 100K steps": lambda run: _shown(run.last("spikes_per_100k_steps"), ".1f"),
-        "left out": lambda run: _shown(run.last("skipped_updates"), "d"),
+        "skipped updates": lambda run: _shown(run.last("skipped_updates"), "d"),
         "rewinds": lambda run: _shown(run.last("rewinds"), "d"),
         "restarts": lambda run: str(max(0, len(run.starts) - 1)),
     }
@@ -265,16 +137,27 @@ def _table_of_runs(runs: list[RunFiles]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
 
 
+def _of_planned(done: str, planned: int | None, write: Callable[[int], str]) -> str:
+    return done if planned is None or write(planned) == done else f"{done} of {write(planned)}"
+
+
+def _recalls(run: RunFiles) -> str:
+    recall, random = run.last("recall"), run.last("random_recall")
+    return "–" if recall is None else f"{recall:.3f} ({_shown(random, '.3f')})"
+
+
 def _about(run: RunFiles) -> str:
-    """Commit, layout, phases, starts and config of a run."""
+    """Command, text, model, layout, phases, starts and config of a run."""
     last = run.starts[-1] if run.starts else {}
-    phases = ", ".join(f"{name} from step {step + 1}" for step, name in run.phases)
     facts = {
-        "folder": str(run.folder),
-        "commit": (last.get("commit") or "unknown").replace("+", " and uncommitted changes"),
+        "command": last.get("command", "unknown"),
+        "model": _model(run),
+        "data set": _data_set(run),
+        "phases": ", ".join(f"{name} from step {step + 1}" for step, name in run.phases),
         "layout": last.get("layout", "unknown"),
         "device": f"{last.get('device', 'unknown')} on {last.get('host', 'unknown')}, torch {last.get('torch', '?')}",
-        "phases": phases,
+        "commit": (last.get("commit") or "unknown").replace("+", " and uncommitted changes"),
+        "folder": str(run.folder),
     }
     rows = "".join(f"<tr><th>{name}</th><td>{_text(value)}</td></tr>" for name, value in facts.items())
     starts = "".join(
@@ -283,18 +166,39 @@ def _about(run: RunFiles) -> str:
         f"<td>{_text((start['commit'] or 'unknown')[:12])}</td></tr>"
         for start in run.starts
     )
+    count = "1 start" if len(run.starts) == 1 else f"{len(run.starts)} starts"
     return (
-        f"<h3>{_text(run.name)}</h3><table>{rows}</table>"
-        f"<details><summary>{len(run.starts)} starts</summary><table><tr><th>time</th><th>after step</th>"
+        f"<h3>{_text(run.name)}</h3><table class=facts>{rows}</table>"
+        f"<details><summary>{count}</summary><table><tr><th>time</th><th>after step</th>"
         f"<th>layout</th><th>host</th><th>commit</th></tr>{starts}</table></details>"
-        f"<details><summary>config.yaml</summary><pre>{_text(run.config)}</pre></details>"
+        f"<details><summary>config.yaml</summary><pre>{_text(run.config_yaml)}</pre></details>"
+    )
+
+
+def _model(run: RunFiles) -> str:
+    if run.config is None:
+        return "unknown"
+    model, count = run.config.model, count_parameters(run.config.model, run.config.gsa)
+    return (
+        f"{count.total:,} parameters, {count.overhead:,} of them gates and indexer; {model.num_layers} layers of width "
+        f"{model.hidden_size}, {model.num_heads} query heads, vocabulary {model.vocab_size:,}"
+    )
+
+
+def _data_set(run: RunFiles) -> str:
+    if run.config is None:
+        return "unknown"
+    data, train = run.config.data, run.config.train
+    return (
+        f"{data.train_dir}, tokenizer {data.tokenizer}; {train.global_batch_size} sequences of "
+        f"{train.seq_len_tokens:,} tokens a step, {run.planned_tokens:,} tokens in all phases"
     )
 
 
 def _table_of_events(run: RunFiles, count: int) -> str:
     name = f"<h3>{_text(run.name)}</h3>" if count > 1 else ""
     if not run.events:
-        return f"{name}<p>None: no spike, no step left out, no rewind, no restart, no fault.</p>"
+        return f"{name}<p>None: no spike, no skipped batch or update, no rewind, no restart, no fault.</p>"
     rows = "".join(_row(event, run) for event in run.events[:MOST_EVENTS])
     more = len(run.events) - MOST_EVENTS
     rest = f"<p class=soft>and {more} more, in metrics.jsonl</p>" if more > 0 else ""
@@ -323,8 +227,8 @@ def _legend_of_marks(runs: list[RunFiles]) -> str:
         if kind in present
     )
     return (
-        f'<div class="marks">{keys}<span>Dashed lines: a phase begins. Drag in a plot to zoom all of them, '
-        "double-click for the whole range.</span></div>"
+        f'<div class="marks">{keys}</div><p class=soft>{READING} Dashed lines: a phase begins. '
+        "Triangles: an event.</p>"
     )
 
 
@@ -340,15 +244,6 @@ def _note(section: str, runs: list[RunFiles]) -> str:
         name = f"{_text(run.name)}: " if len(runs) > 1 else ""
         said.append(f"{name}spikes in {steps:,} steps: {spikes}, or {rate:.1f} per 100K steps.")
     return f"<p>{' '.join(said)} <span class=soft>{SPIKE}</span></p>" if said else ""
-
-
-def _read_json(path: Path) -> Record:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def _median(records: list[Record], key: str) -> float | None:
-    values = [record[key] for record in records if record.get(key) is not None]
-    return statistics.median(values) if values else None
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -37,6 +37,8 @@ class Panel:
     """Score of which each validation set, or each of its sources, gets a line."""
     per_entry: str = ""
     """Key of a dict of which each entry gets a line."""
+    overlapping: bool = False
+    """Lines often coincide: each is drawn thinner than the one below it, so that all are seen."""
     conditional: bool = False
     """Some configs never log it: where they do not use what it shows."""
 
@@ -76,8 +78,8 @@ RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall
 GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
 HIGH_GATES = {"value_gate_high": "value gate", "output_gate_high": "output gate"}
-LEFT_OUT = {"spikes": "spikes", "skipped_updates": "updates left out", "rewinds": "rewinds"}
-SPEED = {"tflops_per_second": "done", "tflops_per_second_dense_equivalent": "dense equivalent"}
+SKIPPED = {"spikes": "spikes", "skipped_updates": "skipped updates", "rewinds": "rewinds"}
+SPEED = {"tflops_per_second": "this model", "tflops_per_second_dense_equivalent": "dense equivalent"}
 MFU = {"mfu": "MFU", "mfu_dense_equivalent": "dense equivalent"}
 MEMORY = {"memory_allocated_bytes": "allocated", "memory_peak_bytes": "peak"}
 STEP_TIME = {
@@ -89,8 +91,8 @@ STEP_TIME = {
 }
 SAVES = {"checkpoint_stall_seconds": "training waited", "checkpoint_save_seconds": "until durable"}
 FAULTS = {
-    "data_skipped_documents": "documents left out",
-    "data_skipped_shards": "shards left out",
+    "data_skipped_documents": "unreadable documents",
+    "data_skipped_shards": "unreadable shards",
     "data_read_retries": "reads tried again",
 }
 PACKING = {"packing_filler_share": "filler", "packing_cut_share": "documents cut"}
@@ -98,16 +100,16 @@ PANELS = (
     Panel("train", "loss", "loss (nats per token)", {"loss": "train"}, per_set="loss"),
     Panel("train", "loss", "loss by source (nats per token)", {}, per_set="loss_by_source", conditional=True),
     Panel("train", "loss", "bits per byte", {}, per_set="bits_per_byte"),
-    Panel("train", "optimizer", "learning rate", {}, "log", per_entry="lrs"),
+    Panel("train", "optimizer", "learning rate", {}, "log", per_entry="lrs", overlapping=True),
     Panel("train", "optimizer", "gradient norm", {"grad_norm": "gradient norm"}, "log"),
     Panel("train", "optimizer", "norm of the update", {"update_norm": "update norm"}, "log"),
-    Panel("gsa", "indexer", "KL divergence (nats)", {"indexer_kl": "indexer KL"}),
+    Panel("gsa", "indexer", "indexer loss: KL (nats)", {"indexer_kl": "indexer KL"}),
     Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
-    Panel("gsa", "indexer", "scores without slope", {"indexer_saturated": "saturated"}, "percent"),
+    Panel("gsa", "indexer", "saturated indexer activations", {"indexer_saturated": "saturated"}, "percent"),
     Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
     Panel("gsa", "budget", "keys per query", KEYS, "log"),
-    Panel("gsa", "budget", "average score variance", {"variance_ema": "variance"}, "log"),
-    Panel("gsa", "selection", "keys shared with the neighbour", {"adjacent_overlap": "overlap"}, "share"),
+    Panel("gsa", "budget", "variance of the scores (average)", {"variance_ema": "variance"}, "log"),
+    Panel("gsa", "selection", "keys shared with the query before", {"adjacent_overlap": "overlap"}, "share"),
     Panel("gsa", "selection", "union of 32 queries / mean k_t", {"union_ratio_32": "union of 32"}),
     Panel(
         "gsa",
@@ -124,7 +126,7 @@ PANELS = (
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
     Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
     Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
-    Panel("stability", "stability", "so far", LEFT_OUT, "count"),
+    Panel("stability", "stability", "spikes, skips and rewinds: total", SKIPPED, "count"),
     Panel("stability", "stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),
     Panel("system", "throughput", "tokens per second", {"tokens_per_second": "tokens/s"}, "count"),
     Panel("system", "throughput", "TFLOP/s per device", SPEED, "count"),
@@ -133,9 +135,9 @@ PANELS = (
     Panel("system", "step_time", "seconds per step", STEP_TIME),
     Panel("system", "step_time", "slowest rank / median rank", {"slowest_rank_ratio": "slowest rank"}),
     Panel("system", "checkpoints", "seconds per save", SAVES),
-    Panel("system", "checkpoints", "size (bytes)", {"checkpoint_bytes": "checkpoint"}, "count"),
+    Panel("system", "checkpoints", "checkpoint size (bytes)", {"checkpoint_bytes": "checkpoint"}, "count"),
     Panel("data", "data", "waiting for data", {"data_wait": "share of the time"}, "percent"),
-    Panel("data", "data", "since the start", FAULTS, "count"),
+    Panel("data", "data", "faults of the data: total", FAULTS, "count"),
     Panel(
         "data",
         "data",
@@ -145,7 +147,7 @@ PANELS = (
         per_entry="data_tokens_by_source",
         conditional=True,
     ),
-    Panel("data", "data", "packing", PACKING, "percent", conditional=True),
+    Panel("data", "data", "packing: share of tokens, documents", PACKING, "percent", conditional=True),
 )
 LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_mean": "mean k_t"}
 """Shown as a picture, layer by step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ from gsa_train.report.run_series import (
     phase_starts,
     records_of,
     series,
+    shown_range,
     token_knots,
     tokens_at,
     with_all_lines,
@@ -101,7 +103,10 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
     if panel.scale == "log" and any(0 < value < math.inf for value in values):
         ax.set_yscale("log", nonpositive="mask")
     for index, (key, name) in enumerate(drawn):
-        _plot(ax, *series(records, key), name, *_line_look(index))
+        width = 1.5 + 2.5 * (len(drawn) - 1 - index) if panel.overlapping else 1.5
+        _plot(ax, *series(records, key), name, *_line_look(index), width)
+    if panel.scale == "linear" and (shown := shown_range([series(records, key) for key, _ in drawn])):
+        ax.set_ylim(*shown)
     if panel.band and all(has(records, key) for key in panel.band):
         (steps, low), (_, high) = series(records, panel.band[0]), series(records, panel.band[1])
         ax.fill_between(steps, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="min to max")
@@ -129,10 +134,10 @@ def _line_look(index: int) -> tuple[str, str]:
 
 
 def _plot(
-    ax: Axes, x: list[float] | list[int], y: list[float], name: str, color: str, style: str = "-"
+    ax: Axes, x: Sequence[float], y: list[float], name: str, color: str, style: str = "-", width: float = 1.5
 ) -> None:
     marker = "o" if sum(map(math.isfinite, y)) <= FEW_POINTS else ""
-    ax.plot(x, y, style, color=color, label=name, linewidth=1.5, marker=marker, markersize=3)
+    ax.plot(x, y, style, color=color, label=name, linewidth=width, marker=marker, markersize=3)
 
 
 def _draw_non_finite(ax: Axes, records: list[Record]) -> None:

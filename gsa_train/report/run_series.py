@@ -115,3 +115,28 @@ def names_of(run_dirs: list[Path]) -> dict[str, Path]:
     return {
         name if names.count(name) == 1 else str(run): run for name, run in zip(names, run_dirs, strict=True)
     }
+
+
+def shown_range(
+    lines: Sequence[tuple[Sequence[float], Sequence[float | None]]],
+) -> tuple[float, float] | None:
+    """Bounds of a linear y axis that neither the first steps nor a few outliers rule; None leaves it to all values.
+
+    What comes behind the first tenth of the x axis rules it, and of that what lies no further than half their distance
+    outside the 2nd and the 98th percentile. A chart's whole range is one double-click away.
+
+    Args:
+        lines: x and y of each.
+    """
+    points = [
+        (x, y) for xs, ys in lines for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)
+    ]
+    if len(points) < 10:
+        return None
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    later = [y for x, y in points if x >= first + (last - first) / 10]
+    low, high = np.quantile(later, [0.02, 0.98])
+    reach = (high - low) / 2
+    low, high = max(low - reach, min(later)), min(high + reach, max(later))
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return float(low - margin), float(high + margin)

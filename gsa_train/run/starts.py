@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from gsa_train.metrics.wandb_sink import without_credentials
 
 STARTS = "starts.jsonl"
 SOURCE = Path(__file__).resolve().parents[2]
@@ -26,11 +32,26 @@ def note_start(run_dir: Path, step: int, layout: str, device: str) -> None:
         "host": socket.gethostname(),
         "commit": source_commit(SOURCE),
         "torch": version("torch"),
+        "command": command_line(sys.argv, os.environ),
     }
     path = run_dir / STARTS
     is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * is_cut + json.dumps(start) + "\n")
+
+
+def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """The command of this job, to be typed again, with torchrun's own words as far as its processes know them; without
+    credentials in addresses."""
+    words = list(argv)
+    if Path(words[0]).name == "__main__.py":
+        words[:1] = ["-m", Path(words[0]).parent.name]
+    starter = ["python"] if words[0].endswith(".py") or words[0] == "-m" else []
+    if "TORCHELASTIC_RUN_ID" in environ:
+        ranks, of_node = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
+        starter = ["torchrun", f"--nproc_per_node={of_node}"]
+        starter += [f"--nnodes={ranks // of_node}"] if ranks > of_node else []
+    return shlex.join(without_credentials([*starter, *words]))
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from gsa_train.report import plots
 from gsa_train.report.panels import PANELS
 from gsa_train.report.plots import write_comparison, write_plots
 from gsa_train.report.run_series import flat, phase_starts, series, with_all_lines
@@ -75,6 +76,21 @@ def test_every_figure_of_a_complete_run(tmp_path):
     assert sorted((tmp_path / "run" / "plots").iterdir()) == sorted(written)
     for path in written:
         assert_picture(path)
+
+
+def test_the_loss_axis_follows_the_later_steps(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", steps=200, every=2)
+    limits = {}
+    finish = plots._finish
+    monkeypatch.setattr(
+        plots,
+        "_finish",
+        lambda f, axes, r, path: limits.update({path.stem: axes[0].get_ylim()}) or finish(f, axes, r, path),
+    )
+    write_plots(tmp_path / "run")
+    losses = {step: 8.0 - step / 20 for step in range(2, 201, 2)}
+    assert limits["loss"][1] < losses[4]
+    assert limits["loss"][0] <= losses[200]
 
 
 def test_a_line_for_each_validation_set_and_source():

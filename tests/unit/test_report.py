@@ -1,22 +1,31 @@
 """The HTML report: one page with everything in it, out of whatever state a run left its folder in."""
 
+import html
+import itertools
 import json
 import math
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 import gsa_train
+from gsa_train.config import load_config
 from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
+from gsa_train.model.flops import count_parameters
+from gsa_train.report import charts
+from gsa_train.report.charts import thin
 from gsa_train.report.events import KINDS
-from gsa_train.report.page import MOST_EVENTS, _thin, write_report
+from gsa_train.report.page import MOST_EVENTS, write_report
 from gsa_train.report.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
-from gsa_train.report.run_series import token_knots, tokens_at
-from gsa_train.run.starts import read_starts, source_commit
+from gsa_train.report.run_series import shown_range, token_knots, tokens_at
+from gsa_train.run.starts import command_line, read_starts, source_commit
 
 PHASES = ((30, "warm-up"), (60, "sparse"))
 START = {"layout": "2 ranks on cpu", "device": "x86", "host": "node7", "commit": "abc123", "torch": "2.13"}
+CONFIG = load_config("configs/demo.yaml")
 SPIKE = {"event": "spike", "phase": "sparse", "signal": "loss", "value": 9.0, "threshold": 7.5}
 
 
@@ -41,13 +50,31 @@ def write_run(folder, *events, every=10, starts=(0,)):
     (folder / "starts.jsonl").write_text("\n".join(lines) + "\n" + '{"unix_sec')
 
 
-def numbers_in(page):
-    (found,) = re.findall(r'<script type="application/json" id="numbers">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found)
+CHART = re.compile(r'<figure><figcaption>(.*?)</figcaption>.*?Plotly\.newPlot\(\s*"[^"]+",\s*', re.DOTALL)
 
 
-def panel_of(page, label):
-    return next(panel for panel in numbers_in(page)["panels"] if panel["label"] == label)
+def charts_in(page):
+    """Title -> (lines, layout), as plotly's JavaScript gets them."""
+    found, decoder = {}, json.JSONDecoder()
+    for match in CHART.finditer(page):
+        lines, end = decoder.raw_decode(page, match.end())
+        layout, _ = decoder.raw_decode(page, re.compile(r",\s*").match(page, end).end())
+        found[html.unescape(match[1])] = lines, layout
+    return found
+
+
+def lines_of(page, title):
+    return [line for line in charts_in(page)[title][0] if line["type"] == "scatter" and "yaxis" not in line]
+
+
+def marks_in(page, title="loss (nats per token)"):
+    lines, _ = charts_in(page)[title]
+    return {line["name"]: line["x"] for line in lines if line.get("yaxis") == "y2"}
+
+
+def without_plotly(page):
+    (before, after) = page.split(get_plotlyjs())
+    return before + after
 
 
 def test_a_page_of_one_run_holds_everything(tmp_path):
@@ -72,11 +99,11 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
 
     path = write_report([run], run / "report.html")
     page = path.read_text()
-    # Nothing is fetched: the only address is the name of SVG.
-    assert set(re.findall(r"https?://[^\"'\s<]+", page)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"<(?:link|img|iframe)|\ssrc=|url\((?!#)|@import", page)
-    assert page.count("<script") == 2
-    assert path.stat().st_size < 60_000
+    # Plotly's JavaScript is inside, once, and nothing is fetched.
+    own = without_plotly(page)
+    assert not re.findall(r"https?://[^\"'\s<]+", own)
+    assert not re.search(r"<(?:link|img|iframe)|\ssrc=|url\((?!#)|@import", own)
+    assert len(own) < 120_000
     assert "a&lt;b" in page
     assert "&lt;script&gt;alert(1)" in page
     for said in ("abc123", "2 ranks on cpu", "warm-up from step 1, sparse from step 31", "node7", "2 starts"):
@@ -91,37 +118,129 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
     ):
         assert said in page
 
-    numbers = numbers_in(page)
-    (about,) = numbers["runs"]
-    assert about["phases"] == [[0, "warm-up"], [30, "sparse"]]
-    assert about["marks"] == [
-        [40, "restart"],
-        [41, "spike"],
-        [44, "fault"],
-        [50, "skipped_batches"],
-        [55, "spike"],
-    ]
-    loss, validation = panel_of(page, "loss (nats per token)")["series"]
+    assert marks_in(page) == {
+        "restart": [40],
+        "spike": [41, 55],
+        "fault": [44],
+        "batches skipped": [50],
+        "not finite": [60],
+    }
+    loss, validation = lines_of(page, "loss (nats per token)")
     assert loss["x"] == [10, 20, 30, 40, 50, 60]
     assert loss["y"] == [7.5, 7.0, 6.5, 6.0, 5.5, 5.0]
-    assert (validation["y"][-1], validation["bad"]) == (None, [60])
-    (budget,) = panel_of(page, "budget k_t (keys)")["series"]
-    assert (budget["low"], budget["high"]) == ([2.0] * 6, [9.0] * 6)
-    assert numbers["layers"][0]["rows"] == [[0.25] * 6, [None, 0.5, 0.5, 0.5, 0.5, 0.5]]
-    assert {panel["section"] for panel in numbers["panels"]} == {"train", "gsa", "stability"}
+    assert validation["y"][-1] is None
+    low, high, budget = lines_of(page, "budget k_t (keys)")
+    assert (low["y"], high["y"], budget["y"]) == ([2.0] * 6, [9.0] * 6, [5.0] * 6)
+    assert high["fill"] == "tonexty"
+    ((picture,), _) = charts_in(page)["recall by layer"]
+    assert picture["z"] == [[0.25] * 6, [None, 0.5, 0.5, 0.5, 0.5, 0.5]]
+    assert picture["x"] == [0, 10, 20, 30, 40, 50, 60]
+    assert set(re.findall(r'<h2 id="(\w+)"', page)) == {"runs", "events", "train", "gsa", "stability"}
+
+
+def phase_names(phases, last_step):
+    """(text, end that it is anchored at, its place, row) of each name above a chart."""
+    run = Mock(phases=phases, records=[{"step": 1}, {"step": last_step}], last_step=last_step, events=[])
+    names, _ = charts._phase_names(run, 0, last_step)
+    return [(name["text"], name["xanchor"], name["x"], name["yshift"] // charts.ROW_PIXELS) for name in names]
+
+
+def test_names_of_phases_are_whole_and_do_not_overlap():
+    assert phase_names([(0, "dense"), (500, "sparse")], 1000) == [
+        ("dense", "left", 0, 0),
+        ("sparse", "left", 500, 0),
+    ]
+    short = phase_names([(0, "dense"), (480, "indexer warm-up"), (500, "sparse")], 1000)
+    assert [row for *_, row in short] == [0, 0, 1]
+    last = phase_names([(0, "dense"), (990, "annealing")], 1000)
+    assert last[-1] == ("annealing", "right", 1000, 0)  # it ends where the chart does
+
+
+def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
+    steps = list(range(1, 1001))
+    falling = [3.0 + 0.5 * math.cos(step / 20) + 9.0 / step for step in steps]
+    low, high = shown_range([(steps, falling)])
+    assert falling[0] > 12
+    assert low < 2.5 < 3.5 < high < 4
+    falling[700] = 50.0
+    assert shown_range([(steps, falling)])[1] < 4.5
+    assert shown_range([(steps[:9], falling[:9])]) is None
+    assert shown_range([(steps, [1.0] * 1000)]) == pytest.approx((0.9, 1.1))
+    assert shown_range([(steps, [None, math.nan] * 500)]) is None
+
+
+def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
+    write_run(tmp_path / "a", every=1)
+    _, layout = charts_in(write_report([tmp_path / "a"], tmp_path / "r.html").read_text())[
+        "loss (nats per token)"
+    ]
+    values = [8.0 - step / 20 for step in range(1, 61)]
+    assert layout["yaxis"]["range"] == pytest.approx(shown_range([(range(1, 61), values)]))
+    assert layout["yaxis"]["range"][1] < 7.95
+
+
+def test_learning_rates_that_coincide_are_all_seen(tmp_path):
+    """Each line lies on top of a wider one of another color."""
+    write_run(tmp_path / "a")
+    records = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record["lrs"] = {"base": 1e-3, "gates": 1e-3, "indexer": 1e-3}
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    rates = lines_of(write_report([tmp_path / "a"], tmp_path / "r.html").read_text(), "learning rate")
+    assert [line["name"] for line in rates] == ["base", "gates", "indexer"]
+    widths = [line["line"]["width"] for line in rates]
+    assert all(below >= above + 2 for below, above in itertools.pairwise(widths))
+    assert len({line["line"]["color"] for line in rates}) == 3
+
+
+def test_the_head_says_what_ran_on_what_for_how_long(tmp_path):
+    folder = tmp_path / "a"
+    write_run(folder, starts=(0, 40))
+    (folder / "config.yaml").write_text(Path("configs/demo.yaml").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in records:  # the second start begins 40 s after the first one
+        record |= {"time": 1e9 + record["step"], "mfu": 0.415, "recall": 0.75, "random_recall": 0.5}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()[:2]]
+    starts[1]["command"] = "torchrun --nproc_per_node=2 launch/pretrain.py --config configs/demo.yaml"
+    (folder / "starts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in starts))
+    page = without_plotly(write_report([folder], tmp_path / "r.html").read_text())
+    count = count_parameters(CONFIG.model, CONFIG.gsa)
+    planned = sum(phase.steps for phase in CONFIG.phases)
+    for said in (
+        f"{count.total:,} parameters",
+        f"60 of {planned}",
+        f"{planned * 8 * 256:,} tokens in all phases",
+        "data/sample/train",
+        starts[1]["command"],
+        "<td class=number>50s</td>",  # 30 s to step 30, 20 s from step 40 to step 60
+        "<td class=number>41.5%</td>",
+        "0.750 (0.500)",
+    ):
+        assert said in page, said
+
+
+def test_the_command_of_a_start():
+    words = ["launch/pretrain.py", "--config", "a b.yaml", "data.train_dir=s3://me:secret@host/x"]
+    alone = command_line(words, {})
+    assert alone == "python launch/pretrain.py --config 'a b.yaml' data.train_dir=s3://host/x"
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert command_line(words[:1], torchrun) == "torchrun --nproc_per_node=8 --nnodes=2 launch/pretrain.py"
+    assert command_line(["/x/gsa_train/__main__.py", "y=1"], {}) == "python -m gsa_train y=1"
+    assert command_line(["/x/bin/gsa-pretrain", "y=1"], {}) == "/x/bin/gsa-pretrain y=1"
 
 
 def test_runs_are_compared_over_tokens(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", every=5)
     page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "out" / "comparison.html").read_text()
-    assert numbers_in(page)["axis"] == "tokens"
-    lines = panel_of(page, "loss (nats per token)")["series"]
-    assert [(line["run"], line["name"], len(line["x"])) for line in lines] == [
-        (0, "a: train", 6),
-        (1, "b: train", 12),
+    lines = lines_of(page, "loss (nats per token)")
+    assert [(line["name"], len(line["x"]), line["x"][-1]) for line in lines] == [
+        ("a: train", 6, 60_000),
+        ("b: train", 12, 60_000),
     ]
-    assert page.count("no spike, no step left out") == 2
+    assert charts_in(page)["loss (nats per token)"][1]["xaxis"]["title"]["text"] == "tokens"
+    assert page.count("no spike, no skipped batch") == 2
 
 
 def test_tokens_of_a_run_whose_batch_became_larger(tmp_path):
@@ -135,8 +254,11 @@ def test_tokens_of_a_run_whose_batch_became_larger(tmp_path):
     assert knots == [(0, 0), (30, 30_000), (60, 150_000)]
     assert tokens_at(knots, [15, 30, 45, 60, 70]) == [15_000, 30_000, 90_000, 150_000, 190_000]
     page = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
-    assert numbers_in(page)["runs"][0]["tokens"] == [[0, 0], [30, 30_000], [60, 150_000]]
-    assert "<td class=number>150k</td>" in page
+    assert "<td class=number>150k of " in page  # of the planned ones
+    write_run(tmp_path / "b")
+    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html").read_text()
+    grown, _ = lines_of(page, "loss (nats per token)")
+    assert grown["x"] == [10_000, 20_000, 30_000, 70_000, 110_000, 150_000]
 
 
 def test_a_save_that_ended_in_the_next_phase_begins_no_phase_anew(tmp_path):
@@ -147,8 +269,10 @@ def test_a_save_that_ended_in_the_next_phase_begins_no_phase_anew(tmp_path):
     lines[:3] = [json.dumps({**json.loads(line), "k_mean": None}) for line in lines[:3]]
     (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     page = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
-    assert numbers_in(page)["runs"][0]["phases"] == [[0, "warm-up"], [30, "sparse"]]
-    (budget,) = panel_of(page, "budget k_t (keys)")["series"]
+    _, layout = charts_in(page)["loss (nats per token)"]
+    assert [(name["x"], name["text"]) for name in layout["annotations"]] == [(0, "warm-up"), (30, "sparse")]
+    assert [line["x0"] for line in layout["shapes"]] == [30]
+    *_, budget = lines_of(page, "budget k_t (keys)")
     assert budget["x"][-3:] == [40, 50, 60]  # no gap between
     assert budget["y"][-3:] == [5.0] * 3
 
@@ -157,26 +281,26 @@ def test_a_run_of_an_older_version_and_one_just_started(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "a", "loss": 3.0}\n')
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "unknown" in page
-    assert "under way, or ended without a word" in page
+    assert "running, or killed" in page
 
 
 def test_a_long_line_keeps_its_peaks_and_its_gaps():
     values = [math.sin(at / 300) for at in range(10_000)]
     values[4321], values[7000] = 50.0, math.nan
-    kept = _thin(values, 600)
+    kept = thin(values, 600)
     assert len(kept) <= 610
     assert {0, 4321, 7000, 9999} <= set(kept)
     assert kept == sorted(kept)
-    assert _thin(values[:600], 600) == list(range(600))
+    assert thin(values[:600], 600) == list(range(600))
 
 
 def test_thousands_of_flagged_steps_are_few_marks(tmp_path):
     spikes = [{**SPIKE, "step": step, "action": "log"} for step in range(1000, 9000)]
     write_run(tmp_path / "run", *spikes, every=10)
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
-    marks = numbers_in(page)["runs"][0]["marks"]
+    marks = marks_in(page)["spike"]
     assert 300 < len(marks) <= 401
-    assert marks[0] == [1000, "spike"]
+    assert marks[0] == 1000
     assert page.count("loss 9 above") == MOST_EVENTS
     assert f"and {8000 - MOST_EVENTS} more" in page
 
@@ -224,4 +348,5 @@ def test_a_run_that_hung_before_its_first_step(tmp_path):
     hang = {"event": "restart_after_hang", "step": 0, "phase": "", "reason": "rank 1 is silent"}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(hang) + "\n")
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
-    assert numbers_in(page)["runs"][0]["marks"] == [[0, "restart_after_hang"]]
+    assert "restart after a hang" in without_plotly(page)
+    assert charts_in(page) == {}

@@ -1,0 +1,100 @@
+"""What a report reads of one run: its records, starts, config and events, and the facts that follow from them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.metrics.progress import compact
+from gsa_train.metrics.record_format import Record
+from gsa_train.report.events import events_of
+from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots, tokens_at
+from gsa_train.run.starts import read_starts
+
+
+class RunFiles:
+    """Of a run under way, complete or killed; what is not known is None."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.records = [flat(record) for record in records_of(folder)]
+        self.steps = [record for record in self.records if "event" not in record]
+        self.starts = read_starts(folder)
+        self.summary: Record = _read_json(folder / "summary.json")
+        self.stopped: Record = _read_json(folder / "stopped.json")
+        self.config_path = folder / "config.yaml"
+        self.config_yaml = self.config_path.read_text(encoding="utf-8") if self.config_path.exists() else ""
+        self.phases = phase_starts(self.records)
+        self.token_knots = token_knots(self.records)
+        self.events = events_of(folder, self.records, self.starts)
+
+    @cached_property
+    def config(self) -> Config | None:
+        """None where there is none, or only one of a version with other fields."""
+        if not self.config_yaml:
+            return None
+        try:
+            return load_config(self.config_path, need_data=False)
+        except ConfigError:
+            return None
+
+    @property
+    def last_step(self) -> int:
+        return max(record["step"] for record in self.records)
+
+    @property
+    def planned_steps(self) -> int | None:
+        return None if self.config is None else sum(phase.steps for phase in self.config.phases)
+
+    @property
+    def planned_tokens(self) -> int | None:
+        """Of all phases, at the batch size of the config."""
+        if self.config is None or self.planned_steps is None:
+            return None
+        return self.planned_steps * self.config.train.global_batch_size * self.config.train.seq_len_tokens
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """From each start to the last record before the next one, summed: loading and validating are in it, waiting
+        for a start is not."""
+        times = [record["time"] for record in self.records if "time" in record]
+        begins = [start["unix_seconds"] for start in self.starts]
+        if not times or not begins:
+            return None
+        ends = [*begins[1:], float("inf")]
+        total = 0.0
+        for begin, end in zip(begins, ends, strict=True):
+            total += max((time for time in times if begin <= time < end), default=begin) - begin
+        return total
+
+    @property
+    def state(self) -> str:
+        if self.summary:
+            return "complete"
+        if self.stopped:
+            return (
+                f"stopped after step {self.stopped['step']} by {self.stopped['reason']}, to be started again"
+            )
+        return "running, or killed"
+
+    def tokens_at(self, step: int) -> str:
+        """In short; a dash where they are unknown."""
+        return compact(tokens_at(self.token_knots, [step])[0]) if self.token_knots else "–"
+
+    def last(self, key: str) -> Any:
+        """The newest value of a metric; None where there is none."""
+        values = [record[key] for record in self.records if record.get(key) is not None]
+        return values[-1] if values else None
+
+    def median(self, key: str) -> float | None:
+        """Over the logged steps; None where none has a value."""
+        values = [record[key] for record in self.steps if record.get(key) is not None]
+        return statistics.median(values) if values else None
+
+
+def _read_json(path: Path) -> Record:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
