@@ -18,13 +18,14 @@ from gsa_kernels import adaptive_budget, causal_mask, select_top_k
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.indexer.triton_scores import score_inputs, score_tiles, write_scores
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.triton_block_lists import block_key_lists
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
 from gsa_kernels.selection.op import new_outputs, score_rows, select_chunk
 from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
+from gsa_kernels.types import Geometry, Indexer
 
 HEADS, DIM = 4, 64
 K_BASE, K_MIN = 2048, 256
@@ -130,19 +131,20 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
     leaves = [draw(1, blocks, HEADS, DIM), draw(1, length, DIM), draw(1, blocks, HEADS)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     rows = SampledRows(0, blocks)
-    target = block_sum_probs_rows(q, k, lse, rows, selection_block=block)
+    geometry = Geometry(selection_block=block, local_window=block)
+    target = block_sum_probs_rows(q, k, lse, rows, geometry)
 
     def loss() -> None:
         def target_rows(chunk: SampledRows) -> torch.Tensor:
             return target[:, chunk.start : chunk.start + chunk.count]
 
-        total = indexer_kl_loss(leaves[0], leaves[1], leaves[2], target_rows, selection_block=block)
-        assert isinstance(total, torch.Tensor)
+        indexer, attended = Indexer(*leaves), Attended(geometry=geometry)
+        total, _ = masked_indexer_loss(indexer, Target(target_rows), attended)
         torch.autograd.grad(total, leaves)
 
     times = harness.measure(
         {
-            "target": lambda: block_sum_probs_rows(q, k, lse, rows, selection_block=block),
+            "target": lambda: block_sum_probs_rows(q, k, lse, rows, geometry),
             "loss": loss,
         }
     )

@@ -46,7 +46,7 @@ def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE)
 
 
 def attend(x: AttentionInputs, lists: KeyLists) -> torch.Tensor:
-    return gathered_attention(x.q, x.k, x.v, lists, output_gate_logits=x.output_gate)[0]
+    return gathered_attention(x.q, x.k, x.v, lists, x.output_gate)[0]
 
 
 def check(report: harness.Report, shape: Shape, selection: str) -> None:

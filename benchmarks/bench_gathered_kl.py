@@ -20,8 +20,9 @@ from lists_for_bench import block_lists, random_lists
 
 from gsa_kernels import indexer_kl, indexer_scores, renormalise_target, sum_over_blocks
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.indexer_loss.gathered import TargetTiles, gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
+from gsa_kernels.types import RowSample
 
 CHECKED_LENGTH = 2048
 TOLERANCE = 1e-2
@@ -45,21 +46,10 @@ class Attention:
 
 
 def loss_of(
-    x: IndexerInputs, lists: KeyLists, block: int, target_tiles: object, row_fraction: float = 1.0
+    x: IndexerInputs, lists: KeyLists, block: int, target_tiles: TargetTiles, row_fraction: float = 1.0
 ) -> tuple[torch.Tensor, ...]:
     """The loss and its gradients."""
-    loss = gathered_indexer_kl_loss(
-        x.q_idx,
-        x.k_idx,
-        x.weight_logits,
-        target_tiles,  # type: ignore[arg-type]
-        lists,
-        selection_block=block,
-        row_fraction=row_fraction,
-        seed=0,
-        **x.biases,
-    )
-    assert isinstance(loss, torch.Tensor)
+    loss, _ = gathered_indexer_loss(x.of_kernels, target_tiles, lists, block, RowSample(row_fraction, seed=0))
     return loss, *torch.autograd.grad(loss, x.leaves)
 
 

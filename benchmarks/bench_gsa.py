@@ -20,12 +20,14 @@ import harness
 import torch
 from cases import AttentionInputs, IndexerInputs, Shape
 
+from gsa_kernels import types
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.selection.op import Selection, select_keys
+from gsa_kernels.types import FusedLoss, Geometry
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
@@ -62,21 +64,16 @@ class Operation:
     def attend(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.inputs
         v = fused_sigmoid_gate(x.v, x.value_gate)
-        return masked_attention(x.q, x.k, v, words, output_gate_logits=x.output_gate)
+        return masked_attention(x.q, x.k, v, words, gate_logits=x.output_gate)
 
     def kl_backward(self, selection: Selection, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, words = self.inputs.q.detach(), self.inputs.k.detach(), selection.words
-        loss = indexer_kl_loss(
-            self.indexer.q_idx,
-            self.indexer.k_idx,
-            self.indexer.weight_logits,
+        target = Target(
             lambda rows: head_sum_probs_rows(q, k, lse, words, rows, dtype=torch.float16, fill=False),
-            **self.indexer.biases,
-            words=words,
-            target_sum=float(q.shape[2]),
-            log_sum=selection.log_sum,
+            float(q.shape[2]),
         )
-        assert isinstance(loss, torch.Tensor)
+        attended = Attended(words, selection.log_sum)
+        loss, _ = masked_indexer_loss(self.indexer.of_kernels, target, attended)
         return torch.autograd.grad(loss, self.indexer.leaves)
 
     def distil(self, selection: Selection) -> torch.Tensor:
@@ -87,14 +84,12 @@ class Operation:
             x.q,
             x.k,
             v,
-            selection.words,
-            indexer.q_idx,
-            indexer.k_idx,
-            indexer.weight_logits,
-            loss_scale=1.0,
-            **indexer.biases,
-            log_sum=selection.log_sum,
-            output_gate_logits=x.output_gate,
+            types.Selection(
+                selection.words, None, selection.budget, selection.variance, log_sum=selection.log_sum
+            ),
+            Geometry(),
+            FusedLoss(indexer.of_kernels, 1.0),
+            x.output_gate,
         )[0]
 
     def forward(self) -> torch.Tensor:

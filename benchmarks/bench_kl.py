@@ -22,7 +22,7 @@ import harness
 import torch
 
 from gsa_kernels import indexer_kl, indexer_scores, renormalise_target
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.indexer_loss.triton_launch import (
     Blocks,
     Inputs,
@@ -33,6 +33,7 @@ from gsa_kernels.indexer_loss.triton_launch import (
 )
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import Indexer
 
 TOLERANCE = 5e-3
 TIGHTER = {"value": 1e-4, "inverse_temperature": 1e-3}
@@ -55,23 +56,20 @@ class Case:
     """First columns of its rows."""
 
     def loss(self) -> torch.Tensor:
-        loss = indexer_kl_loss(
-            **self.leaves,
-            target_rows=lambda rows: self.target[:, rows.start : rows.start + rows.count],
-            words=self.inputs.words,
-            blocks=self.blocks,
-        )
-        assert isinstance(loss, torch.Tensor)
-        return loss
+        q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = self.leaves.values()
+        indexer = Indexer(q_idx, k_idx, weight_logits, score_bias, weight_bias, inverse_temperature=beta)
+        target = Target(lambda rows: self.target[:, rows.start : rows.start + rows.count])
+        return masked_indexer_loss(indexer, target, Attended(self.inputs.packed_mask), blocks=self.blocks)[0]
 
 
 def make_case(args: argparse.Namespace, length: int, support: str, blocks: Blocks | None) -> Case:
     """`blocks`: those of `choose_blocks` if None"""
     leaves = make_leaves(length, args.heads, args.dim, getattr(torch, args.dtype))
     q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (leaf.detach() for leaf in leaves.values())
-    words = make_words(length, 2048 / length) if support == "sparse" else None
+    packed_mask = make_packed_mask(length, 2048 / length) if support == "sparse" else None
     kind = score_kind(q_idx.dtype, "sigmoid", beta.device)
-    inputs = Inputs(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta.reshape(1), words, None, kind)
+    biases = (score_bias, weight_bias)
+    inputs = Inputs(q_idx, k_idx, weight_logits, *biases, beta.reshape(1), packed_mask, None, kind)
     chosen = blocks or choose_blocks(inputs)
     shown = ",".join(str(int(value)) for value in astuple(chosen))  # as --blocks takes them
     labels = {"length": length, "support": support, "dtype": args.dtype, "blocks": shown}
@@ -107,7 +105,7 @@ def make_target(length: int) -> torch.Tensor:
     return target
 
 
-def make_words(length: int, share: float) -> torch.Tensor:
+def make_packed_mask(length: int, share: float) -> torch.Tensor:
     """int32 [1, L, ceil(L / 32)]: each visible key with probability `share`, and always the query's own."""
     rng = torch.Generator("cuda").manual_seed(2)
     keys = torch.arange(length, device="cuda")
@@ -121,15 +119,15 @@ def make_words(length: int, share: float) -> torch.Tensor:
 def exact_results(case: Case) -> dict[str, torch.Tensor]:
     """Value and gradients by torch in fp64, chunk of rows by chunk of rows."""
     leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in case.leaves.items()}
-    length, words = case.target.shape[1], case.inputs.words
+    length, packed_mask = case.target.shape[1], case.inputs.packed_mask
     keys = torch.arange(length, device="cuda")
     value = torch.zeros((), device="cuda", dtype=torch.float64)
     gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
     for start in range(0, length, 512):
         rows = slice(start, start + 512)
         support = (keys <= keys[rows, None])[None]
-        if words is not None:
-            support = support & unpack_mask(words[:, rows], length)
+        if packed_mask is not None:
+            support = support & unpack_mask(packed_mask[:, rows], length)
         scores = indexer_scores(
             leaves["q_idx"][:, rows],
             leaves["k_idx"],
@@ -195,7 +193,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--support", choices=["all", "sparse", "both"], default="both")
     parser.add_argument(
         "--blocks", type=read_blocks, action="append", help="the fields of Blocks, separated by commas"

@@ -33,7 +33,7 @@ from lists_for_bench import block_lists, random_lists
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
 from gsa_kernels.selection.lists_op import ListSelection, select_key_lists
@@ -140,23 +140,19 @@ class Gathered:
 
 def attend(x: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
     v = fused_sigmoid_gate(x.v, x.value_gate)
-    return gathered_attention(x.q, x.k, v, lists, output_gate_logits=x.output_gate)
+    return gathered_attention(x.q, x.k, v, lists, x.output_gate)
 
 
 def kl_backward(
     x: AttentionInputs, indexer: Indexer, lists: KeyLists, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of the indexer's loss over the lists; `lse` of the attention over them."""
-    loss = gathered_indexer_kl_loss(
-        indexer.inputs.q_idx,
-        indexer.inputs.k_idx,
-        indexer.inputs.weight_logits,
+    loss, _ = gathered_indexer_loss(
+        indexer.inputs.of_kernels,
         lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles, selection_block=indexer.block),
         lists,
-        selection_block=indexer.block,
-        **indexer.inputs.biases,
+        indexer.block,
     )
-    assert isinstance(loss, torch.Tensor)
     return torch.autograd.grad(loss, indexer.inputs.leaves)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from gsa_kernels.types import Indexer
+
 DEVICE, DTYPE = "cuda", torch.bfloat16
 HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 128, 4, 64
 K_BASE, K_MIN, K_MAX = 2048, 256, 4096
@@ -68,6 +70,10 @@ class IndexerInputs:
         return [
             x for x in (self.q_idx, self.k_idx, self.weight_logits, *self.biases.values()) if x is not None
         ]
+
+    @property
+    def of_kernels(self) -> Indexer:
+        return Indexer(self.q_idx, self.k_idx, self.weight_logits, self.score_bias, self.weight_bias)
 
     @property
     def biases(self) -> dict[str, Any]:

@@ -89,9 +89,9 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask, block = _attended(selection, geometry, q, k), geometry.selection_block
     probs = attention.head_sum_probs(q, k, lse, mask)
-    support = mask[:, ::block]
-    target = renormalise_target(sum_over_blocks(probs, block), support)
-    kl = indexer_kl(_scores(indexer), target, support, _temperature(indexer))
+    attended = mask[:, ::block]
+    target = renormalise_target(sum_over_blocks(probs, block), attended)
+    kl = indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
     if taken is None:
         return kl.sum(), kl.detach()

@@ -15,8 +15,8 @@ from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode import op as decode
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, union_density
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.block_op import select_block_lists
@@ -77,16 +77,9 @@ def sparse_attention(
     gate_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if selection is not None and selection.key_lists is not None:
-        return gathered_attention(q, k, v, selection.key_lists, output_gate_logits=gate_logits)
-    return masked_attention(
-        q,
-        k,
-        v,
-        None if selection is None else selection.packed_mask,
-        document_starts=geometry.document_starts,
-        output_gate_logits=gate_logits,
-        query_start=geometry.query_start,
-    )
+        return gathered_attention(q, k, v, selection.key_lists, gate_logits)
+    packed_mask = None if selection is None else selection.packed_mask
+    return masked_attention(q, k, v, packed_mask, geometry, gate_logits)
 
 
 def indexer_loss(
@@ -115,18 +108,7 @@ def _loss_by_lists(
     def target(tiles: torch.Tensor) -> torch.Tensor:
         return head_sum_probs_lists(q, k, lse, lists, tiles, selection_block=geometry.selection_block)
 
-    result = gathered_indexer_kl_loss(
-        indexer.queries,
-        indexer.keys,
-        indexer.head_weight_logits,
-        target,
-        lists,
-        selection_block=geometry.selection_block,
-        return_rows=True,
-        **_loss_options(indexer, rows),
-    )
-    assert isinstance(result, tuple)
-    return result
+    return gathered_indexer_loss(indexer, target, lists, geometry.selection_block, rows)
 
 
 def _loss_by_rows(
@@ -140,10 +122,6 @@ def _loss_by_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The target is made for chunks of rows, [B, rows, Lk]."""
     block = geometry.selection_block
-    where: dict[str, Any] = {
-        "document_starts": geometry.document_starts,
-        "query_start": geometry.query_start,
-    }
     packed_mask = log_sum = None
     if selection is not None:
         packed_mask, log_sum = selection.packed_mask, selection.log_sum
@@ -152,50 +130,18 @@ def _loss_by_rows(
                 f"selection is a packed mask with selection_block {block}; pass the key lists that select makes by "
                 "Triton, or implementation='reference'"
             )
+    # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
+    dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
 
     def target(chunk: SampledRows) -> torch.Tensor:
         if block == 1:
-            # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
-            return head_sum_probs_rows(
-                q,
-                k,
-                lse,
-                packed_mask,
-                chunk,
-                **where,
-                dtype=torch.float32 if q.dtype == torch.float32 else torch.float16,
-                fill=False,
-            )
-        return block_sum_probs_rows(q, k, lse, chunk, selection_block=block, **where)
+            return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
+        return block_sum_probs_rows(q, k, lse, chunk, geometry)
 
-    result = indexer_kl_loss(
-        indexer.queries,
-        indexer.keys,
-        indexer.head_weight_logits,
-        target,
-        words=packed_mask,
-        # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one.
-        target_sum=float(q.shape[2]) if block == 1 else None,
-        log_sum=log_sum,
-        **where,
-        selection_block=block,
-        return_rows=True,
-        **_loss_options(indexer, rows),
-    )
-    assert isinstance(result, tuple)
-    return result
-
-
-def _loss_options(indexer: Indexer, rows: RowSample) -> dict[str, Any]:
-    return {
-        "score_bias": indexer.score_bias,
-        "weight_bias": indexer.head_weight_bias,
-        "activation": indexer.activation,
-        "inverse_temperature": indexer.inverse_temperature,
-        "row_fraction": rows.fraction,
-        "seed": rows.seed,
-        "share": rows.share,
-    }
+    # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one.
+    row_sum = float(q.shape[2]) if block == 1 else None
+    attended = Attended(packed_mask, log_sum, geometry)
+    return masked_indexer_loss(indexer, Target(target, row_sum), attended, rows)
 
 
 def sparse_attention_with_loss(
@@ -207,28 +153,7 @@ def sparse_attention_with_loss(
     loss: FusedLoss,
     gate_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if selection.packed_mask is None:
-        raise ValueError("selection has key lists; pass a packed mask, or calculate the loss by indexer_loss")
-    indexer = loss.indexer
-    return attention_with_indexer_loss(
-        q,
-        k,
-        v,
-        selection.packed_mask,
-        indexer.queries,
-        indexer.keys,
-        indexer.head_weight_logits,
-        loss_scale=loss.scale,
-        score_bias=indexer.score_bias,
-        weight_bias=indexer.head_weight_bias,
-        activation=indexer.activation,
-        inverse_temperature=indexer.inverse_temperature,
-        log_sum=selection.log_sum,
-        document_starts=geometry.document_starts,
-        output_gate_logits=gate_logits,
-        query_start=geometry.query_start,
-        on_rows=loss.on_rows,
-    )
+    return attention_with_indexer_loss(q, k, v, selection, geometry, loss, gate_logits)
 
 
 def sampled_lse(
@@ -239,8 +164,8 @@ def sampled_lse(
 ) -> torch.Tensor:
     # The kernel believes the queries to be the last of the sequence, whose tiles go over nearly all keys. Values do
     # not enter the sums.
-    query_start = k.shape[1] - q.shape[1]
-    return masked_attention(q, k, k, packed_mask, document_starts=document_starts, query_start=query_start)[1]
+    last = Geometry(document_starts, k.shape[1] - q.shape[1])
+    return masked_attention(q, k, k, packed_mask, last)[1]
 
 
 @torch.no_grad()

@@ -27,13 +27,14 @@ from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer.split_op import split_projection as split
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_kl_loss
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.triton_rows import words_of_rows
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
+from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,43 +70,26 @@ def indexer_loss(p: Problem, x: Tensors) -> Tensors:
     with torch.no_grad():
         _, lse = _attend(p, x, chosen)
     leaves = _indexer_leaves(p, x)
-    projections = [leaves[name] for name in ("q_idx", "k_idx", "weight_logits")]
-    options: dict[str, Any] = {
-        **_indexer_options(p, leaves),
-        "inverse_temperature": leaves["beta"],
-        "selection_block": p.block,
-        "row_fraction": p.row_fraction,
-        "seed": LOSS_SEED,
-        "return_rows": True,
-    }
-    starts = x.get("document_starts")
+    indexer, sample = _indexer(p, leaves), RowSample(p.row_fraction, LOSS_SEED)
     q, k = x["q"], x["k"]
     if p.lists:
 
         def of_tiles(tiles: torch.Tensor) -> torch.Tensor:
             return head_sum_probs_lists(q, k, lse, chosen.lists, tiles, selection_block=p.block)
 
-        result = gathered_indexer_kl_loss(*projections, of_tiles, chosen.lists, **options)
+        loss, rows = gathered_indexer_loss(indexer, of_tiles, chosen.lists, p.block, sample)
     else:
-        words = None if chosen is None else chosen.words
-        where: dict[str, Any] = {"document_starts": starts, "query_start": p.query_start}
+        words, geometry = None if chosen is None else chosen.words, _geometry(p, x)
+        log_sum = chosen.log_sum if p.variant == "log-sum" else None
 
         def of_rows(rows: Any) -> torch.Tensor:
             if p.block > 1:
-                return block_sum_probs_rows(q, k, lse, rows, selection_block=p.block, **where)
+                return block_sum_probs_rows(q, k, lse, rows, geometry)
             dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-            return head_sum_probs_rows(q, k, lse, words, rows, **where, dtype=dtype, fill=False)
+            return head_sum_probs_rows(q, k, lse, words, rows, geometry, dtype=dtype, fill=False)
 
-        result = indexer_kl_loss(
-            *projections,
-            of_rows,
-            words=words,
-            target_sum=float(p.heads) if p.block == 1 else None,
-            log_sum=chosen.log_sum if p.variant == "log-sum" else None,
-            **where,
-            **options,
-        )
-    loss, rows = result
+        target = Target(of_rows, float(p.heads) if p.block == 1 else None)
+        loss, rows = masked_indexer_loss(indexer, target, Attended(words, log_sum, geometry), sample)
     loss.backward()
     return {"loss": loss, "rows": rows, **_gradients(leaves)}
 
@@ -114,18 +98,13 @@ def distilling_attention(p: Problem, x: Tensors) -> Tensors:
     chosen = _select(p, x)
     leaves = {**_leaves(x, "q", "k", "v", *(("gate",) if p.gate else ())), **_indexer_leaves(p, x)}
     rows: list[torch.Tensor] = []
+    log_sum = chosen.log_sum if p.variant == "log-sum" else None
     out, lse = attention_with_indexer_loss(
         *(leaves[name] for name in ("q", "k", "v")),
-        chosen.words,
-        *(leaves[name] for name in ("q_idx", "k_idx", "weight_logits")),
-        loss_scale=0.37,
-        **_indexer_options(p, leaves),
-        inverse_temperature=leaves["beta"],
-        log_sum=chosen.log_sum if p.variant == "log-sum" else None,
-        document_starts=x.get("document_starts"),
-        output_gate_logits=leaves.get("gate"),
-        query_start=p.query_start,
-        on_rows=rows.append,
+        Selection(chosen.words, None, chosen.budget, chosen.variance, log_sum=log_sum),
+        _geometry(p, x),
+        FusedLoss(_indexer(p, leaves), 0.37, rows.append),
+        leaves.get("gate"),
     )
     out.backward(x["grad"])
     return {"out": out, "log_sum_exp": lse, "rows": rows[0], **_gradients(leaves)}
@@ -263,16 +242,20 @@ def _select(p: Problem, x: Tensors) -> Any:
 def _attend(p: Problem, x: Tensors, chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
     gate = x["gate"] if p.gate else None
     if chosen is not None and p.lists:
-        return gathered_attention(x["q"], x["k"], x["v"], chosen.lists, output_gate_logits=gate)
-    return masked_attention(
-        x["q"],
-        x["k"],
-        x["v"],
-        None if chosen is None else chosen.words,
-        document_starts=x.get("document_starts"),
-        output_gate_logits=gate,
-        query_start=p.query_start,
-    )
+        return gathered_attention(x["q"], x["k"], x["v"], chosen.lists, gate)
+    words = None if chosen is None else chosen.words
+    return masked_attention(x["q"], x["k"], x["v"], words, _geometry(p, x), gate)
+
+
+def _geometry(p: Problem, x: Tensors) -> Geometry:
+    window = max(p.window, p.block) if p.block > 1 else p.window
+    return Geometry(x.get("document_starts"), p.query_start, p.block, window)
+
+
+def _indexer(p: Problem, x: Tensors) -> Indexer:
+    biases = (x["score_bias"], x["weight_bias"]) if p.biases else (None, None)
+    beta = x.get("beta", p.beta)
+    return Indexer(x["q_idx"], x["k_idx"], x["weight_logits"], *biases, p.activation, beta)
 
 
 def _indexer_options(p: Problem, x: Tensors) -> dict[str, Any]:

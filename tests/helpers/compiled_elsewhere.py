@@ -13,10 +13,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from gsa_kernels.attention.inputs import GradientInputs
 from gsa_kernels.hopper.miscompile_guard import wrong_sums
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, STACKED, Blocks
+from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16
 
@@ -76,14 +78,9 @@ def indexer_loss(heads: int, dtype: torch.dtype, blocks: Blocks) -> None:
     inputs = [torch.zeros(1, length, heads, dim), torch.zeros(1, length, dim), torch.zeros(1, length, heads)]
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     biases = [torch.zeros(heads, requires_grad=True) for _ in range(2)]
-    indexer_kl_loss(
-        *leaves,
-        lambda rows: torch.ones(1, rows.count, length),
-        score_bias=biases[0],
-        weight_bias=biases[1],
-        words=torch.full((1, length, length // 32), -1, dtype=torch.int32),
-        blocks=blocks,
-    )
+    packed_mask = torch.full((1, length, length // 32), -1, dtype=torch.int32)
+    target = Target(lambda rows: torch.ones(1, rows.count, length))
+    masked_indexer_loss(Indexer(*leaves, *biases), target, Attended(packed_mask), blocks=blocks)
 
 
 def loss_target(head_size: int, documents: bool) -> None:
@@ -92,17 +89,11 @@ def loss_target(head_size: int, documents: bool) -> None:
     k = torch.zeros(1, length, 1, head_size, dtype=torch.bfloat16)
     of_rows = torch.zeros(1, heads, length)
     backward_queries_with_target(
-        grad=q,
-        q=q,
-        k=k,
-        v=k,
-        delta=of_rows,
-        lse2=of_rows,
-        words=torch.full((1, length, length // 32), -1, dtype=torch.int32),
-        document_starts=torch.zeros(1, length, dtype=torch.int32) if documents else None,
-        scale=1.0,
-        grad_q=q,
-        rows=range(length),
+        GradientInputs(q, q, k, k, of_rows, of_rows),
+        torch.full((1, length, length // 32), -1, dtype=torch.int32),
+        torch.zeros(1, length, dtype=torch.int32) if documents else None,
+        q,
+        range(length),
     )
 
 

@@ -82,10 +82,3 @@ def with_full_parts(lists: KeyLists, block: int) -> KeyLists:
         length=lists.length,
         max_count=max(counts) + 3,
     )
-
-
-def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
-    """q, k, v and the logits of the gate"""
-    return [
-        torch.randn(batch, length, n, dim, dtype=dtype).to(device) for n in (heads, kv_heads, kv_heads, heads)
-    ]

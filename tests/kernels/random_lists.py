@@ -8,7 +8,7 @@ from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 def lists_of(mask: torch.Tensor, queries: int, share: int, seed: int = 0) -> KeyLists:
     """Lists with a full part, `share` tiles with the same keys, gaps, and junk in the bits beyond L."""
     rng = torch.Generator().manual_seed(seed)
-    batch, length, _ = mask.shape
+    batch, length, num_keys = mask.shape
     tiles = -(-length // queries)
     keys: list[torch.Tensor] = []
     words: list[torch.Tensor] = []
@@ -50,6 +50,7 @@ def lists_of(mask: torch.Tensor, queries: int, share: int, seed: int = 0) -> Key
         queries=queries,
         length=length,
         max_count=int(numbers[3].max()) + 5,
+        query_start=num_keys - length,
     )
     assert torch.equal(mask_from_key_lists(lists), mask)
     return lists

@@ -33,10 +33,10 @@ from query_chunks import (
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
-from gsa_kernels.attention.triton_packed_mask import transpose_words
+from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
-from gsa_kernels.indexer_loss.op import indexer_kl_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists import triton_block_lists
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
 from gsa_kernels.key_lists.triton_rows import words_of_rows
@@ -46,6 +46,7 @@ from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
 from gsa_kernels.selection.op import select_keys
+from gsa_kernels.types import Geometry, Indexer
 
 documents_or_not = pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"}
@@ -68,8 +69,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("words", True, torch.float32, 2),
         ("dense", True, torch.float32, 1),
-        ("words", False, torch.float16, 1),
-        ("dense", False, torch.float16, 2),
+        ("words", False, torch.bfloat16, 1),
+        ("dense", False, torch.bfloat16, 2),
     ],
 )
 def test_masked_attention(device, kind, documents, dtype, heads):
@@ -79,16 +80,14 @@ def test_masked_attention(device, kind, documents, dtype, heads):
     k, v = (draw(device, 2, LENGTH, 1, 32, dtype=dtype) for _ in range(2))
     mask = random_mask(starts, device)
     words = pack_mask(mask) if kind == "words" else None
-    rows, keys = attend(q, k, v, gate, grad, words=words, document_starts=starts)
-    probs = head_sum_probs_rows(
-        q, k, rows[1].transpose(1, 2), words, SampledRows(0, LENGTH), document_starts=starts
-    )
+    rows, keys = attend(q, k, v, gate, grad, packed_mask=words, geometry=Geometry(starts))
+    everything = SampledRows(0, LENGTH)
+    probs = head_sum_probs_rows(q, k, rows[1].transpose(1, 2), words, everything, Geometry(starts))
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in keys]
     for first, last in RUNS:
         part = {
-            "words": None if words is None else pack_mask(mask[:, first:last, :last]),
-            "document_starts": rows_of(starts, first, last),
-            "query_start": first,
+            "packed_mask": None if words is None else pack_mask(mask[:, first:last, :last]),
+            "geometry": Geometry(rows_of(starts, first, last), first),
         }
         own, seen = attend(
             *(x[:, a:last] for x, a in zip((q, k, v, gate, grad), (first, 0, 0, first, first), strict=True)),
@@ -114,18 +113,14 @@ def test_block_sum_probs(device):
     q, k = draw(device, 2, LENGTH, 2, 32), draw(device, 2, LENGTH, 1, 32)
     lse = draw(device, 2, 2, LENGTH)
     blocks = -(-LENGTH // 16)
-    whole = block_sum_probs_rows(
-        q, k, lse, SampledRows(0, blocks), selection_block=16, document_starts=starts
-    )
+    whole = block_sum_probs_rows(q, k, lse, SampledRows(0, blocks), Geometry(starts, 0, 16, 16))
     for first, last in BLOCK_RUNS:
         got = block_sum_probs_rows(
             q[:, first:last],
             k[:, :last],
             lse[..., first:last],
             SampledRows(0, -(-(last - first) // 16)),
-            selection_block=16,
-            document_starts=rows_of(starts, first, last),
-            query_start=first,
+            Geometry(rows_of(starts, first, last), first, 16, 16),
         )
         assert_same(got, whole[:, first // 16 : -(-last // 16), :last])
 
@@ -136,7 +131,7 @@ def test_bits_of_a_run_far_from_the_start(device):
     torch.manual_seed(7)
     mask = (torch.rand(2, 35, 4300) < 0.01).tril(4300 - 35).to(device)
     words = pack_mask(mask)
-    turned = transpose_words(words, query_start=4300 - 35)
+    turned = transpose_packed_mask(words, query_start=4300 - 35)
     assert torch.equal(turned, pack_mask(mask.transpose(1, 2)).transpose(1, 2))
     lists = key_lists_from_words(words, 35, query_start=4300 - 35)
     assert torch.equal(mask_from_key_lists(lists), mask)
@@ -220,11 +215,14 @@ def test_errors(device):
     def target(rows: SampledRows) -> torch.Tensor:
         raise AssertionError
 
-    masked_attention(q, k, k, query_start=32)
+    def loss(geometry: Geometry) -> object:
+        indexer = Indexer(q_idx, k_idx, weights)
+        return masked_indexer_loss(indexer, Target(target), Attended(geometry=geometry))
+
+    masked_attention(q, k, k, geometry=Geometry(query_start=32))
     calls = [
         (lambda: masked_attention(q, k, k), "k has shape"),
-        (lambda: masked_attention(q, k, k, query_start=31), "k has shape"),
-        (lambda: masked_attention(q, k, k, query_start=-1), "query_start is -1"),
+        (lambda: masked_attention(q, k, k, geometry=Geometry(query_start=31)), "k has shape"),
         (lambda: gathered_attention(q, k[:, 1:], k[:, 1:], lists), "k has shape"),
         (lambda: select_keys(q_idx, k_idx, weights, ema, **RULE), "k_idx has shape"),
         (
@@ -235,17 +233,8 @@ def test_errors(device):
             lambda: select_block_lists(q_idx, k_idx, weights, ema, query_start=48, **blocks),
             "query_start is 48 with 40 keys",
         ),
-        (lambda: indexer_kl_loss(q_idx, k_idx, weights, target), "k_idx has shape"),
-        (
-            lambda: indexer_kl_loss(q_idx, k_idx, weights, target, query_start=8, selection_block=16),
-            "query_start is 8 with selection_block 16",
-        ),
-        (
-            lambda: block_sum_probs_rows(
-                q, k, draw(device, 1, 2, 8), SampledRows(0, 1), selection_block=64, query_start=32
-            ),
-            "query_start is 32 with selection_block 64",
-        ),
+        (lambda: loss(Geometry()), "indexer.queries has 8 rows; pass 40"),
+        (lambda: loss(Geometry(query_start=40)), "query_start is 40 with 40 keys"),
         (lambda: key_lists_from_words(lists.words.view(1, 8, -1), 8, 40), "words is"),
     ]
     for call, message in calls:

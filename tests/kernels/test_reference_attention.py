@@ -54,9 +54,7 @@ def test_probabilities_are_those_on_the_mask() -> None:
 def test_measurements_carry_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(5))
     visible = ops.causal_mask(5)
-    result = ops.sparse_attention(
-        q, k, v, visible, visible=visible, return_probs=True, return_recall=True, return_sink=True
-    )
+    result = ops.sparse_attention(q, k, v, visible, recall_among=visible, return_probs=True, return_sink=True)
     assert result.out.requires_grad
     for measured in (result.head_sum_probs, result.recall, result.sink):
         assert measured is not None
@@ -80,9 +78,8 @@ def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
         k,
         v,
         mask,
-        visible=ops.causal_mask(17),
+        recall_among=ops.causal_mask(17),
         return_probs=True,
-        return_recall=True,
         return_sink=True,
     )
     for tensor in (result.out, result.head_sum_probs, result.recall, result.sink):
@@ -101,7 +98,7 @@ def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
 def test_logits_far_apart_do_not_overflow() -> None:
     q, k, v = make_qkv(9, dtype=torch.float32)
     visible = ops.causal_mask(9)
-    result = ops.sparse_attention(1e4 * q, 1e4 * k, v, visible, visible=visible, return_recall=True)
+    result = ops.sparse_attention(1e4 * q, 1e4 * k, v, visible, recall_among=visible)
     assert result.out.isfinite().all()
     assert result.recall is not None
     torch.testing.assert_close(result.recall, torch.ones_like(result.recall))
@@ -114,8 +111,8 @@ def test_recall_is_the_dense_probability_on_the_mask() -> None:
     q, k, v = make_qkv(17)
     visible = ops.causal_mask(17, document_ids=torch.arange(17)[None] // 6)
     mask = random_selection(17) & visible
-    recall = ops.sparse_attention(q, k, v, mask, visible=visible, return_recall=True).recall
-    dense = ops.sparse_attention(q, k, v, visible, visible=visible, return_probs=True, return_recall=True)
+    recall = ops.sparse_attention(q, k, v, mask, recall_among=visible).recall
+    dense = ops.sparse_attention(q, k, v, visible, recall_among=visible, return_probs=True)
     assert recall is not None
     assert dense.recall is not None
     assert dense.head_sum_probs is not None
@@ -131,7 +128,7 @@ def test_a_random_selection_recalls_k_over_n() -> None:
     def recall_of(masks: torch.Tensor) -> torch.Tensor:
         inputs = (x.double().expand(len(masks), -1, -1, -1) for x in (2 * query, keys, values))
         visible = torch.ones(1, 1, n, dtype=torch.bool)
-        recall = ops.sparse_attention(*inputs, masks, visible=visible, return_recall=True).recall
+        recall = ops.sparse_attention(*inputs, masks, recall_among=visible).recall
         assert recall is not None
         return recall[:, 0]
 

@@ -56,7 +56,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "heads": (lambda: ops.sparse_attention(Q[:, :, :3], KV, KV, BOOL), "q has 3 heads and k has 2"),
     "head size": (lambda: ops.sparse_attention(Q, KV[..., :1], KV, BOOL), "k has shape"),
     "values": (lambda: ops.sparse_attention(Q, KV, KV[:, :3], BOOL), "v has shape"),
-    "recall": (lambda: ops.sparse_attention(Q, KV, KV, BOOL, return_recall=True), "visible is None"),
+    "recall": (
+        lambda: ops.sparse_attention(Q, KV, KV, BOOL, recall_among=BOOL[:, :3]),
+        "recall_among has shape",
+    ),
     "gate": (lambda: ops.sigmoid_gate(Q, Q[0]), "gate_logits has shape"),
     "target": (lambda: ops.indexer_kl(ROWS, ROWS[:, :3], BOOL), "target has shape"),
     "beta": (lambda: ops.indexer_kl(ROWS, ROWS, BOOL, torch.ones(2)), "inverse_temperature has shape"),

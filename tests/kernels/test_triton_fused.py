@@ -202,10 +202,8 @@ def test_split_rotate_gate_names_what_is_wrong(device):
 
 
 KERNELS = {
-    "bits": lambda q, k, v, gates: masked_attention(q, k, v, output_gate_logits=gates)[0],
-    "lists": lambda q, k, v, gates: gathered_attention(
-        q, k, v, key_lists_from_mask(causal(q)), output_gate_logits=gates
-    )[0],
+    "bits": lambda q, k, v, gates: masked_attention(q, k, v, gate_logits=gates)[0],
+    "lists": lambda q, k, v, gates: gathered_attention(q, k, v, key_lists_from_mask(causal(q)), gates)[0],
 }
 
 

@@ -13,104 +13,67 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton  # noqa: E402
+from attention_problems import check, differentiated, from_query, make_inputs  # noqa: E402
 from covering import covered  # noqa: E402
 from gathered_problems import (  # noqa: E402
     block_mask,
     document_mask,
-    make_inputs,
     random_mask,
     with_full_parts,
 )
 
 from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
-from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
 devices = pytest.mark.parametrize("device", [CPU, GPU])
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_gate")
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-def reference(q, k, v, gate, mask, grad):
-    """Output, lse and gradients in fp64."""
-    q, k, v, gate = leaves = [x.detach().double().requires_grad_() for x in (q, k, v, gate)]
-    out = sparse_attention(q, k, v, mask).out * torch.sigmoid(gate)
-    grads = torch.autograd.grad(out, leaves, grad.double())
-    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
-    lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1)
-    return [out.detach(), lse.detach(), *grads]
-
-
-def plain(q, k, v, gate, mask, grad):
-    """The same in the dtype of the inputs, the way it is written in torch."""
-    q, k, v, gate = leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-    ratio = q.shape[2] // k.shape[2]
-    keys, values = k.repeat_interleave(ratio, 2), v.repeat_interleave(ratio, 2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
-    logits = logits.masked_fill(~mask[:, None], float("-inf"))
-    out = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values) * torch.sigmoid(gate)
-    grads = torch.autograd.grad(out, leaves, grad)
-    return [out.detach(), logits.float().logsumexp(-1).detach(), *grads]
-
-
-def kernels(q, k, v, gate, lists, grad, **options):
-    q, k, v, gate = leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-    out, lse = gathered_attention(q, k, v, lists, output_gate_logits=gate, **options)
-    return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
-
-
-def check(inputs, lists, *, options=({},)):
-    """Every result within twice the error of the same calculation in torch, both against fp64."""
-    mask = mask_from_key_lists(lists)
-    grad = torch.randn_like(inputs[0])
-    wanted = reference(*inputs, mask, grad)
-    other = plain(*inputs, mask, grad)
-    # Where the reference's error vanishes (a single key has probability exactly 1) rounding remains.
-    floor = 4 * torch.finfo(inputs[0].dtype).eps * max(1.0, *(value.abs().max().item() for value in wanted))
-    for option in options:
-        got = kernels(*inputs, lists, grad, **option)
-        for name, want, torch_value, value in zip(NAMES, wanted, other, got, strict=True):
-            error = (value.double() - want).abs().max()
-            allowed = 2 * (torch_value.double() - want).abs().max() + floor
-            assert error <= allowed, f"{option} {name}: error {error:.2e}, allowed {allowed:.2e}"
+def attention(lists, **options):
+    """Of q, k, v and the gate."""
+    return lambda q, k, v, gate: gathered_attention(q, k, v, lists, gate, **options)
 
 
 @devices
 @covered(
     "case",
-    length=[1, 35, 50, 70],
+    length=[1, 35, 70],
+    query_start=[0, 41],
     queries=[16, 32],
     documents=[False, True],
     heads=[(2, 1), (2, 2), (3, 1), (8, 2), (8, 1)],
     head_size=[32, 64, 128],
     dtype=DTYPES,
+    gated=[True, False],
 )
 def test_output_and_gradients(device, case):
     """Among the groups of heads some that fill no power of two, and some that need several programs."""
-    length, batch = case["length"], 2 if case["heads"][0] < 8 else 1
+    length, first, batch = case["length"], case["query_start"], 2 if case["heads"][0] < 8 else 1
+    num_keys = first + length
     torch.manual_seed(length)
-    mask = random_mask(batch, length, 0.5, device)
+    mask = random_mask(batch, num_keys, 0.5, device)
     if case["documents"]:
-        mask = mask & document_mask(batch, length, device)
-    inputs = make_inputs(batch, length, *case["heads"], case["head_size"], case["dtype"], device)
-    check(inputs, key_lists_from_mask(mask, case["queries"]))
+        mask = mask & document_mask(batch, num_keys, device)
+    mask = mask[:, first:]
+    *projections, gate = make_inputs(
+        batch, num_keys, *case["heads"], case["head_size"], case["dtype"], device
+    )
+    inputs = from_query([*projections, gate if case["gated"] else None], first)
+    check(inputs, mask, attention(key_lists_from_mask(mask, case["queries"])))
 
 
 @devices
-@pytest.mark.parametrize(
-    ("queries", "dtype"), [(16, torch.bfloat16), (32, torch.float32), (32, torch.float16)]
-)
+@pytest.mark.parametrize(("queries", "dtype"), [(16, torch.bfloat16), (32, torch.float32)])
 def test_full_parts_and_shared_lists(device, queries, dtype):
     torch.manual_seed(1)
     mask = block_mask(1, 150, 64, 64, 0.9, device)
     lists = with_full_parts(key_lists_from_mask(mask, queries), 64)
     assert torch.equal(mask_from_key_lists(lists), mask)
     assert lists.full.max() >= 32
-    check(make_inputs(1, 150, 2, 1, 32, dtype, device), lists)
+    check(make_inputs(1, 150, 2, 1, 32, dtype, device), mask, attention(lists))
 
 
 @pytest.mark.gpu
@@ -122,7 +85,8 @@ def test_other_lists_compile_nothing(monkeypatch):
 
     def run(density, tiles):
         lists = key_lists_from_mask(random_mask(1, 700, density, "cuda"), 32)
-        kernels(*inputs, lists, torch.randn_like(inputs[0]), scratch_bytes=tiles * lists.max_count * 256)
+        attend = attention(lists, scratch_bytes=tiles * lists.max_count * 256)
+        differentiated(attend, inputs, torch.randn_like(inputs[0]))
 
     run(0.3, 2)
     compiled = []
@@ -141,7 +105,7 @@ def test_the_lists_go_with_the_backward_pass(device):
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
     alive = weakref.ref(lists.keys)
     q, k, v, gate = (x.requires_grad_() for x in make_inputs(1, 40, 2, 1, 32, torch.float32, device))
-    loss = gathered_attention(q, k, v, lists, output_gate_logits=gate)[0].sum()
+    loss = gathered_attention(q, k, v, lists, gate)[0].sum()
     del lists
     assert alive() is not None
     loss.backward()
@@ -156,7 +120,6 @@ def test_the_lists_go_with_the_backward_pass(device):
         (128, 8, 2, 32, torch.bfloat16),
         (128, 8, 1, 16, torch.bfloat16),
         (64, 2, 2, 32, torch.bfloat16),
-        (128, 8, 1, 32, torch.float16),
         (64, 4, 1, 32, torch.float32),
     ],
 )
@@ -168,7 +131,7 @@ def test_long_sequences(dim, heads, kv_heads, queries, dtype):
         lists = with_full_parts(key_lists_from_mask(mask, queries), block)
         assert torch.equal(mask_from_key_lists(lists), mask)
         inputs = make_inputs(2, lists.length, heads, kv_heads, dim, dtype, "cuda")
-        check(inputs, lists, options=({}, {"scratch_bytes": 1 << 22}))
+        check(inputs, mask, attention(lists), attention(lists, scratch_bytes=1 << 22))
 
 
 @devices
@@ -180,7 +143,7 @@ def test_a_list_of_one_key(device):
     lists = key_lists_from_mask(mask)
     assert lists.max_count == 1
     for dtype in DTYPES:
-        check(make_inputs(1, 40, 2, 1, 32, dtype, device), lists)
+        check(make_inputs(1, 40, 2, 1, 32, dtype, device), mask, attention(lists))
 
 
 @devices
@@ -188,8 +151,8 @@ def test_everything_selected_is_dense_attention(device):
     torch.manual_seed(7)
     q, k, v, gate = make_inputs(1, 100, 2, 1, 32, torch.float32, device)
     lists = key_lists_from_mask(torch.ones(1, 100, 100, dtype=torch.bool, device=device).tril())
-    wanted = masked_attention(q, k, v, output_gate_logits=gate)
-    got = gathered_attention(q, k, v, with_full_parts(lists, 1), output_gate_logits=gate)
+    wanted = masked_attention(q, k, v, gate_logits=gate)
+    got = gathered_attention(q, k, v, with_full_parts(lists, 1), gate)
     for value, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
 
@@ -201,7 +164,7 @@ def test_chunks_add_up(device):
     inputs = make_inputs(2, 40, 1, 1, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(2, 40, 0.5, device), 16)
     grad = torch.randn_like(inputs[0])
-    wanted = kernels(*inputs, lists, grad)
+    wanted = differentiated(attention(lists), inputs, grad)
     tile_bytes = lists.max_count * 2 * 32 * 4
     known = dataclasses.replace(lists, host_counts=lists.counts.cpu())
     for scratch, some in (
@@ -211,24 +174,9 @@ def test_chunks_add_up(device):
         (4 * tile_bytes, known),
         (2**30, known),
     ):
-        for value, want in zip(kernels(*inputs, some, grad, scratch_bytes=scratch), wanted, strict=True):
+        got = differentiated(attention(some, scratch_bytes=scratch), inputs, grad)
+        for value, want in zip(got, wanted, strict=True):
             torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
-
-
-@devices
-def test_without_gate_and_with_scale(device):
-    torch.manual_seed(9)
-    q, k, v, _ = make_inputs(1, 40, 2, 1, 32, torch.float32, device)
-    mask = random_mask(1, 40, 0.5, device)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, _ = gathered_attention(q, k, v, key_lists_from_mask(mask), softmax_scale=0.3)
-    wanted = sparse_attention(q, k, v, mask, softmax_scale=0.3).out
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
-    for value, want in zip(
-        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
-    ):
-        torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-4)
 
 
 @devices
@@ -237,12 +185,12 @@ def test_strides_do_not_matter(device):
     torch.manual_seed(10)
     batch, length = 2, 50
     lists = key_lists_from_mask(random_mask(batch, length, 0.5, device))
-    fused = torch.randn(length, batch, 8, 32, dtype=torch.float16).to(device)
+    fused = torch.randn(length, batch, 8, 32, dtype=torch.bfloat16).to(device)
     parts = [fused[:, :, 0:3:2], fused[:, :, 3:4], fused[:, :, 4:5], fused[:, :, 6:8]]
     views = [part.transpose(0, 1) for part in parts]
-    grad = torch.ones(1, dtype=torch.float16, device=device).expand(views[0].shape)
-    got = kernels(*views, lists, grad)
-    wanted = kernels(*(x.contiguous() for x in views), lists, grad.contiguous())
+    grad = torch.ones(1, dtype=torch.bfloat16, device=device).expand(views[0].shape)
+    got = differentiated(attention(lists), views, grad)
+    wanted = differentiated(attention(lists), [x.contiguous() for x in views], grad.contiguous())
     for value, want in zip(got, wanted, strict=True):
         assert torch.equal(value, want)
     assert got[0].stride() == torch.empty_like(views[0]).stride()
@@ -260,17 +208,17 @@ def test_everything_is_written(device, monkeypatch):
 
         return wrapped
 
-    inputs = make_inputs(2, 45, 4, 1, 32, torch.float16, device)
+    inputs = make_inputs(2, 45, 4, 1, 32, torch.bfloat16, device)
     lists = key_lists_from_mask(random_mask(2, 45, 0.3, device))
     grad = torch.randn_like(inputs[0])
-    clean = kernels(*inputs, lists, grad)
+    clean = differentiated(attention(lists), inputs, grad)
     junk = torch.full((200,), 2**30, dtype=torch.int32, device=device)
     padded = dataclasses.replace(
         lists, keys=torch.cat([lists.keys, junk]), words=torch.cat([lists.words, junk]), max_count=100
     )
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    for value, want in zip(kernels(*inputs, padded, grad), clean, strict=True):
+    for value, want in zip(differentiated(attention(padded), inputs, grad), clean, strict=True):
         assert torch.equal(value, want)
 
 
@@ -282,22 +230,22 @@ def test_unselected_keys_get_no_gradient(device):
     mask[..., dropped] = False
     mask[..., 0] = True
     inputs = make_inputs(1, 40, 2, 1, 32, torch.bfloat16, device)
-    results = kernels(*inputs, key_lists_from_mask(mask, 16), torch.randn_like(inputs[0]))
+    attend = attention(key_lists_from_mask(mask, 16))
+    results = differentiated(attend, inputs, torch.randn_like(inputs[0]))
     for value in results[3:5]:
         assert (value[:, dropped] == 0).all()
         assert (value[:, 0] != 0).any()
 
 
-@devices
-def test_runs_are_equal(device):
+@pytest.mark.parametrize("device", [GPU])
+def test_repetitions_are_equal(device):
     torch.manual_seed(13)
-    length = 40 if device == "cpu" else 2048
-    inputs = make_inputs(1, length, 4, 1, 32, torch.float16, device)
-    lists = key_lists_from_mask(random_mask(1, length, 0.1, device))
-    grad = torch.randn_like(inputs[0])
-    first = kernels(*inputs, lists, grad, scratch_bytes=1 << 22)
-    for _ in range(1 if device == "cpu" else 5):
-        for value, want in zip(kernels(*inputs, lists, grad, scratch_bytes=1 << 22), first, strict=True):
+    inputs = make_inputs(1, 2048, 4, 1, 32, torch.bfloat16, device)
+    lists = key_lists_from_mask(random_mask(1, 2048, 0.1, device))
+    attend, grad = attention(lists, scratch_bytes=1 << 22), torch.randn_like(inputs[0])
+    first = differentiated(attend, inputs, grad)
+    for _ in range(5):
+        for value, want in zip(differentiated(attend, inputs, grad), first, strict=True):
             assert torch.equal(value, want)
 
 
@@ -305,12 +253,12 @@ def test_runs_are_equal(device):
 def test_the_future_is_not_seen(device):
     torch.manual_seed(14)
     length, cut = 90, 64
-    q, k, v, gate = make_inputs(1, length, 2, 1, 32, torch.float16, device)
+    q, k, v, gate = make_inputs(1, length, 2, 1, 32, torch.bfloat16, device)
     lists = key_lists_from_mask(random_mask(1, length, 0.5, device))
-    before, lse_before = gathered_attention(q, k, v, lists, output_gate_logits=gate)
+    before, lse_before = gathered_attention(q, k, v, lists, gate)
     for tensor in (q, k, v, gate):
         tensor[:, cut:] = 50 * torch.randn_like(tensor[:, cut:])
-    after, lse_after = gathered_attention(q, k, v, lists, output_gate_logits=gate)
+    after, lse_after = gathered_attention(q, k, v, lists, gate)
     assert torch.equal(before[:, :cut], after[:, :cut])
     assert torch.equal(lse_before[..., :cut], lse_after[..., :cut])
 
@@ -319,13 +267,10 @@ def test_the_future_is_not_seen(device):
 def test_large_logits(device):
     """A row's first keys unselected, logits far apart: no overflow, no NaN."""
     torch.manual_seed(15)
-    q, k, v, gate = make_inputs(1, 140, 2, 1, 32, torch.float16, device)
     mask = random_mask(1, 140, 0.5, device)
     mask[:, 135, :130] = False
-    got = kernels(40 * q, 40 * k, v, gate, key_lists_from_mask(mask), torch.randn_like(q))
-    assert all(value.isfinite().all() for value in got)
-    wanted = sparse_attention(40 * q, 40 * k, v, mask).out * torch.sigmoid(gate)
-    torch.testing.assert_close(got[0], wanted, atol=4e-3, rtol=4e-3)
+    q, k, v, gate = make_inputs(1, 140, 2, 1, 32, torch.bfloat16, device)
+    check([40 * q, 40 * k, v, gate], mask, attention(key_lists_from_mask(mask)))
 
 
 @devices
@@ -341,8 +286,8 @@ def test_errors(device):
         ({"k": k[:, 1:]}, "k has shape"),
         ({"q": q[:, :, :3]}, "multiple"),
         ({"k": k.half()}, "one dtype"),
-        ({"output_gate_logits": gate[..., :1]}, "output_gate_logits has shape"),
-        ({"softmax_scale": 0.0}, "softmax_scale"),
+        ({"gate_logits": gate[..., :1]}, "gate_logits has shape"),
+        ({"q": q.half()}, "float16; pass bfloat16 or float32, or use implementation"),
         ({"scratch_bytes": 0}, "scratch_bytes is 0"),
         (changed(length=41), "41 tokens"),
         (changed(queries=8), "queries is 8"),

@@ -97,9 +97,8 @@ class ReferenceCore:
             k,
             v,
             attended,
-            visible=causal,
+            recall_among=causal if sample is not None and attention_pass.sparse else None,
             return_probs=loss is not None or dense_recall,
-            return_recall=sample is not None and attention_pass.sparse,
             return_sink=sample is not None,
         )
         out, probs, statistics = attention.out, attention.head_sum_probs, Statistics()

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.inputs import AttentionInputs, checked_inputs
 from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.fused.gates.rows import grouped
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import GATHERED_GRADIENT_BYTES, TILE_SIZES
 
@@ -18,25 +17,23 @@ def gathered_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     lists: KeyLists,
+    gate_logits: torch.Tensor | None = None,
     *,
-    softmax_scale: float | None = None,
-    output_gate_logits: torch.Tensor | None = None,
     scratch_bytes: int = GATHERED_GRADIENT_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], times sigmoid(gate), per head.
+    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], times sigmoid(gate), per head.
 
     The work is that of the lists: each tile of queries gathers every key that it names once. S_t must not be
-    empty, and what it may see (causality, documents) is up to the lists. Query head h reads key-value head
-    h // (H / Hkv). Differentiable in q, k, v and output_gate_logits; the backward pass is deterministic. Any
-    strides, the last dimension contiguous.
+    empty, and whether it has causal keys of the document only is up to the lists. Query head h reads key-value head
+    h // (H / Hkv). Differentiable in q, k, v and gate_logits; the backward pass is deterministic. Any strides, the
+    last dimension contiguous.
 
     Args:
-        q: [B, L, H, D], D 32, 64 or 128; bf16, fp16 or fp32
+        q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         v: [B, Lk, Hkv, D]
         lists: S_t of q's queries, which stand from lists.query_start on
-        softmax_scale: positive; 1 / sqrt(D) if None
-        output_gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
+        gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
         scratch_bytes: what the backward pass may take for partial sums, beside fp32 sums of the gradients of k and
             v. Less memory costs time.
 
@@ -44,11 +41,10 @@ def gathered_attention(
         out: [B, L, H, D], in the dtype and the memory order of q
         lse: fp32 [B, H, L], log sum_{s in S_t} exp(logit), without gradient
     """
-    scale = check_attention(q, k, v, None, None, softmax_scale, output_gate_logits, lists.query_start)
+    inputs = checked_inputs(q, k, v, gate_logits, lists.query_start)
     check_key_lists(lists, q)
     check_at_least("scratch_bytes", scratch_bytes, 1)
-    gate_logits = grouped(output_gate_logits, k.shape[2])
-    return _GatheredAttention.apply(q, k, v, gate_logits, lists, scale, scratch_bytes)
+    return _GatheredAttention.apply(q, k, v, inputs.gate_logits, lists, scratch_bytes)
 
 
 _LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")
@@ -57,14 +53,14 @@ _LIST_TENSORS = ("keys", "words", "key_starts", "word_starts", "full", "counts")
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, gate_logits, lists, scale, scratch_bytes):  # type: ignore[no-untyped-def]
-        out, lse = gathered_forward(q, k, v, lists, gate_logits, scale)
+    def forward(ctx, q, k, v, gate_logits, lists, scratch_bytes):  # type: ignore[no-untyped-def]
+        out, lse = gathered_forward(AttentionInputs(q, k, v, gate_logits), lists)
         # Not on ctx: a loss that somebody holds keeps its nodes, but what they save goes with the backward pass.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )
         ctx.lists = replace(lists, **dict.fromkeys(_LIST_TENSORS))
-        ctx.scale, ctx.scratch_bytes = scale, scratch_bytes
+        ctx.scratch_bytes = scratch_bytes
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -72,8 +68,8 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
         q, k, v, gate_logits, out, lse, *saved = ctx.saved_tensors
         lists = replace(ctx.lists, **dict(zip(_LIST_TENSORS, saved, strict=True)))
-        grads = gathered_backward(grad, q, k, v, out, lse, lists, gate_logits, ctx.scale, ctx.scratch_bytes)
-        return *grads, None, None, None
+        inputs = AttentionInputs(q, k, v, gate_logits)
+        return *gathered_backward(grad, inputs, out, lse, lists, ctx.scratch_bytes), None, None
 
 
 def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:

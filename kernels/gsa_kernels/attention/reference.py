@@ -24,7 +24,7 @@ class AttentionOutput:
     """[B, Lq, H]: probability on key 0, the first token of the sequence."""
 
     lse: torch.Tensor | None = None
-    """fp32 [B, H, Lq]: log sum_{s in S_t} exp(q[t] . k[s] * scale), -inf for a row whose mask is empty."""
+    """fp32 [B, H, Lq]: log sum_{s in S_t} exp(q[t] . k[s] / sqrt(D)), -inf for a row whose mask is empty."""
 
 
 def sparse_attention(
@@ -33,25 +33,22 @@ def sparse_attention(
     v: torch.Tensor,
     mask: torch.Tensor,
     *,
-    visible: torch.Tensor | None = None,
+    recall_among: torch.Tensor | None = None,
     return_probs: bool = False,
-    return_recall: bool = False,
     return_sink: bool = False,
     return_lse: bool = False,
-    softmax_scale: float | None = None,
 ) -> AttentionOutput:
-    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] * scale) v[s], per head.
+    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Query head h reads key-value head h // (H / Hkv). Dense attention is `mask=visible`. A row whose
-    mask is empty gives zeros.
+    Query head h reads key-value head h // (H / Hkv). Dense attention has all causal keys in the
+    mask. A row whose mask is empty gives zeros.
 
     Args:
         q: [B, Lq, H, D]
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, Dv]
         mask: bool [B or 1, Lq, Lk], S_t
-        visible: bool [B or 1, Lq, Lk], the keys of the dense attention; needed for recall only
-        softmax_scale: 1 / sqrt(D) if None
+        recall_among: bool [B or 1, Lq, Lk], the causal keys; with them the recall is measured, too
     """
     check_shape("q", q, "[B, Lq, H, D]", (None, None, None, None))
     batch, num_queries, heads, dim = q.shape
@@ -61,14 +58,11 @@ def sparse_attention(
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
     check_mask("mask", mask, batch, num_queries, num_keys)
-    if visible is not None:
-        check_mask("visible", visible, batch, num_queries, num_keys)
-    elif return_recall:
-        raise ValueError("visible is None with return_recall=True; pass the mask of the dense attention")
+    if recall_among is not None:
+        check_mask("recall_among", recall_among, batch, num_queries, num_keys)
 
     dtype = compute_dtype(q=q, k=k, v=v)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    logits = _logits(q.to(dtype), k.to(dtype), scale)
+    logits = _logits(q.to(dtype), k.to(dtype), dim**-0.5)
 
     mask = mask[:, None, None]
     # An empty row is normalised over all keys and then zeroed: finite, also in the backward pass.
@@ -80,9 +74,7 @@ def sparse_attention(
     return AttentionOutput(
         out=out,
         head_sum_probs=probs.detach().sum((1, 2)) if return_probs else None,
-        recall=_recall(logits.detach(), mask, visible[:, None, None])
-        if return_recall and visible is not None
-        else None,
+        recall=None if recall_among is None else _recall(logits.detach(), mask, recall_among[:, None, None]),
         sink=_heads_last(probs.detach()[..., 0]) if return_sink else None,
         lse=_log_sum_exp(logits.detach(), mask) if return_lse else None,
     )
@@ -124,12 +116,12 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(~mask, float("-inf")).logsumexp(-1).flatten(1, 2).float()
 
 
-def _recall(logits: torch.Tensor, mask: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """exp(lse over the mask - lse over the visible keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
-    log_mass_selected = logits.masked_fill(~(mask & visible), float("-inf")).logsumexp(-1)
-    log_mass_visible = logits.masked_fill(~visible, float("-inf")).logsumexp(-1)
-    recall = (log_mass_selected - log_mass_visible).exp()
-    return _heads_last(recall.masked_fill(~visible.any(-1), 0.0))
+def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
+    """exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
+    log_mass_selected = logits.masked_fill(~(mask & causal), float("-inf")).logsumexp(-1)
+    log_mass_causal = logits.masked_fill(~causal, float("-inf")).logsumexp(-1)
+    recall = (log_mass_selected - log_mass_causal).exp()
+    return _heads_last(recall.masked_fill(~causal.any(-1), 0.0))
 
 
 def _heads_last(per_query: torch.Tensor) -> torch.Tensor:

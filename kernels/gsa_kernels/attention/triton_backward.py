@@ -9,43 +9,28 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.attention.triton_backward_keys import backward_keys, key_tiles
-from gsa_kernels.attention.triton_backward_queries import backward_queries, query_tiles
-from gsa_kernels.attention.triton_tiles import Tiles
+from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
+from gsa_kernels.attention.triton_backward_keys import backward_keys
+from gsa_kernels.attention.triton_backward_queries import backward_queries
 from gsa_kernels.fused.gates.rows import empty_gradient
 from gsa_kernels.triton_constants import LOG2_E
 
 
 def attention_backward(
     grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: AttentionInputs,
     out: torch.Tensor,
     lse: torch.Tensor,
-    words: torch.Tensor | None,
+    packed_mask: torch.Tensor | None,
     document_starts: torch.Tensor | None,
-    gate_logits: torch.Tensor | None,
-    scale: float,
-    tiles: tuple[Tiles, Tiles] | None = None,
-    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and gate_logits from that of `out`.
-
-    Args:
-        tiles: of the query side and the key side
-        splits: parts into which the query heads of a key-value head are divided; each part is a program
-            of its own and their gradients are added at the end
-    """
-    head_size = q.shape[3]
-    side_q, side_k = tiles or (query_tiles(head_size, q.dtype), key_tiles(head_size, q.dtype))
+    """Gradients of q, k, v and the gate logits from that of `out`; out and lse are from the forward pass."""
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, gate_logits)
-    grad_q = backward_queries(grad_attended, q, k, v, delta, lse2, words, document_starts, scale, side_q)
-    grad_k, grad_v = backward_keys(
-        grad_attended, q, k, v, delta, lse2, words, document_starts, scale, side_k, splits
-    )
+    grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)
+    shared = GradientInputs(grad_attended, inputs.q, inputs.k, inputs.v, delta, lse2)
+    grad_q = backward_queries(shared, packed_mask, document_starts)
+    grad_k, grad_v = backward_keys(shared, packed_mask, document_starts)
     return grad_q, grad_k, grad_v, grad_gate
 
 

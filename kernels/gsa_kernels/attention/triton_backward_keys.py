@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.attention.triton_packed_mask import transpose_words
+from gsa_kernels.attention.inputs import GradientInputs
+from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
 from gsa_kernels.attention.triton_tiles import (
     Tiles,
     count_multiprocessors,
@@ -28,26 +29,21 @@ def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 
 def backward_keys(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    delta: torch.Tensor,
-    lse2: torch.Tensor,
-    words: torch.Tensor | None,
-    document_starts: torch.Tensor | None,
-    scale: float,
-    tiles: Tiles,
-    splits: int | None = None,
+    inputs: GradientInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of k and v: [B, Lk, Hkv, D]"""
+    """Gradients of k and v: [B, Lk, Hkv, D].
+
+    The query heads of a key-value head may be divided into parts, each of which is a program of its own; their
+    gradients are added at the end.
+    """
+    q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys, kv_heads = k.shape[1:3]
     query_start = num_keys - length
     group = heads // kv_heads
+    tiles = key_tiles(head_size, q.dtype)
     key_blocks = triton.cdiv(num_keys, tiles.keys)
-    if splits is None:
-        splits = _choose_splits(batch * kv_heads * key_blocks, group, q.device)
+    splits = _choose_splits(batch * kv_heads * key_blocks, group, q.device)
     if splits == 1:
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         targets = grad_k[None], grad_v[None]
@@ -62,15 +58,15 @@ def backward_keys(
         ends = torch.arange(1, key_blocks + 1, device=q.device, dtype=torch.int32) * tiles.keys - 1
         ends = ends.expand(batch, key_blocks).contiguous()
         last_rows = torch.searchsorted(document_starts, ends, right=True, out_int32=True)
-    turned = transpose_words(words, query_start) if words is not None else None
+    turned = transpose_packed_mask(packed_mask, query_start) if packed_mask is not None else None
     tma = use_tma(tiles, q, grad)
     _keys_kernel[(batch * kv_heads * splits, key_blocks)](
         tile_source(q, tiles.queries, tma),
         k,
         v,
         tile_source(grad, tiles.queries, tma),
-        delta,
-        lse2,
+        inputs.delta,
+        inputs.lse2,
         turned,
         document_starts,
         last_rows,
@@ -93,7 +89,7 @@ def backward_keys(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        HAS_WORDS=words is not None,
+        HAS_WORDS=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,

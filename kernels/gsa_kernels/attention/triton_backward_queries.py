@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.inputs import GradientInputs
 from gsa_kernels.attention.triton_tiles import (
     Tiles,
     causal_hit,
@@ -26,20 +27,13 @@ def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 
 def backward_queries(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    delta: torch.Tensor,
-    lse2: torch.Tensor,
-    words: torch.Tensor | None,
-    document_starts: torch.Tensor | None,
-    scale: float,
-    tiles: Tiles,
+    inputs: GradientInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> torch.Tensor:
     """Gradient of q: [B, L, H, D]"""
+    q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
+    tiles = query_tiles(head_size, q.dtype)
     grad_q = torch.empty_like(q)
     tma = use_tma(tiles, k, v)
     _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](
@@ -47,16 +41,16 @@ def backward_queries(
         tile_source(k, tiles.keys, tma),
         tile_source(v, tiles.keys, tma),
         grad,
-        delta,
-        lse2,
-        words,
+        inputs.delta,
+        inputs.lse2,
+        packed_mask,
         document_starts,
         grad_q,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *grad.stride()[:3],
-        *(words.stride()[:2] if words is not None else (0, 0)),
+        *(packed_mask.stride()[:2] if packed_mask is not None else (0, 0)),
         *grad_q.stride()[:3],
         length,
         num_keys - length or None,
@@ -68,7 +62,7 @@ def backward_queries(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        HAS_WORDS=words is not None,
+        HAS_WORDS=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,

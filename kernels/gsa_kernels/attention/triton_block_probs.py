@@ -5,10 +5,9 @@ import triton
 import triton.language as tl
 
 from gsa_kernels import sampling
-from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_probs import probs_tiles
 from gsa_kernels.attention.triton_tiles import (
-    Tiles,
     causal_hit,
     input_precision,
     is_even,
@@ -16,11 +15,12 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
-from gsa_kernels.checks import check_at_least, check_shape, count_queries
+from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.limits import SELECTION_BLOCKS
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
+from gsa_kernels.types import Geometry
 
 
 @torch.no_grad()
@@ -29,36 +29,30 @@ def block_sum_probs_rows(
     k: torch.Tensor,
     lse: torch.Tensor,
     rows: SampledRows,
-    *,
-    selection_block: int,
-    document_starts: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    query_start: int = 0,
-    tiles: Tiles | None = None,
+    geometry: Geometry,
 ) -> torch.Tensor:
-    """sum_t sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
+    """sum_t sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
 
     For the keys s <= r b of each row r of `rows`, which all were there when the block selected, and of them those
-    that t sees; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
+    the causal keys of t's document; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
-        lse: fp32 [B, H, L], from the attention over all visible keys: each head's row sums to 1
-        selection_block: b, a power of two from 16 to 128; the last block may be short
-        document_starts: int32 [B, L], as in `masked_attention`
-        query_start: position of the first query, a multiple of b
+        lse: fp32 [B, H, L], from dense attention: each head's row sums to 1
+        geometry: its selection_block is b, one of limits.SELECTION_BLOCKS from 16 on; the last block may be short
 
     Returns:
         fp32 [B, rows.count, Lk], without gradient
     """
-    scale = check_attention(q, k, k, None, document_starts, softmax_scale, None, query_start)
+    document_starts, query_start = geometry.document_starts, geometry.query_start
+    selection_block = geometry.selection_block
+    scale = checked_inputs(q, k, k, None, query_start, document_starts=document_starts).scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     if selection_block not in SELECTION_BLOCKS[1:]:
         raise ValueError(f"selection_block is {selection_block}; pass one of {SELECTION_BLOCKS[1:]}")
-    count_queries(query_start, num_keys, selection_block)
     check_at_least("rows.start", rows.start, 0)
     check_at_least("rows.count", rows.count, 1)
     blocks = triton.cdiv(length, selection_block)
@@ -66,7 +60,7 @@ def block_sum_probs_rows(
         raise ValueError(
             f"rows end at {rows.row(rows.count - 1)}; pass rows of the sequence's {blocks} blocks"
         )
-    tiles = tiles or probs_tiles(q.dtype)
+    tiles = probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
     out = torch.empty(batch, rows.count, num_keys, dtype=torch.float32, device=q.device)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.inputs import AttentionInputs
 from gsa_kernels.attention.triton_tiles import (
     FLOOR,
     MASKED,
@@ -28,29 +29,23 @@ def forward_tiles(dtype: torch.dtype) -> Tiles:
 
 
 def attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    words: torch.Tensor | None,
-    document_starts: torch.Tensor | None,
-    gate_logits: torch.Tensor | None,
-    scale: float,
-    tiles: Tiles | None = None,
+    inputs: AttentionInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as in `masked_attention`, checked by it; gate_logits [B, L, Hkv, H / Hkv, D].
+    """Of what `masked_attention` has checked.
 
     Returns:
-        out: [B, L, H, D], gated if `gate_logits` is given, in the memory order of q
+        out: [B, L, H, D], gated if there are gate logits, in the memory order of q
         lse: fp32 [B, H, L], natural logarithm
     """
+    q, k, v, gate_logits = inputs.q, inputs.k, inputs.v, inputs.gate_logits
     batch, length, heads, head_size = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    tiles = tiles or forward_tiles(q.dtype)
+    tiles = forward_tiles(q.dtype)
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     # Two heads of half as many queries: then the two rows that a thread has of a product share their bits.
-    paired = words is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
+    paired = packed_mask is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
     in_tile = 2 if paired else 1
     grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))
     _forward_kernel[grid](
@@ -58,7 +53,7 @@ def attention_forward(
         tile_source(k, tiles.keys, tma),
         tile_source(v, tiles.keys, tma),
         gate_logits,
-        words,
+        packed_mask,
         document_starts,
         out,
         lse,
@@ -66,19 +61,19 @@ def attention_forward(
         *k.stride()[:3],
         *v.stride()[:3],
         *(gate_logits.stride()[:4] if gate_logits is not None else (0, 0, 0, 0)),
-        *(words.stride()[:2] if words is not None else (0, 0)),
+        *(packed_mask.stride()[:2] if packed_mask is not None else (0, 0)),
         *out.stride()[:3],
         length,
         num_keys - length or None,
         heads,
         triton.cdiv(num_keys, 32),
-        scale * LOG2_E.value,
+        inputs.scale * LOG2_E.value,
         GROUP=heads // kv_heads,
         D=head_size,
         HEADS=in_tile,
         ROWS=tiles.queries,
         KEYS=tiles.keys,
-        HAS_WORDS=words is not None,
+        HAS_WORDS=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         HAS_GATE=gate_logits is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, input_precision
@@ -26,31 +27,27 @@ def backward_tiles(dtype: torch.dtype) -> Tiles:
 
 def gathered_backward(
     grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: AttentionInputs,
     out: torch.Tensor,
     lse: torch.Tensor,
     lists: KeyLists,
-    gate_logits: torch.Tensor | None,
-    scale: float,
     scratch_bytes: int,
-    tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and gate_logits from that of `out`.
+    """Gradients of q, k, v and the gate logits from that of `out`; out and lse are from the forward pass.
 
     Memory beyond the results: the gradients of k and v in fp32, and up to `scratch_bytes` of partial rows (at least
     one tile's).
     """
+    q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
     group = q.shape[2] // kv_heads
-    tiles = tiles or backward_tiles(q.dtype)
+    tiles = backward_tiles(q.dtype)
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, gate_logits)
+    grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)
     grad_q = torch.empty_like(q)
     sums = torch.zeros(batch, num_keys, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
-    tensors = (q, k, v, grad_attended, delta, lse2, grad_q)
+    shared = GradientInputs(grad_attended, q, k, v, delta, lse2)
     members = heads_per_program(group, lists.queries, tiles.queries)
     parts = kv_heads * triton.cdiv(group, members)
     rows = scratch_bytes // (2 * head_size * q.element_size())
@@ -62,7 +59,7 @@ def gathered_backward(
         hits = find_key_hits(lists, each)
         partials = scratch[: each.num_rows]
         for part in range(parts):
-            _launch(tensors, lists, scale, tiles, members, each, part, partials)
+            _launch(shared, lists, grad_q, members, each, part, partials)
             add_partials_by_key(partials, hits, sums[:, :, part * kv_heads // parts])
     grad_v = torch.empty_like(v).copy_(sums[..., :head_size])
     grad_k = torch.empty_like(k).copy_(sums[..., head_size:])
@@ -70,10 +67,9 @@ def gathered_backward(
 
 
 def _launch(
-    tensors: tuple[torch.Tensor, ...],
+    inputs: GradientInputs,
     lists: KeyLists,
-    scale: float,
-    tiles: Tiles,
+    grad_q: torch.Tensor,
     members: int,
     tile_rows: TileRows,
     part: int,
@@ -82,9 +78,10 @@ def _launch(
     """A range of tiles of one part: the parts are the pieces of `members` query heads of each kv head.
 
     Args:
-        partials: out: [tile_rows.num_rows, 2 * D]
+        grad_q, partials: out: [B, L, H, D] and [tile_rows.num_rows, 2 * D]
     """
-    q, k, v, grad, delta, lse2, grad_q = tensors
+    q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
+    tiles = backward_tiles(q.dtype)
     length, heads, head_size = q.shape[1:]
     group = heads // k.shape[2]
     num_tiles = tile_rows.last - tile_rows.first
@@ -93,8 +90,8 @@ def _launch(
         k,
         v,
         grad,
-        delta,
-        lse2,
+        inputs.delta,
+        inputs.lse2,
         lists.keys,
         lists.words,
         lists.key_starts,

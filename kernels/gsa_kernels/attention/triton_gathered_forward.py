@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.inputs import AttentionInputs
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, Tiles, input_precision
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.triton_constants import LN_2, LOG2_E
@@ -25,25 +26,18 @@ def heads_per_program(group: int, queries: int, rows: int) -> int:
     return max(1, min(triton.next_power_of_2(group), rows // queries))
 
 
-def gathered_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lists: KeyLists,
-    gate_logits: torch.Tensor | None,
-    scale: float,
-    tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as in `gathered_attention`, checked by it; gate_logits [B, L, Hkv, H / Hkv, D].
+def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what `gathered_attention` has checked.
 
     Returns:
-        out: [B, L, H, D], gated if `gate_logits` is given, in the memory order of q
+        out: [B, L, H, D], gated if there are gate logits, in the memory order of q
         lse: fp32 [B, H, L], natural logarithm
     """
+    q, k, v, gate_logits = inputs.q, inputs.k, inputs.v, inputs.gate_logits
     batch, length, heads, head_size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    tiles = tiles or forward_tiles(q.dtype)
+    tiles = forward_tiles(q.dtype)
     members = heads_per_program(group, lists.queries, tiles.queries)
     splits = triton.cdiv(group, members)
     out = torch.empty_like(q)
@@ -71,7 +65,7 @@ def gathered_forward(
         heads,
         kv_heads,
         tiles_per_sequence,
-        scale * LOG2_E.value,
+        inputs.scale * LOG2_E.value,
         GROUP=group,
         MEMBERS=members,
         SPLITS=splits,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.key_lists.format import KeyLists
@@ -43,10 +43,8 @@ def head_sum_probs_lists(
     tiles: torch.Tensor,
     *,
     selection_block: int = 1,
-    softmax_scale: float | None = None,
-    shape: ProbsTiles | None = None,
 ) -> torch.Tensor:
-    """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for every entry s and query t of these tiles.
+    """sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) for every entry s and query t of these tiles.
 
     It is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
 
@@ -62,12 +60,12 @@ def head_sum_probs_lists(
         fp32 [B, N, max_count, queries]; with `selection_block` > 1 [B, N, max_count], summed over the queries of
         a block, for the entries of the block's first tile
     """
-    scale = check_attention(q, k, k, None, None, softmax_scale, None, lists.query_start)
+    scale = checked_inputs(q, k, k, None, lists.query_start).scale
     batch, length, heads, head_size = q.shape
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
     check_tile_numbers(tiles, lists)
-    shape = shape or gathered_probs_tiles(q.dtype)
+    shape = gathered_probs_tiles(q.dtype)
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()

@@ -1,4 +1,4 @@
-"""Selection words turned round: from one bit per key, by query, to one bit per query, by key."""
+"""The packed mask turned round: from one bit per key, by query, to one bit per query, by key."""
 
 import torch
 import triton
@@ -7,23 +7,23 @@ import triton.language as tl
 _WORDS = tl.constexpr(8)
 
 
-def transpose_words(words: torch.Tensor, query_start: int = 0) -> torch.Tensor:
+def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> torch.Tensor:
     """The same selection for a program that owns keys and walks over queries.
 
     Args:
-        words: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L: bit s % 32 of [b, i, s // 32] says that query i,
+        packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L: bit s % 32 of [b, i, s // 32] says that query i,
             at position query_start + i, selects s
 
     Returns:
         int32 [B, ceil(L / 32), Lk]: bit i % 32 of [b, i // 32, s] says that query i selects s
     """
-    batch, length, columns = words.shape
+    batch, length, columns = packed_mask.shape
     num_keys, query_blocks = query_start + length, triton.cdiv(length, 32)
-    turned = torch.empty(batch, query_blocks, num_keys, dtype=torch.int32, device=words.device)
+    turned = torch.empty(batch, query_blocks, num_keys, dtype=torch.int32, device=packed_mask.device)
     grid = (triton.cdiv(columns, _WORDS.value), query_blocks, batch)
     first_diagonal = (query_start + 31) // 32
     _transpose_kernel[grid](
-        words, turned, *words.stride()[:2], length, num_keys, columns, first_diagonal, num_warps=4
+        packed_mask, turned, *packed_mask.stride()[:2], length, num_keys, columns, first_diagonal, num_warps=4
     )
     return turned
 

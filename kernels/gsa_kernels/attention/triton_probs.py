@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels import sampling
-from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE, checked_inputs
 from gsa_kernels.attention.triton_tiles import (
     Tiles,
     causal_hit,
@@ -21,6 +21,7 @@ from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
+from gsa_kernels.types import Geometry
 
 
 def probs_tiles(dtype: torch.dtype) -> Tiles:
@@ -40,31 +41,32 @@ def head_sum_probs_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    words: torch.Tensor | None,
+    packed_mask: torch.Tensor | None,
     rows: SampledRows,
+    geometry: Geometry = ALL_OF_ONE_SEQUENCE,
     *,
-    document_starts: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    query_start: int = 0,
     dtype: torch.dtype = torch.float32,
     fill: bool = True,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """sum_h exp(q[t,h] . k[s] * scale - lse[h,t]) for s in S_t, 0 elsewhere; for the queries t of `rows`.
+    """sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) for s in S_t, 0 elsewhere; for the queries t of `rows`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
-        lse: fp32 [B, H, L], from `masked_attention` with the same words: each head's row sums to 1
+        lse: fp32 [B, H, L], from `masked_attention` with the same packed mask: each head's row sums to 1
         rows: counted in queries, not positions
-        words, document_starts, query_start: as in `masked_attention`
+        packed_mask, geometry: as in `masked_attention`
         dtype: of the result, fp32 or fp16; the sum is always taken in fp32
-        fill: False leaves unwritten what no query of a tile sees, which `indexer_kl_loss` does not read
+        fill: False leaves unwritten what is no causal key of any query of a tile; `masked_indexer_loss` does not
+            read it
 
     Returns:
         [B, rows.count, Lk], without gradient
     """
-    scale = check_attention(q, k, k, words, document_starts, softmax_scale, None, query_start)
+    document_starts, query_start = geometry.document_starts, geometry.query_start
+    scale = checked_inputs(
+        q, k, k, None, query_start, packed_mask=packed_mask, document_starts=document_starts
+    ).scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
@@ -72,7 +74,7 @@ def head_sum_probs_rows(
     check_at_least("rows.count", rows.count, 1)
     if rows.row(rows.count - 1) >= length:
         raise ValueError(f"rows end at {rows.row(rows.count - 1)}; pass rows of a sequence of {length}")
-    tiles = tiles or shared_probs_tiles(q.dtype)
+    tiles = shared_probs_tiles(q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
     out = torch.empty(batch, rows.count, num_keys, dtype=dtype, device=q.device)
@@ -83,12 +85,12 @@ def head_sum_probs_rows(
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
         lse,
-        words,
+        packed_mask,
         document_starts,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
-        *(words.stride()[:2] if words is not None else (0, 0)),
+        *(packed_mask.stride()[:2] if packed_mask is not None else (0, 0)),
         rows.start,
         rows.count,
         length,
@@ -102,7 +104,7 @@ def head_sum_probs_rows(
         KEYS=tiles.keys,
         RUN=sampling.STRETCH_ROWS,
         SPACING=rows.spacing,
-        HAS_WORDS=words is not None,
+        HAS_WORDS=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)) and rows.count % tiles.queries == 0,
         TMA=tma,

@@ -90,7 +90,6 @@ def decode_attention(
     *,
     local_window: int = 0,
     output_gate_logits: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of the token at lengths - 1 over its selection and the last `local_window` keys, gated by G1.
 
@@ -105,7 +104,6 @@ def decode_attention(
         selected: bool [B, L_max]
         local_window: keys, the query's own included
         output_gate_logits: [B, H, D], G1 before its sigmoid
-        softmax_scale: 1 / sqrt(D) if None
 
     Returns:
         [B, H, D] in the dtype of v; zeros for a sequence of length 0.
@@ -123,7 +121,6 @@ def decode_attention(
         k.masked_fill(unused, 0.0),
         v.masked_fill(unused, 0.0),
         mask[:, None],
-        softmax_scale=softmax_scale,
     ).out[:, 0]
     return out if output_gate_logits is None else sigmoid_gate(out, output_gate_logits)
 

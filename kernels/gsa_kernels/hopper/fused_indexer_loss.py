@@ -11,37 +11,35 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd import profiler
 
-from gsa_kernels.attention.op import check_attention
+from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs, checked_inputs
 from gsa_kernels.attention.triton_backward import backward_rows
-from gsa_kernels.attention.triton_backward_keys import backward_keys, key_tiles
+from gsa_kernels.attention.triton_backward_keys import backward_keys
 from gsa_kernels.attention.triton_forward import attention_forward
-from gsa_kernels.checks import beta_tensor, check_at_least
+from gsa_kernels.checks import check_at_least
 from gsa_kernels.devices import on_hopper
-from gsa_kernels.fused.gates.rows import grouped
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.indexer_loss.op import check_inputs, check_support, value_and_gradients
+from gsa_kernels.indexer_loss.autograd import check_indexer, indexer_of, tensors_of
+from gsa_kernels.indexer_loss.op import Attended, Target, Wanted, check_attended, value_and_gradients
 from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS
 from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import FusedLoss, Geometry, Selection
 
 
 class Settings(NamedTuple):
     """What is no tensor."""
 
-    softmax_scale: float
     loss_scale: float
-    activation: str
+    activation: Literal["sigmoid", "relu"]
     query_start: int
     loss_chunk_bytes: int
     on_rows: Callable[[torch.Tensor], None] | None
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `attention_with_indexer_loss` takes q [B, L, H, D] and k [B, Lk, Hkv, D]: bf16 or fp16, a multiple of
+    """Whether `attention_with_indexer_loss` takes q [B, L, H, D] and k [B, Lk, Hkv, D]: bf16, a multiple of
     four heads for each of k's, on Hopper or in the interpreter."""
     return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] // k.shape[2] % FUSED_LOSS_HEADS == 0
-        and on_hopper(q.device)
+        q.dtype == torch.bfloat16 and q.shape[2] // k.shape[2] % FUSED_LOSS_HEADS == 0 and on_hopper(q.device)
     )
 
 
@@ -49,78 +47,72 @@ def attention_with_indexer_loss(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    words: torch.Tensor,
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    weight_logits: torch.Tensor,
-    *,
-    loss_scale: float,
-    score_bias: torch.Tensor | None = None,
-    weight_bias: torch.Tensor | None = None,
-    activation: Literal["sigmoid", "relu"] = "sigmoid",
-    inverse_temperature: float | torch.Tensor = 1.0,
-    log_sum: torch.Tensor | None = None,
-    document_starts: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    output_gate_logits: torch.Tensor | None = None,
-    query_start: int = 0,
+    selection: Selection,
+    geometry: Geometry,
+    loss: FusedLoss,
+    gate_logits: torch.Tensor | None = None,
     row_chunk_bytes: int = FUSED_LOSS_CHUNK_BYTES,
-    on_rows: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`masked_attention`, whose backward pass adds the gradients of loss_scale * `indexer_kl_loss` over the same words.
+    """`masked_attention`, whose backward pass adds the gradients of loss.scale * `masked_indexer_loss` over the same
+    packed mask.
 
     The target is the sum over the heads of q, so all heads have to be there. It is fp16, each four heads rounded by
     themselves. Deterministic.
 
     Args:
-        q, k, v, words, document_starts, softmax_scale, output_gate_logits, query_start: as in `masked_attention`;
-            `can_fuse_indexer_loss` says of q and k whether they will do
-        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, inverse_temperature, log_sum: as in
-            `indexer_kl_loss`
-        loss_scale: gradient with respect to the loss, which is not returned: it is known in the backward pass only
+        q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` says of q and k whether they
+            will do
+        selection: a packed mask, perhaps with the log-sum of the scores over it
+        loss: its `on_rows` is called in the backward pass with the KL of each query, fp32 [B, L], which is calculated
+            for this only
         row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes a query; the loss takes about as much again.
             At least one tile of queries is calculated at a time
-        on_rows: called in the backward pass with the KL of each query, fp32 [B, L], which is calculated for this only
 
     Returns:
         As `masked_attention`: out [B, L, H, D] and lse fp32 [B, H, L]
     """
-    if words is None:
-        raise ValueError("words is None; pass the selection, or use masked_attention and indexer_kl_loss")
-    scale = check_attention(q, k, v, words, document_starts, softmax_scale, output_gate_logits, query_start)
+    packed_mask, starts, indexer = selection.packed_mask, geometry.document_starts, loss.indexer
+    if packed_mask is None:
+        raise ValueError("selection has key lists; pass a packed mask, or calculate the loss by indexer_loss")
+    if geometry.selection_block != 1:
+        raise ValueError(
+            f"selection_block is {geometry.selection_block} with a packed mask; pass 1, or calculate the loss by "
+            "indexer_loss"
+        )
+    inputs = checked_inputs(
+        q, k, v, gate_logits, geometry.query_start, packed_mask=packed_mask, document_starts=starts
+    )
     if not can_fuse_indexer_loss(q, k):
         raise ValueError(
-            f"q is {q.dtype} with {q.shape[2]} heads and k has {k.shape[2]}; pass bf16 or fp16, "
-            f"{FUSED_LOSS_HEADS} heads (or a multiple) for each of k's, on Hopper, or use masked_attention and "
-            "indexer_kl_loss"
+            f"q is {q.dtype} with {q.shape[2]} heads and k has {k.shape[2]}; pass bf16 and {FUSED_LOSS_HEADS} heads "
+            "(or a multiple) for each of k's, on Hopper, or calculate the loss by indexer_loss"
         )
-    batch, _, length = check_inputs(
-        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, 1, query_start
-    )
+    batch, _, length = check_indexer(indexer, geometry.query_start, 1)
     if (batch, length) != q.shape[:2]:
-        raise ValueError(f"q_idx has shape {tuple(q_idx.shape)} and q {tuple(q.shape)}; pass equal B and L")
-    check_support(words, document_starts, log_sum, (batch, length, length, query_start + length))
+        raise ValueError(
+            f"indexer.queries has shape {tuple(indexer.queries.shape)} and q {tuple(q.shape)}; pass equal B and L"
+        )
+    attended = Attended(packed_mask, selection.log_sum, geometry)
+    check_attended(attended, (batch, length, length, geometry.query_start + length))
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
-    if document_starts is not None:
-        document_starts = document_starts.contiguous()
-    beta = beta_tensor(inverse_temperature, q.device)
-    attended = (q, k, v, grouped(output_gate_logits, k.shape[2]))
-    indexer = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
+    if starts is not None:
+        starts = starts.contiguous()
     # The loss counts four bytes for each query and key, and has two for each part.
     loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS), 1)
-    settings = Settings(scale, loss_scale, activation, query_start, loss_chunk_bytes, on_rows)
-    return _DistillingAttention.apply(*attended, *indexer, words, document_starts, log_sum, settings)
+    settings = Settings(loss.scale, indexer.activation, geometry.query_start, loss_chunk_bytes, loss.on_rows)
+    return _AttentionWithLoss.apply(
+        q, k, v, inputs.gate_logits, *tensors_of(indexer), packed_mask, starts, selection.log_sum, settings
+    )
 
 
-class _DistillingAttention(torch.autograd.Function):
+class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Four tensors of attention and six of the indexer, of which some may be None; words, document_starts and
-        log_sum; `Settings`."""
+        """Four tensors of attention and six of the indexer, of which some may be None; packed mask, document starts and
+        log-sum; `Settings`."""
         *tensors, settings = arguments
-        q, k, v, gate_logits = tensors[:4]
-        words, document_starts, _ = tensors[10:]
-        out, lse = attention_forward(q, k, v, words, document_starts, gate_logits, settings.softmax_scale)
+        packed_mask, document_starts, _ = tensors[10:]
+        out, lse = attention_forward(AttentionInputs(*tensors[:4]), packed_mask, document_starts)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.settings = settings
         ctx.mark_non_differentiable(lse)
@@ -129,36 +121,29 @@ class _DistillingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         settings: Settings = ctx.settings
-        q, k, v, gate_logits, *indexer, words, document_starts, log_sum, out, lse = ctx.saved_tensors
+        q, k, v, gate_logits, *of_indexer, packed_mask, document_starts, log_sum, out, lse = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, gate_logits)
-        shared = (grad_attended, q, k, v, delta, lse2, words, document_starts, settings.softmax_scale)
-        grad_k, grad_v = backward_keys(*shared, key_tiles(q.shape[3], q.dtype))
+        shared = GradientInputs(grad_attended, q, k, v, delta, lse2)
+        grad_k, grad_v = backward_keys(shared, packed_mask, document_starts)
         grad_q = torch.empty_like(q)
 
         def target_rows(rows: SampledRows) -> torch.Tensor:
             with _traced("attention"):
                 ends = rows.start, rows.start + rows.count
-                return backward_queries_with_target(*shared, grad_q, range(*ends))
+                return backward_queries_with_target(
+                    shared, packed_mask, document_starts, grad_q, range(*ends)
+                )
 
         with _traced("kl"):
             _, kl_rows, gradients = value_and_gradients(
-                *indexer,
-                target_rows=target_rows,
-                activation=settings.activation,
-                words=words,
-                # Each head's probabilities sum to 1 over the words, those of its log-sum-exp.
-                target_sum=float(q.shape[2]),
-                log_sum=log_sum,
-                document_starts=document_starts,
-                selection_block=1,
-                query_start=settings.query_start,
-                row_chunk_bytes=settings.loss_chunk_bytes,
-                sample=SampledRows(0, q.shape[1]),
-                blocks=None,
-                with_gradients=True,
-                with_value=settings.on_rows is not None,
-                gradient_scale=settings.loss_scale,
+                indexer_of(of_indexer, settings.activation),
+                # Each head's probabilities sum to 1 over the attended set, that of its log-sum-exp.
+                Target(target_rows, float(q.shape[2])),
+                Attended(packed_mask, log_sum, Geometry(document_starts, settings.query_start)),
+                SampledRows(0, q.shape[1]),
+                Wanted(True, settings.on_rows is not None, settings.loss_scale),
+                settings.loss_chunk_bytes,
             )
             if settings.on_rows is not None:
                 assert kl_rows is not None

@@ -1,4 +1,4 @@
-"""The gradient of q, and from the same probabilities the target of the indexer's loss: its sums over heads.
+"""The gradient of q, and from the same probabilities the target of the indexer loss: its sums over heads.
 
 A program has four heads of one key-value head: a product's 128 rows are 32 queries of each. So the sum over these heads
 is one over registers and lanes, and what is left is to add the parts of the key-value heads, which the loss does.
@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.attention.inputs import GradientInputs
 from gsa_kernels.attention.triton_tiles import Tiles as _Tiles
 from gsa_kernels.attention.triton_tiles import (
     expand_words,
@@ -28,15 +29,9 @@ registers, and the second product has to wait for the exponentials of the first.
 
 
 def backward_queries_with_target(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    delta: torch.Tensor,
-    lse2: torch.Tensor,
-    words: torch.Tensor,
+    inputs: GradientInputs,
+    packed_mask: torch.Tensor,
     document_starts: torch.Tensor | None,
-    scale: float,
     grad_q: torch.Tensor,
     rows: range,
 ) -> torch.Tensor:
@@ -44,8 +39,9 @@ def backward_queries_with_target(
 
     Returns:
         fp16 [B, H / 4, row blocks, key blocks, 1024] (target_blocks.py): of each four heads the sum of p[t, s] for s in
-        S_t, 0 elsewhere. Unwritten where no query of 32 sees any key of a tile of 64.
+        S_t, 0 elsewhere. Unwritten where no query of 32 has a causal key in a tile of 64.
     """
+    q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     tiles = TILES
@@ -57,9 +53,9 @@ def backward_queries_with_target(
         tile_source(k, tiles.keys, tma),
         tile_source(v, tiles.keys, tma),
         grad,
-        delta,
-        lse2,
-        words,
+        inputs.delta,
+        inputs.lse2,
+        packed_mask,
         document_starts,
         grad_q,
         target,
@@ -67,7 +63,7 @@ def backward_queries_with_target(
         *k.stride()[:3],
         *v.stride()[:3],
         *grad.stride()[:3],
-        *words.stride()[:2],
+        *packed_mask.stride()[:2],
         *grad_q.stride()[:3],
         *target.stride()[:3],
         rows.start,
@@ -252,8 +248,8 @@ def store_sums(places, low, high):
     """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys: one
     block's eight values.
 
-    Eight columns of a thread at a time, 0, 1, 8, 9, 16, 17, 24 and 25 from its first one on: `wrong_sums.py` refuses
-    a kernel in which a thread has others.
+    Eight columns of a thread at a time, 0, 1, 8, 9, 16, 17, 24 and 25 from its first one on: `miscompile_guard.py`
+    refuses a kernel in which a thread has others.
 
     Args:
         places: from `_places`

@@ -1,27 +1,69 @@
-"""What both forms of the indexer's loss share: argument checks, and an autograd function that only scales.
+"""What both forms of the indexer loss share: the check of their inputs, and an autograd function that only scales.
 
-The KL is linear in its upstream gradient, a scalar per loss, so the forward pass calculates the gradients, too.
+The loss is linear in its upstream gradient, a scalar per loss, so the forward pass calculates the gradients, too.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 
-from gsa_kernels.sampling import runs_per_sampled
+from gsa_kernels.attention.inputs import check_kernel_dtype
+from gsa_kernels.checks import beta_tensor, count_queries
+from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]
-Calculate = Callable[..., tuple[torch.Tensor, torch.Tensor, Gradients]]
-"""(q_idx, k_idx, weight_logits, score_bias, weight_bias, beta) -> the sum, the KL of each row, and the gradients in
-the order of the arguments."""
+Calculate = Callable[[Indexer], tuple[torch.Tensor, torch.Tensor, Gradients]]
+"""-> the sum, the KL of each row, and the gradients of `tensors_of` the indexer."""
+
+
+def tensors_of(indexer: Indexer) -> tuple[torch.Tensor | None, ...]:
+    """The six that may need a gradient, the inverse temperature on the queries' device."""
+    return (
+        indexer.queries,
+        indexer.keys,
+        indexer.head_weight_logits,
+        indexer.score_bias,
+        indexer.head_weight_bias,
+        beta_tensor(indexer.inverse_temperature, indexer.queries.device),
+    )
+
+
+def indexer_of(tensors: Sequence[torch.Tensor | None], activation: Literal["sigmoid", "relu"]) -> Indexer:
+    """The inverse of `tensors_of`."""
+    queries, keys, head_weight_logits, score_bias, head_weight_bias, beta = tensors
+    assert queries is not None
+    assert keys is not None
+    assert head_weight_logits is not None
+    assert beta is not None
+    return Indexer(queries, keys, head_weight_logits, score_bias, head_weight_bias, activation, beta)
+
+
+def check_indexer(indexer: Indexer, query_start: int, selection_block: int) -> tuple[int, int, int]:
+    """B, R and L of inputs that the kernels can take; else raise ValueError."""
+    batch, num_rows = indexer.queries.shape[:2]
+    num_keys = indexer.keys.shape[1]
+    length = count_queries(query_start, num_keys, selection_block)
+    wanted = -(-length // selection_block)
+    if num_rows != wanted:
+        raise ValueError(
+            f"indexer.queries has {num_rows} rows; pass {wanted}, for the queries at {query_start} .. {num_keys - 1}"
+            + (f", one for each {selection_block}" if selection_block > 1 else "")
+        )
+    check_kernel_dtype("indexer.queries", indexer.queries)
+    if indexer.keys.dtype != indexer.queries.dtype:
+        raise ValueError(
+            f"indexer.keys has dtype {indexer.keys.dtype}; pass {indexer.queries.dtype}, as indexer.queries has"
+        )
+    return batch, num_rows, length
 
 
 class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Six tensors, of which some may be None, and a `Calculate`."""
-        *tensors, calculate = arguments
-        total, rows, gradients = calculate(*tensors)
+        """`tensors_of` an indexer, its activation, and a `Calculate`."""
+        *tensors, activation, calculate = arguments
+        total, rows, gradients = calculate(indexer_of(tensors, activation))
         ctx.mark_non_differentiable(rows)
         ctx.save_for_backward(*gradients)
         ctx.set_materialize_grads(False)
@@ -31,11 +73,11 @@ class LossWithGradients(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Gradients:
         scale = upstream[0]
         if scale is None:
-            return (None,) * 7
+            return (None,) * 8
         wanted = (
             g if need else None for g, need in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
-        return *scale_gradients(tuple(wanted), scale), None
+        return *scale_gradients(tuple(wanted), scale), None, None
 
 
 def scale_gradients(gradients: Gradients, factor: float | torch.Tensor) -> Gradients:
@@ -51,10 +93,5 @@ def scale_gradients(gradients: Gradients, factor: float | torch.Tensor) -> Gradi
     return tuple(scaled)
 
 
-def needs_gradients(*tensors: torch.Tensor | None) -> bool:
+def needs_gradients(tensors: Sequence[torch.Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def check_sampling(row_fraction: float, seed: int | None) -> None:
-    if runs_per_sampled(row_fraction) > 1 and seed is None:
-        raise ValueError(f"seed is None with row_fraction {row_fraction}; pass one, equal on all ranks")

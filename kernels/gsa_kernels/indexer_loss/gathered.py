@@ -1,19 +1,24 @@
-"""The indexer's loss (GSA, equation 15) over key lists: the sparse phase of long contexts, nothing L x L.
+"""The indexer loss (GSA, equation 15) over key lists: the sparse phase of long contexts, nothing L x L.
 
-Like `indexer_kl_loss`, one forward pass computes value and gradients, chunk of tiles by chunk of tiles, and the
+Like `masked_indexer_loss`, one forward pass computes value and gradients, chunk of tiles by chunk of tiles, and the
 backward pass only scales. The target of a chunk comes from `head_sum_probs_lists`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import torch
 
 from gsa_kernels.attention.triton_gathered_probs import count_tiles_per_block
-from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
-from gsa_kernels.indexer_loss.autograd import LossWithGradients, check_sampling, needs_gradients
-from gsa_kernels.indexer_loss.op import check_inputs
+from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.indexer_loss.autograd import (
+    Gradients,
+    LossWithGradients,
+    check_indexer,
+    needs_gradients,
+    tensors_of,
+)
+from gsa_kernels.indexer_loss.op import ALL_ROWS
 from gsa_kernels.indexer_loss.triton_gathered_launch import (
     GatheredBlocks,
     GatheredInputs,
@@ -26,109 +31,90 @@ from gsa_kernels.indexer_loss.triton_launch import score_kind
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import GATHERED_LOSS_BYTES
 from gsa_kernels.sampling import systematic
+from gsa_kernels.types import Indexer, RowSample
 
 TargetTiles = Callable[[torch.Tensor], torch.Tensor]
 """int32 [N] numbers of tiles -> fp32 [B, N, max_count, queries]: attention probabilities by entry and query, summed
 over the heads. With `selection_block` > 1: numbers of blocks -> [B, N, max_count], summed over their queries."""
 
 
-def gathered_indexer_kl_loss(
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    weight_logits: torch.Tensor,
+def gathered_indexer_loss(
+    indexer: Indexer,
     target_tiles: TargetTiles,
     lists: KeyLists,
-    *,
-    score_bias: torch.Tensor | None = None,
-    weight_bias: torch.Tensor | None = None,
-    activation: Literal["sigmoid", "relu"] = "sigmoid",
-    inverse_temperature: float | torch.Tensor = 1.0,
     selection_block: int = 1,
+    rows: RowSample = ALL_ROWS,
+    *,
     scratch_bytes: int = GATHERED_LOSS_BYTES,
-    row_fraction: float = 1.0,
-    seed: int | None = None,
-    share: tuple[int, int] = (0, 1),
-    return_rows: bool = False,
     blocks: GatheredBlocks | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])), t = lists.query_start + row * selection_block.
 
-    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of
-    queries `sum_over_blocks`. Gradients go to q_idx, k_idx, weight_logits, both biases and the inverse
-    temperature; none to the target.
+    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of queries
+    `sum_over_blocks`. Gradients go to the tensors of the indexer; none to the target.
 
-    Exactness and determinism as in `indexer_kl_loss`; only the order in which the gradients of the keys are
+    Exactness and determinism as in `masked_indexer_loss`; only the order in which the gradients of the keys are
     added, and so their last bits, depends on `scratch_bytes`.
 
     Args:
-        q_idx: [B, R, HI, DI], R = ceil(L / selection_block)
-        k_idx: [B, Lk, DI], Lk = lists.num_keys
-        weight_logits: [B, R, HI]
-        target_tiles: gives the target of a chunk of tiles, or of blocks, at any positive scale; what it holds
-            off the support is ignored. Called once per chunk, without gradients.
-        lists: what every query attends to. A row's support is what its query attends to.
-        score_bias, weight_bias: [HI]
-        inverse_temperature: beta, a number or a tensor of one element
-        selection_block: b; only the first query of each aligned block of b has a row. 1, or a multiple of the
-            lists' tile; the tiles of a block share their keys
+        indexer: a row for the first query of each aligned block; lists.num_keys keys
+        target_tiles: gives the target of a chunk of tiles, or of blocks, at any positive scale; what it holds off the
+            attended set is ignored. Called once per chunk, without gradients.
+        lists: the attended set of every query; that of a row is that of its query
+        selection_block: 1, or a multiple of the lists' tile; the tiles of a block share their keys
+        rows: which rows are calculated, in whole tiles (or blocks); the same on every tensor-parallel rank
         scratch_bytes: size of a chunk's scratch memory, about
-        row_fraction: 1 / n: below 1, an unbiased estimate from every n-th tile (or block), rescaled
-        seed: chooses these tiles; the same on every tensor-parallel rank
-        share: (rank, size): of these tiles every size-th; see `indexer_kl_loss`
-        return_rows: give also the KL of each row, without gradient; NaN for rows left out of the estimate
         blocks: block shapes, for measurements
 
     Returns:
-        0-d fp32, or (0-d fp32, fp32 [B, R])
+        0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows left out
     """
-    batch, _, length = check_inputs(
-        q_idx, k_idx, weight_logits, score_bias, weight_bias, activation, selection_block, lists.query_start
-    )
-    tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
-    beta = beta_tensor(inverse_temperature, q_idx.device)
+    batch, num_rows, length = check_indexer(indexer, lists.query_start, selection_block)
+    count_tiles_per_block(lists, batch, length, selection_block)
     check_at_least("scratch_bytes", scratch_bytes, 1)
-    check_sampling(row_fraction, seed)
 
-    rows_per_tile = lists.queries if selection_block == 1 else 1
-    first, factor = systematic(-(-q_idx.shape[1] // rows_per_tile), row_fraction, seed)
-    differentiable = (q_idx, k_idx, weight_logits, score_bias, weight_bias, beta)
-    settings: dict[str, Any] = {
-        "target_tiles": target_tiles,
-        "lists": lists,
-        "activation": activation,
-        "tiles_per_unit": tiles_per_unit,
-        "rows": rows_per_tile,
-        "scratch_bytes": scratch_bytes,
-        "sample": (first + share[0] * factor, share[1] * factor),
-        "blocks": blocks,
-        "with_gradients": needs_gradients(*differentiable),
-    }
-    total, rows = LossWithGradients.apply(*differentiable, partial(_value_and_gradients, **settings))
-    if factor != 1:
-        total = total * factor
-    return (total, rows) if return_rows else total
+    tensors = tensors_of(indexer)
+    first, factor = systematic(
+        -(-num_rows // _rows_per_tile(lists, selection_block)), rows.fraction, rows.seed
+    )
+    rank, size = rows.share
+    calculate = partial(
+        _value_and_gradients,
+        target_tiles=target_tiles,
+        lists=lists,
+        selection_block=selection_block,
+        sample=(first + rank * factor, size * factor),
+        with_gradients=needs_gradients(tensors),
+        scratch_bytes=scratch_bytes,
+        blocks=blocks,
+    )
+    total, kl_of_rows = LossWithGradients.apply(*tensors, indexer.activation, calculate)
+    return (total if factor == 1 else total * factor), kl_of_rows
+
+
+def _rows_per_tile(lists: KeyLists, selection_block: int) -> int:
+    return lists.queries if selection_block == 1 else 1
 
 
 def _value_and_gradients(
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    weight_logits: torch.Tensor,
-    score_bias: torch.Tensor | None,
-    weight_bias: torch.Tensor | None,
-    beta: torch.Tensor,
-    *,
+    indexer: Indexer,
     target_tiles: TargetTiles,
     lists: KeyLists,
-    activation: str,
-    tiles_per_unit: int,
-    rows: int,
-    scratch_bytes: int,
+    selection_block: int,
     sample: tuple[int, int],
-    blocks: GatheredBlocks | None,
     with_gradients: bool,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The sum over the sample, the KL of each row [B, R], and the sum's gradients in the order of the first six
-    arguments."""
+    scratch_bytes: int,
+    blocks: GatheredBlocks | None,
+) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
+    """The sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer.
+
+    Args:
+        sample: the first tile (or block) of those that are taken, and the distance from one to the next
+    """
+    q_idx, k_idx, weight_logits = indexer.queries, indexer.keys, indexer.head_weight_logits
+    score_bias, weight_bias, beta = indexer.score_bias, indexer.head_weight_bias, indexer.inverse_temperature
+    assert isinstance(beta, torch.Tensor)
+    rows = _rows_per_tile(lists, selection_block)
     batch, num_rows, heads, dim = q_idx.shape
     inputs = GatheredInputs(
         q_idx=q_idx.contiguous(),
@@ -138,8 +124,8 @@ def _value_and_gradients(
         weight_bias=None if weight_bias is None else weight_bias.contiguous(),
         beta=beta.detach().reshape(1).to(torch.float32),
         lists=lists,
-        kind=score_kind(q_idx.dtype, activation, q_idx.device),
-        tiles_per_unit=tiles_per_unit,
+        kind=score_kind(q_idx.dtype, indexer.activation, q_idx.device),
+        tiles_per_unit=max(1, selection_block // lists.queries),
         rows=rows,
     )
     num_tiles = -(-num_rows // rows)

@@ -77,7 +77,6 @@ def gathered_grad_kernel(
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
-    WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
 ):
     """Grid and segments as in the first pass."""
     segment = tl.program_id(0)
@@ -149,13 +148,9 @@ def gathered_grad_kernel(
                 dz = g * weights * slope(a, KIND)
                 grad_z += tl.sum(dz, 2)
                 dz = tl.reshape(dz, [ENTRIES, HP * ROWS])
-                if WIDE:
-                    dk = tl.dot(dz, queries.to(tl.float32), input_precision="tf32x3")
-                    dq = tl.dot(tl.trans(key_rows.to(tl.float32)), dz, dq, input_precision="tf32x3")
-                else:
-                    narrow = dz.to(key_rows.dtype)
-                    dk = tl.dot(narrow, queries, input_precision=PRECISION)
-                    dq = tl.dot(tl.trans(key_rows), narrow, dq, input_precision=PRECISION)
+                narrow = dz.to(key_rows.dtype)
+                dk = tl.dot(narrow, queries, input_precision=PRECISION)
+                dq = tl.dot(tl.trans(key_rows), narrow, dq, input_precision=PRECISION)
                 dk_step = dk_unit + first * BLOCK_D
                 tl.store(
                     dk_step + (tl.arange(0, ENTRIES)[:, None] * BLOCK_D + d[None, :]),

@@ -1,4 +1,4 @@
-"""Block shapes, scratch memory and launches of the gathered indexer-KL kernels for one chunk of tiles."""
+"""Block shapes, scratch memory and launches of the indexer loss kernels over key lists for one chunk of tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class GatheredBlocks:
 
 @dataclass(frozen=True)
 class GatheredInputs:
-    """What every chunk of tiles reads; all contiguous, shapes as in `gathered_indexer_kl_loss`."""
+    """What every chunk of tiles reads; all contiguous, shapes as in `gathered_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -88,15 +88,9 @@ def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
     size = inputs.padded_heads * inputs.rows * inputs.block_d
     if dtype == torch.float32:
         return GatheredBlocks(32, FP32_WARPS, 32, FP32_WARPS, segment=256, stats_stages=1)
-    if dtype == torch.bfloat16 and size <= _WIDTH:
+    if size <= _WIDTH:
         return GatheredBlocks(64, 4, 64, 4, segment=1024)
-    if dtype == torch.float16 and size > 2 * _WIDTH:
-        heads, dim = inputs.q_idx.shape[2:]
-        raise ValueError(
-            f"q_idx has {heads} heads of {dim} in float16; pass bfloat16, or fewer or smaller ones"
-        )
-    grad_entries = 16 if dtype == torch.float16 and size > _WIDTH else 32
-    return GatheredBlocks(32, 8, grad_entries, 8, segment=512, stats_stages=1)
+    return GatheredBlocks(32, 8, 32, 8, segment=512, stats_stages=1)
 
 
 def bytes_per_tile(inputs: GatheredInputs, with_gradients: bool) -> int:
@@ -215,7 +209,6 @@ def gathered_chunk_launches(
         *sizes,
         ENTRIES=blocks.grad_entries,
         WITH_GRADIENTS=with_gradients,
-        WIDE=inputs.q_idx.dtype == torch.float16,
         num_warps=blocks.grad_warps,
         num_stages=blocks.grad_stages,
         **constants,

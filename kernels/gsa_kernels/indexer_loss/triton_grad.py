@@ -122,7 +122,6 @@ def grad_kernel(
     HAS_WORDS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
-    WIDE: tl.constexpr,  # multiply dz in fp32: fp16 has not the range for it
 ):
     """Grid and segments as in the first pass."""
     segment = tl.program_id(0)
@@ -202,19 +201,9 @@ def grad_kernel(
                     dz = g * scaled[j][:, None] * slope(a, KIND)
                     new_grad_a = new_grad_a + (grad_a[j] + tl.sum(g * a, 1),)
                     new_grad_z = new_grad_z + ((grad_z[j] + tl.sum(dz, 1)) if SCORE_BIAS else grad_z[j],)
-                    if WIDE:
-                        wide_keys = keys.to(tl.float32)
-                        wide_queries = queries[j].to(tl.float32)
-                        new_dq = new_dq + (
-                            tl.dot(tl.trans(wide_keys), tl.trans(dz), dq[j], input_precision="tf32x3"),
-                        )
-                        dk_t = tl.dot(tl.trans(wide_queries), dz, dk_t, input_precision="tf32x3")
-                    else:
-                        narrow = dz.to(keys.dtype)
-                        new_dq = new_dq + (
-                            tl.dot(keys_t, tl.trans(narrow), dq[j], input_precision=PRECISION),
-                        )
-                        dk_t = tl.dot(tl.trans(queries[j]), narrow, dk_t, input_precision=PRECISION)
+                    narrow = dz.to(keys.dtype)
+                    new_dq = new_dq + (tl.dot(keys_t, tl.trans(narrow), dq[j], input_precision=PRECISION),)
+                    dk_t = tl.dot(tl.trans(queries[j]), narrow, dk_t, input_precision=PRECISION)
                 dq = new_dq
                 grad_a = new_grad_a
                 grad_z = new_grad_z

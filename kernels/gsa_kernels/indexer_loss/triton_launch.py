@@ -1,4 +1,4 @@
-"""Block shapes, scratch memory and launches of the indexer-KL kernels for one chunk of rows."""
+"""Block shapes, scratch memory and launches of the indexer loss kernels for one chunk of rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,12 +34,12 @@ class Blocks:
     stats_stages: int = 2
     grad_stages: int = 2
     stacked: bool = False
-    """The form of the kernels with the heads side by side. fp16 has not the range for its gradients."""
+    """The form of the kernels with the heads side by side."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every chunk of rows reads; all contiguous, shapes as in `indexer_kl_loss`."""
+    """What every chunk of rows reads; all contiguous, shapes as in `masked_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -47,7 +47,7 @@ class Inputs:
     score_bias: torch.Tensor | None
     weight_bias: torch.Tensor | None
     beta: torch.Tensor
-    words: torch.Tensor | None
+    packed_mask: torch.Tensor | None
     document_starts: torch.Tensor | None
     """[B, R]: of the rows' queries."""
 
@@ -119,8 +119,8 @@ def new_outputs(
 
 
 FP32_WARPS = 8
-"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without words): the mask of the
-scores came out empty and the KL infinite, while the same mask on the target was right."""
+"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without a packed mask): the mask
+of the scores came out empty and the KL infinite, while the same mask on the target was right."""
 
 
 STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
@@ -131,7 +131,7 @@ gradients, 55 with the KL, 14 for the reductions. Others, with the KL and the re
 not measured."""
 
 BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
-"""For halves, head by head."""
+"""For bf16, head by head."""
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
@@ -170,8 +170,6 @@ def run_chunk(
         raise ValueError(
             f"blocks has {blocks.stats_warps} and {blocks.grad_warps} warps; pass at least {FP32_WARPS} for fp32"
         )
-    if blocks.stacked and inputs.q_idx.dtype == torch.float16:
-        raise ValueError("blocks is stacked; pass others for fp16")
     for launch in chunk_launches(inputs, outputs, target, chunk, blocks).values():
         launch()
 
@@ -207,9 +205,7 @@ def chunk_launches(
     grid = (memory.segments, memory.tiles, inputs.q_idx.shape[0])
     reads, sizes, constants = _arguments(inputs, target, chunk, blocks, memory)
     given: dict[str, Any] = {}
-    if not blocks.stacked:
-        given = {"WIDE": inputs.q_idx.dtype == torch.float16}
-    else:
+    if blocks.stacked:
         constants |= {"HEADS": memory.stacked_heads, "SUM_GIVEN": sum_given}
         given = {
             "WITH_VALUE": outputs.kl_rows is not None,
@@ -283,11 +279,13 @@ def _arguments(
     _, num_rows, heads, dim = inputs.q_idx.shape
     # An absent tensor is passed as q_idx, which the kernel then does not touch.
     absent = inputs.q_idx
-    optional = (inputs.score_bias, inputs.weight_bias, inputs.words, inputs.document_starts)
-    score_bias, weight_bias, words, starts = (absent if tensor is None else tensor for tensor in optional)
+    optional = (inputs.score_bias, inputs.weight_bias, inputs.packed_mask, inputs.document_starts)
+    score_bias, weight_bias, packed_mask, starts = (
+        absent if tensor is None else tensor for tensor in optional
+    )
     projections = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
-    reads = (*projections, score_bias, weight_bias, inputs.beta, target, words, starts)
-    num_words = inputs.words.shape[2] if inputs.words is not None else 0
+    reads = (*projections, score_bias, weight_bias, inputs.beta, target, packed_mask, starts)
+    num_words = inputs.packed_mask.shape[2] if inputs.packed_mask is not None else 0
     query_start = inputs.query_start or None  # a constant in place of 0
     lengths = (num_rows, inputs.k_idx.shape[1], num_words)
     sizes = (*lengths, query_start, chunk.start, chunk.count, *target.stride()[:3], dim**-0.5)
@@ -306,7 +304,7 @@ def _arguments(
         "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
         "SCORE_BIAS": inputs.score_bias is not None,
         "WEIGHT_BIAS": inputs.weight_bias is not None,
-        "HAS_WORDS": inputs.words is not None,
+        "HAS_WORDS": inputs.packed_mask is not None,
         "HAS_STARTS": inputs.document_starts is not None,
     }
     return reads, sizes, constants
@@ -401,7 +399,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
 
 
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
-    """Which form of the score the kernels compute (see triton_scores): exact for fp32, fast for halves."""
+    """Which form of the score the kernels compute (see triton_scores): exact for fp32, fast for bf16."""
     constant: tl.constexpr
     if activation == "relu":
         constant = kinds.RELU

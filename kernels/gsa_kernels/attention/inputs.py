@@ -1,0 +1,126 @@
+"""What the attention kernels read, and the check that they can take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.devices import interpreted
+from gsa_kernels.fused.gates.rows import grouped
+from gsa_kernels.limits import HEAD_SIZES
+from gsa_kernels.types import Geometry
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+
+ALL_OF_ONE_SEQUENCE = Geometry()
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What both passes of attention read."""
+
+    q: torch.Tensor
+    """[B, L, H, D]"""
+    k: torch.Tensor
+    """[B, Lk, Hkv, D]"""
+    v: torch.Tensor
+    """[B, Lk, Hkv, D]"""
+    gate_logits: torch.Tensor | None
+    """[B, L, Hkv, H / Hkv, D], G1 before its sigmoid."""
+
+    @property
+    def scale(self) -> float:
+        """Of the logits: 1 / sqrt(D)."""
+        return float(self.q.shape[3] ** -0.5)
+
+
+@dataclass(frozen=True)
+class GradientInputs:
+    """What both sides of attention's backward pass read: that of the queries, and that of the keys."""
+
+    grad: torch.Tensor
+    """[B, L, H, D], of the output before its gate."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    delta: torch.Tensor
+    """fp32 [B, H, L], sum_d grad * output."""
+    lse2: torch.Tensor
+    """fp32 [B, H, L], log-sum-exp of the logits in units of log 2."""
+
+    @property
+    def scale(self) -> float:
+        """Of the logits: 1 / sqrt(D)."""
+        return float(self.q.shape[3] ** -0.5)
+
+
+def checked_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate_logits: torch.Tensor | None,
+    query_start: int,
+    **integers: torch.Tensor | None,
+) -> AttentionInputs:
+    """The inputs, if the kernels can take them.
+
+    Args:
+        integers: by name the packed mask and the document starts, where there are some
+
+    Raises:
+        ValueError: the kernels cannot take them; it names the argument and the remedy.
+    """
+    check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
+    batch, length, heads, dim = q.shape
+    check_at_least("query_start", query_start, 0)
+    num_keys = query_start + length
+    check_shape("k", k, "[B, query_start + L, Hkv, D]", (batch, num_keys, None, dim))
+    kv_heads = k.shape[2]
+    check_shape("v", v, "[B, query_start + L, Hkv, D]", (batch, num_keys, kv_heads, dim))
+    if 0 in (batch, length, heads):
+        raise ValueError(f"q has shape {tuple(q.shape)}; pass at least one sequence, token and head")
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}; pass query heads in a multiple of k's")
+    if dim not in HEAD_SIZES:
+        raise ValueError(f"the head size is {dim}; pass one of {HEAD_SIZES}")
+    check_kernel_dtype("q", q)
+    floats = {"q": q, "k": k, "v": v}
+    if gate_logits is not None:
+        if gate_logits.ndim == 5:
+            shape = (batch, length, kv_heads, heads // kv_heads, dim)
+            check_shape("gate_logits", gate_logits, "[B, L, Hkv, H / Hkv, D]", shape)
+        else:
+            check_shape("gate_logits", gate_logits, "[B, L, H, D]", tuple(q.shape))
+        floats["gate_logits"] = gate_logits
+    given = {name: tensor for name, tensor in integers.items() if tensor is not None}
+    if "packed_mask" in given:
+        words = -(-num_keys // 32)
+        check_shape("packed_mask", given["packed_mask"], "[B, L, ceil(Lk / 32)]", (batch, length, words))
+    if "document_starts" in given:
+        check_shape("document_starts", given["document_starts"], "[B, L]", (batch, length))
+    for name, tensor in floats.items():
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype} and q {q.dtype}; pass one dtype")
+    for name, tensor in given.items():
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; pass int32")
+    for name, tensor in (floats | given).items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; pass one device")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+            raise ValueError(
+                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
+            )
+    if q.device.type != "cuda" and not interpreted():
+        raise ValueError(f"q is on {q.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test on CPU)")
+    return AttentionInputs(q, k, v, grouped(gate_logits, kv_heads))
+
+
+def check_kernel_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for a dtype that the kernels do not take, fp16 among them."""
+    if tensor.dtype not in KERNEL_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}; pass bfloat16 or float32, or use implementation='reference'"
+        )

@@ -1,0 +1,69 @@
+"""Attention in torch, and how near the kernels have to be to it."""
+
+import torch
+
+from gsa_kernels.attention.reference import sparse_attention
+
+NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_gate")
+
+
+def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
+    """q, k, v and the logits of the gate"""
+    return [
+        torch.randn(batch, length, n, dim, dtype=dtype).to(device) for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def from_query(inputs, first):
+    """The same with the queries from `first` on alone; without the gate where there is none."""
+    q, k, v, gate = inputs
+    return [q[:, first:], k, v, None if gate is None else gate[:, first:]]
+
+
+def differentiated(attend, inputs, grad):
+    """Output, lse and the gradients of those inputs that there are."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    out, lse = attend(*leaves)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, [x for x in leaves if x is not None], grad)]
+
+
+def reference(inputs, mask, grad):
+    """In fp64."""
+
+    def attend(q, k, v, gate):
+        out = sparse_attention(q, k, v, mask).out
+        keys = k.detach().repeat_interleave(q.shape[2] // k.shape[2], 2)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q.detach(), keys) * q.shape[-1] ** -0.5
+        lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1)
+        return (out if gate is None else out * torch.sigmoid(gate)), lse
+
+    return differentiated(attend, [None if x is None else x.double() for x in inputs], grad.double())
+
+
+def plain(inputs, mask, grad):
+    """In the dtype of the inputs, the way it is written in torch."""
+
+    def attend(q, k, v, gate):
+        ratio = q.shape[2] // k.shape[2]
+        keys, values = k.repeat_interleave(ratio, 2), v.repeat_interleave(ratio, 2)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+        out = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values)
+        return (out if gate is None else out * torch.sigmoid(gate)), logits.float().logsumexp(-1)
+
+    return differentiated(attend, inputs, grad)
+
+
+def check(inputs, mask, *attends):
+    """Every result of each is within twice the error of the same calculation in torch, both against fp64."""
+    grad = torch.randn_like(inputs[0])
+    wanted, other = reference(inputs, mask, grad), plain(inputs, mask, grad)
+    # Where the reference's error vanishes (a single key has probability exactly 1) rounding remains.
+    floor = 4 * torch.finfo(inputs[0].dtype).eps * max(1.0, *(value.abs().max().item() for value in wanted))
+    for number, attend in enumerate(attends):
+        got = differentiated(attend, inputs, grad)
+        assert len(got) == len(wanted)
+        for name, want, torch_value, value in zip(NAMES, wanted, other, got, strict=False):
+            error = (value.double() - want).abs().max()
+            allowed = 2 * (torch_value.double() - want).abs().max() + floor
+            assert error <= allowed, f"{number} {name}: error {error:.2e}, allowed {allowed:.2e}"

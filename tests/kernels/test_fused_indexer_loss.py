@@ -1,0 +1,468 @@
+"""Attention whose backward pass also gives the indexer's gradients: against the reference in fp64, and to the bit
+against attention alone. On CUDA where there is a device of its kind, else small in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from covering import covered
+from loss_problems import Problem, make_problem
+from poison import poison_buffers
+
+from gsa_kernels import api
+from gsa_kernels.attention import triton_backward, triton_backward_keys, triton_forward, triton_packed_mask
+from gsa_kernels.attention.inputs import GradientInputs
+from gsa_kernels.attention.reference import head_sum_probs
+from gsa_kernels.attention.triton_backward import backward_rows
+from gsa_kernels.attention.triton_backward_queries import backward_queries
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.devices import on_hopper
+from gsa_kernels.fused.gates import rows as gate_rows
+from gsa_kernels.hopper import fused_indexer_loss as op
+from gsa_kernels.hopper import target_blocks
+from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
+from gsa_kernels.hopper.target_blocks import rows_of_blocks
+from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
+from gsa_kernels.indexer_loss import op as loss_op
+from gsa_kernels.indexer_loss import triton_launch
+from gsa_kernels.limits import FUSED_LOSS_HEADS
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import FusedLoss
+
+CUDA = torch.cuda.is_available()
+ON_HOPPER = CUDA and on_hopper(torch.device("cuda"))
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper")]
+)
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+
+ATTENDED = ("q", "k", "v", "gate_logits")
+LOSS_SCALE = 0.375
+TARGET_EPS = 2.0**-10
+"""The target is fp16: its parts are rounded, on a GPU also their sums of two heads, and what the loss adds up of them.
+Half of this each, here and there more or less."""
+TRAINING: dict[str, Any] = {"heads": (16, 4), "head_size": 128, "indexer": (4, 64)}
+
+
+@dataclass(frozen=True)
+class Fused:
+    problem: Problem
+    v: torch.Tensor
+    gate_logits: torch.Tensor | None
+    grad: torch.Tensor
+    """Of the output."""
+
+    @property
+    def attended(self) -> dict[str, torch.Tensor]:
+        given = {"q": self.problem.q, "k": self.problem.k, "v": self.v, "gate_logits": self.gate_logits}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.attended | self.problem.tensors
+
+    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> Fused:
+        of_indexer = {name: tensors[name] for name in self.problem.tensors}
+        problem = replace(
+            self.problem, q=tensors["q"], k=tensors["k"], indexer=replace(self.problem.indexer, **of_indexer)
+        )
+        return replace(self, problem=problem, v=tensors["v"], gate_logits=tensors.get("gate_logits"))
+
+
+def make_case(length: int, device: str, *, gated: bool = True, **options: Any) -> Fused:
+    options = {"dtype": torch.bfloat16, "batch": 1, "indexer": (2, 16), **options}
+    problem = make_problem("packed mask", length, device, **options)
+    rng = torch.Generator().manual_seed(length)
+    v, gate, grad = (
+        torch.randn(like.shape, generator=rng).to(device, torch.bfloat16)
+        for like in (problem.k, problem.q, problem.q)
+    )
+    return Fused(problem, v, gate if gated else None, grad)
+
+
+Results = dict[str, torch.Tensor]
+
+
+def run(
+    case: Fused,
+    *,
+    scale: float = LOSS_SCALE,
+    chunk_bytes: int | None = None,
+    read: bool = True,
+    implementation: Any = "triton",
+    dtype: torch.dtype | None = None,
+) -> Results:
+    """Output, KL of the rows where it is read, and all gradients."""
+    leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in case.tensors.items()}
+    with_leaves = case.with_tensors(leaves)
+    rows: list[torch.Tensor] = []
+    attend: Any = partial(api.sparse_attention_with_loss, implementation=implementation)
+    if chunk_bytes is not None:
+        attend = partial(attention_with_indexer_loss, row_chunk_bytes=chunk_bytes)
+    problem = with_leaves.problem
+    loss = FusedLoss(problem.indexer, scale, rows.append if read else None)
+    given = (problem.selection, problem.geometry, loss, with_leaves.gate_logits)
+    out, lse = attend(problem.q, problem.k, with_leaves.v, *given)
+    assert not lse.requires_grad
+    assert rows == []
+    grads = torch.autograd.grad(out, list(leaves.values()), case.grad.to(out.dtype))
+    assert len(rows) == read
+    assert not any(x.requires_grad for x in rows)
+    measured = {"rows": rows[0]} if read else {}
+    return {"out": out.detach(), **measured, **dict(zip(leaves, grads, strict=True))}
+
+
+def assert_equal(got: Results, wanted: Results) -> None:
+    assert got.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert torch.equal(got[name], want), name
+
+
+def check(case: Fused, **options: Any) -> Results:
+    """Errors at most twice those of the reference in the same dtype, beside rounding; of attention's results the
+    largest, as in its own tests, and of the indexer's the norm, as in those of its loss."""
+    got = run(case, **options)
+    exact = run(case, implementation="reference", dtype=torch.float64)
+    same = run(case, implementation="reference")
+    attended = [name for name in ("out", *ATTENDED) if name in exact]
+    largest = max(1.0, *(exact[name].abs().max().item() for name in attended))
+    assert got.keys() == exact.keys()
+    for name, want in exact.items():
+        value, errors = got[name], [x[name].double() - want for x in (got, same)]
+        if name in case.tensors:
+            assert value.dtype == case.tensors[name].dtype, name
+        if name in attended:
+            error, of_reference = (x.abs().max() for x in errors)
+            floor = 4 * torch.finfo(value.dtype).eps * largest
+        else:
+            error, of_reference = (x.norm() for x in errors)
+            # biases and beta are in fp32, of rounded inputs
+            in_full = name in case.tensors and value.dtype == torch.float32
+            floor = (2 if in_full else 1) * TARGET_EPS * want.norm() + 1e-5
+        message = f"{name}: {error} against {of_reference}, at most {want.abs().max()}"
+        assert error <= 2 * of_reference + floor, message
+    return got
+
+
+def assert_attention_is_untouched(case: Fused, got: Results) -> None:
+    """To the bit that of the kernels which do nothing else."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.attended.items()}
+    problem = case.problem
+    given = (problem.selection, problem.geometry, leaves.get("gate_logits"))
+    out, _ = api.sparse_attention(leaves["q"], leaves["k"], leaves["v"], *given, implementation="triton")
+    grads = torch.autograd.grad(out, list(leaves.values()), case.grad)
+    wanted = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+    assert_equal({name: got[name] for name in wanted}, wanted)
+
+
+@devices
+@covered(
+    "case",
+    length=[1, 33, 100],
+    heads=[(4, 1), (8, 2), (8, 1)],
+    head_size=[32, 64],
+    indexer=[(1, 16), (2, 16), (4, 16)],
+    activation=["sigmoid", "relu"],
+    gated=[True, False],
+    documents=[False, True],
+    query_start=[0, 37, 64],
+    log_sum=[False, True],
+    chunk_bytes=[None, 1],
+)
+def test_output_and_gradients(device: str, case: dict[str, Any]) -> None:
+    options = dict(case)
+    length, chunk_bytes = options.pop("length"), options.pop("chunk_bytes")
+    made = make_case(length, device, **options)
+    assert_attention_is_untouched(made, check(made, chunk_bytes=chunk_bytes))
+
+
+@devices
+def test_a_single_key(device: str) -> None:
+    """Mostly another one than the query's own: its probability is 1."""
+    case = make_case(70, device, documents=True)
+    best = torch.where(case.problem.mask, torch.rand(case.problem.mask.shape).to(device), -1.0).argmax(-1)
+    mask = torch.zeros_like(case.problem.mask).scatter_(-1, best[..., None], True)
+    check(replace(case, problem=case.problem.attending_to(mask)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper")
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1000, {"documents": True, "batch": 2}),
+        (2048, {"query_start": 1024, "gated": False, "log_sum": True}),
+        (700, {"query_start": 333, "documents": True, "head_size": 64, "activation": "relu"}),
+    ],
+    ids=str,
+)
+def test_long_sequences(length: int, options: dict[str, Any]) -> None:
+    """In several chunks of rows and segments of keys, with heads as in training; five times the same to the bit."""
+    case = make_case(length, "cuda", **{**TRAINING, **options})
+    got = check(case, chunk_bytes=2**22)
+    assert_attention_is_untouched(case, got)
+    for _ in range(5):
+        assert_equal(run(case), got)
+
+
+@devices
+def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; of their size what the target takes, two bytes for each four heads and key."""
+    calls: list[tuple[int, int]] = []
+
+    def recorded(*arguments: Any) -> torch.Tensor:
+        rows = arguments[-1]
+        calls.append((rows.start, rows.stop))
+        target = backward_queries_with_target(*arguments)
+        assert target.dtype == torch.float16
+        assert target.shape == (1, 2, 2 if len(rows) <= 64 else 4, 4, 32 * 32)
+        return target
+
+    monkeypatch.setattr(op, "backward_queries_with_target", recorded)
+    case = make_case(70, device, heads=(8, 2), documents=True)
+    whole = run(case)
+    row_bytes = 2 * 2 * 70
+    for chunk_bytes, ends in ((None, (0, 70)), (1, (0, 32, 64, 70)), (64 * row_bytes, (0, 64, 70))):
+        calls.clear()
+        assert_equal(run(case, chunk_bytes=chunk_bytes), whole)
+        assert calls == list(pairwise(ends))
+
+
+@devices
+@pytest.mark.parametrize(
+    "options",
+    [{"documents": True, "log_sum": True}, {"query_start": 64}, {"activation": "relu"}],
+    ids=lambda options: "-".join(options),
+)
+def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KL is not calculated then; a step whose loss is logged has the same gradients to the bit."""
+    case = make_case(70, device, **options)
+    if device == "cuda":
+        case = make_case(1536, device, **TRAINING, **options)
+    read = run(case)
+    poison_buffers(monkeypatch, loss_op, triton_launch)
+    unread = run(case, read=False)
+    assert_equal({"rows": read["rows"], **unread}, read)
+    assert all(value.isfinite().all() for value in unread.values())
+
+
+@devices
+def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buffers begin as NaN; none reaches a result. The last tiles of queries see none of the first tile of keys."""
+    case = make_case(130, device, documents=True)
+    starts = case.problem.geometry.document_starts
+    assert starts is not None
+    assert (starts[:, 96:] > 64).all()
+    clean = run(case, chunk_bytes=1)
+    attention = (triton_forward, triton_backward, triton_backward_keys, target_blocks, triton_packed_mask)
+    poison_buffers(
+        monkeypatch, op, *attention, gate_rows, loss_op, triton_launch, make=("empty", "empty_like")
+    )
+    assert triton_launch.scratch(1, dtype=torch.bfloat16, device=torch.device(device)).isnan().all()
+    got = run(case, chunk_bytes=1)
+    assert all(value.isfinite().all() for value in got.values())
+    assert_equal(got, clean)
+
+
+@devices
+def test_the_future_is_not_seen(device: str) -> None:
+    """By queries before a token that changes; nor are the gradients of later outputs."""
+    cut, start = 41, 20
+    case = make_case(70, device, query_start=start)
+    before = run(case)
+    rng = torch.Generator().manual_seed(1)
+    own = ("q", "gate_logits", "queries", "head_weight_logits")
+    changed = {name: case.tensors[name][:, cut:] for name in own}
+    changed |= {name: case.tensors[name][:, start + cut :] for name in ("k", "v", "keys")}
+    for part in (*changed.values(), case.grad[:, cut:]):
+        part.copy_(50 * torch.randn(part.shape, generator=rng))
+    after = run(case)
+    for name in ("out", "rows", *own):
+        assert torch.equal(after[name][:, :cut], before[name][:, :cut]), name
+        assert not torch.equal(after[name], before[name]), name
+
+
+@devices
+def test_the_scale_is_of_the_indexer_alone(device: str) -> None:
+    case = make_case(50, device)
+    once, twice, never = (run(case, scale=scale) for scale in (1.0, 2.0, 0.0))
+    for name, want in once.items():
+        scaled = name in case.problem.tensors
+        assert want.any(), name
+        assert torch.equal(twice[name], 2 * want if scaled else want), name
+        assert torch.equal(never[name], torch.zeros_like(want) if scaled else want), name
+
+
+@devices
+def test_strides_do_not_matter(device: str) -> None:
+    """[L, B, ...] memory, slices of fused projections, and an expanded gradient."""
+    case = make_case(33, device, batch=2, heads=(8, 2))
+    case = replace(case, grad=case.grad[:1, :1, :1, :1].expand(case.grad.shape))
+    assert case.gate_logits is not None
+    views = case.tensors | {"gate_logits": case.gate_logits.unflatten(2, (2, 4))}
+    for name, tensor in views.items():
+        if tensor.ndim > 2:  # every second head, or row of the memory of two
+            dim = 3 if tensor.ndim > 3 else 2
+            inner = torch.stack([tensor, torch.full_like(tensor, 7)], dim)
+            views[name] = inner.transpose(0, 1).contiguous().transpose(0, 1).select(dim, 0)
+            assert not views[name].is_contiguous()
+    expected = run(replace(case, grad=case.grad.contiguous()))
+    got = run(case.with_tensors(views))
+    got["gate_logits"] = got["gate_logits"].flatten(2, 3)
+    assert_equal(got, expected)
+    # Without the copy engine, which wants keys aligned to 16 bytes.
+    wide = torch.nn.functional.pad(case.problem.k, (1, 0))
+    check(case.with_tensors(case.tensors | {"k": wide[..., 1:]}))
+
+
+@devices
+def test_what_needs_no_gradient_gets_none(device: str) -> None:
+    case = make_case(40, device)
+    whole = run(case)
+    for trained in (tuple(case.attended), tuple(case.problem.tensors), ("keys",)):
+        leaves = {n: t.detach().clone().requires_grad_(n in trained) for n, t in case.tensors.items()}
+        made = case.with_tensors(leaves)
+        x, loss = made.problem, FusedLoss(made.problem.indexer, LOSS_SCALE)
+        given = (x.selection, x.geometry, loss, made.gate_logits)
+        out, _ = api.sparse_attention_with_loss(x.q, x.k, made.v, *given, implementation="triton")  # type: ignore[arg-type]
+        out.backward(case.grad)
+        for name, leaf in leaves.items():
+            if name in trained:
+                assert leaf.grad is not None
+                assert torch.equal(leaf.grad, whole[name]), name
+            else:
+                assert leaf.grad is None, name
+
+
+@devices
+def test_a_trace_tells_the_loss_from_attention_and_a_log_sum_spares_a_pass(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: list[list[str]] = []
+    launches = triton_launch.chunk_launches
+
+    def recorded(*arguments: Any) -> dict[str, Any]:
+        made = launches(*arguments)
+        kernels.append(list(made))
+        return made
+
+    monkeypatch.setattr(triton_launch, "chunk_launches", recorded)
+    case = make_case(40, device, log_sum=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
+        run(case)
+    assert kernels == [["gradients", "reduce"]]
+    named = [event for event in traced.events() if event.name in ("kl", "attention")]
+    assert sorted(event.name for event in named) == ["attention", "kl"]
+    target = next(event for event in named if event.name == "attention")
+    around = []
+    while (target := target.cpu_parent) is not None:
+        around.append(target.name)
+    assert "kl" in around
+
+
+@devices
+def test_parts_of_the_target(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is of its own four heads, and their sum is what the loss is given else. Of ranges of rows: others are not
+    written, nor where no query of a tile sees a key."""
+    case = make_case(130, device, heads=(8, 2), gated=False, documents=True, query_start=30)
+    problem, geometry = case.problem, case.problem.geometry
+    selection, starts, (q, k, v) = problem.selection, geometry.document_starts, case.attended.values()
+    assert selection is not None
+    assert selection.packed_mask is not None
+    assert starts is not None
+    packed_mask = selection.packed_mask
+    out, lse = api.sparse_attention(q, k, v, selection, geometry, implementation="triton")
+    _, _, delta, lse2 = backward_rows(case.grad, out, lse, None)
+    inputs = GradientInputs(case.grad, q, k, v, delta, lse2)
+    grad_q = backward_queries(inputs, packed_mask, starts)
+    poison_buffers(monkeypatch, target_blocks)
+    for rows in (range(130), range(32, 96), range(96, 130)):
+        own = slice(rows.start, rows.stop)
+        got_q = torch.full_like(q, float("nan"))
+        blocks = backward_queries_with_target(inputs, packed_mask, starts, got_q, rows)
+        target = rows_of_blocks(blocks, len(rows), 160)
+        assert torch.equal(got_q[:, own], grad_q[:, own])
+        assert got_q[:, : rows.start].isnan().all()
+        assert got_q[:, rows.stop :].isnan().all()
+
+        mask = problem.mask[:, own]
+        near = {"rtol": 1.25 * TARGET_EPS, "atol": 2.0**-23}
+        for part, found in enumerate(target.unbind(1)):
+            heads = slice(FUSED_LOSS_HEADS * part, FUSED_LOSS_HEADS * (part + 1))
+            of_head = k[:, :, part : part + 1].double()
+            exact = head_sum_probs(q[:, own, heads].double(), of_head, problem.lse[:, heads, own], mask)
+            torch.testing.assert_close(found[mask].double(), exact[mask], **near)
+        sums = head_sum_probs_rows(q, k, lse, packed_mask, SampledRows(rows.start, len(rows)), geometry)
+        torch.testing.assert_close(target.float().sum(1)[mask], sums[mask], **near)
+
+        keys, positions = torch.arange(160, device=device), 30 + torch.arange(130, device=device)[own]
+        causal = (keys <= positions[:, None]) & (keys >= starts[:, own, None])
+        unselected = (causal & ~mask)[:, None].expand_as(target)
+        assert (target[unselected] == 0).all()
+        if rows.start == 96:
+            assert target[..., :64].isnan().all()
+
+
+@devices
+def test_errors(device: str) -> None:
+    case = make_case(40, device, batch=2, gated=False)
+    problem, v = case.problem, case.v
+    q, k, indexer, selection = problem.q, problem.k, problem.indexer, problem.selection
+    assert selection is not None
+    mask = selection.packed_mask
+    assert mask is not None
+    loss, log_sum = FusedLoss(indexer, 1.0), torch.zeros(2, 40, device=device)
+    good = {"q": q, "k": k, "v": v, "selection": selection, "geometry": problem.geometry, "loss": loss}
+
+    def of_indexer(batch: int, first: int) -> dict[str, Any]:
+        x = {n: t[:batch, first:] for n, t in problem.tensors.items() if t.ndim > 1}
+        return {"loss": replace(loss, indexer=replace(indexer, **x))}
+
+    def selected(**changes: Any) -> dict[str, Any]:
+        return {"selection": replace(selection, **changes)}
+
+    lists = make_problem("key lists", 40, device).selection
+    shared = replace(problem.geometry, selection_block=16, local_window=16)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"q": q[:, :, :2]}, "2 heads and k has 1; pass bf16 and 4 heads"),
+        ({"k": k.expand(-1, -1, 2, -1), "v": v.expand(-1, -1, 2, -1)}, "4 heads and k has 2; pass bf16"),
+        (
+            {"q": q.float(), "k": k.float(), "v": v.float()},
+            r"q is torch\.float32 .*; pass bf16 and 4 heads",
+        ),
+        ({"k": k.half()}, r"k has dtype torch\.float16 and q torch\.bfloat16"),
+        ({"v": v[:, 1:]}, "v has shape"),
+        ({"geometry": replace(problem.geometry, query_start=1)}, "k has shape"),
+        ({"geometry": shared}, "selection_block is 16 with a packed mask"),
+        ({"selection": lists}, "selection has key lists"),
+        (selected(packed_mask=mask[..., :1]), "packed_mask has shape"),
+        (selected(packed_mask=mask.long()), r"packed_mask has dtype torch\.int64; pass int32"),
+        (selected(log_sum=log_sum[:, 1:]), r"log_sum has shape \(2, 39\)"),
+        (selected(log_sum=log_sum.double()), r"log_sum has dtype torch\.float64; pass float32"),
+        (of_indexer(1, 0), r"indexer\.queries has shape \(1, 40, 2, 16\) and q \(2, 40, 4, 32\)"),
+        (of_indexer(2, 1), r"indexer\.queries has shape \(2, 39, 2, 16\) and q \(2, 40, 4, 32\)"),
+        ({"row_chunk_bytes": 0}, "row_chunk_bytes is 0"),
+    ]
+    for changed, message in bad:
+        with pytest.raises(ValueError, match=message):
+            attention_with_indexer_loss(**{**good, **changed})
+
+
+@devices
+def test_what_can_be_fused(device: str) -> None:
+    def of(heads: int, kv_heads: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        q, k = (torch.zeros(1, 1, n, 32, dtype=dtype, device=device) for n in (heads, kv_heads))
+        return can_fuse_indexer_loss(q, k)
+
+    assert [of(heads, 2) for heads in (2, 4, 8, 12, 16)] == [False, False, True, False, True]
+    for other in (torch.float16, torch.float32):
+        assert not of(8, 1, other)

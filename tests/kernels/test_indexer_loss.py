@@ -1,0 +1,407 @@
+"""The indexer loss by Triton, through the public API, against the reference in fp64: on a GPU, or small in Triton's
+interpreter. That in attention's backward pass is in test_fused_indexer_loss.py."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from covering import Case, covered
+from loss_problems import FORMS, Problem, assert_same, check, differentiate, make_problem, through_api
+
+from gsa_kernels import api, operations_triton, renormalise_target, sampling
+from gsa_kernels.attention.reference import head_sum_probs
+from gsa_kernels.indexer_loss import triton_launch
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.indexer_loss.triton_gathered_launch import GatheredBlocks
+from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, Blocks
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import Geometry, Indexer, RowSample
+
+CUDA = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for the GPU"))
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+)
+devices = pytest.mark.parametrize("device", [CPU, GPU])
+on_gpu = pytest.mark.parametrize("device", [GPU])
+BF16 = torch.bfloat16
+
+# Small tiles: a sequence of 70 then has several tiles of rows and of keys, and segments.
+SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
+# 64 keys: with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
+STACKED = replace(SMALL, stats_keys=64, grad_keys=64, segment=64, stacked=True)
+SMALL_GATHERED = GatheredBlocks(16, 8, 16, 8, segment=32, stats_stages=1)
+BLOCKS = {"own": None, "small": SMALL, "side by side": STACKED}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.empty is filled with NaN, or the largest integer. Stretches of rows are short."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int | None = None) -> None:
+    """From now on the API's loss has these block shapes, and chunks of this size."""
+    masked: dict[str, Any] = {"blocks": blocks}
+    gathered: dict[str, Any] = {"blocks": None if blocks is None else SMALL_GATHERED}
+    if chunk_bytes is not None:
+        masked["row_chunk_bytes"] = gathered["scratch_bytes"] = chunk_bytes
+    monkeypatch.setattr(operations_triton, "masked_indexer_loss", partial(masked_indexer_loss, **masked))
+    monkeypatch.setattr(
+        operations_triton, "gathered_indexer_loss", partial(gathered_indexer_loss, **gathered)
+    )
+
+
+@devices
+@covered(
+    "case",
+    form=list(FORMS),
+    length=[1, 33, 70],
+    dtype=[torch.float32, BF16],
+    blocks=list(BLOCKS),
+    indexer=[(1, 16), (3, 24), (4, 16)],
+    activation=["sigmoid", "unbiased", "relu"],
+    documents=[False, True],
+    query_start=[0, 64],
+    rows=["all", "half", "share"],
+    one_chunk=[True, False],
+)
+def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 in its own blocks, side by side; in fp32 these are tested to more digits. With a packed mask the log-sum is
+    given or not, as there are documents or not."""
+    blocks = BLOCKS[case["blocks"]] if case["dtype"] == torch.float32 else None
+    cut(monkeypatch, blocks, None if case["one_chunk"] else 1)
+    names = ("dtype", "indexer", "activation", "documents", "query_start")
+    options = {name: case[name] for name in names}
+    samples = {"all": RowSample(), "half": RowSample(0.5, seed=3), "share": RowSample(share=(1, 2))}
+    batch = 2 if case["form"] in ("dense", "packed mask") else 1
+    problem = make_problem(
+        case["form"], case["length"], device, batch=batch, log_sum=case["documents"], **options
+    )
+    check(problem, samples[case["rows"]])
+
+
+@devices
+@pytest.mark.parametrize("form", ["packed mask", "key lists"])
+@pytest.mark.parametrize("indexer", [(1, 64), (2, 128), (4, 64), (8, 32)], ids=str)
+def test_bf16_of_many_shapes(device: str, form: str, indexer: tuple[int, int]) -> None:
+    """As many tiles as one sequence of 150 tokens has in the block shapes of training."""
+    documents = indexer[0] in (2, 8)
+    check(
+        make_problem(
+            form,
+            150 if form == "packed mask" else 70,
+            device,
+            dtype=BF16,
+            indexer=indexer,
+            batch=1,
+            documents=documents,
+        )
+    )
+
+
+@devices
+def test_bf16_head_by_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As off Hopper."""
+    cut(monkeypatch, BY_HEAD)
+    check(make_problem("packed mask", 70, device, dtype=BF16, indexer=(4, 64), batch=1))
+
+
+@devices
+@pytest.mark.parametrize("form", ["packed mask", "key lists"])
+@pytest.mark.parametrize("blocks", ["small", "side by side"])
+def test_saturated_scores(device: str, form: str, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "key lists" and blocks == "side by side":
+        pytest.skip("has one form")
+    cut(monkeypatch, BLOCKS[blocks])
+    check(make_problem(form, 50, device, size=6.0, beta=5.0, batch=1))
+
+
+@on_gpu
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [1000, 1536, 3001])
+def test_long_sequences(
+    device: str, length: int, form: str, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several segments, and several chunks, at the shapes of training; twice the same to the bit."""
+    if length > 2000 and form in ("packed mask", "key lists"):
+        pytest.skip("the reference would take long")
+    cut(monkeypatch, None, 2**22)
+    problem = make_problem(
+        form, length, device, dtype=BF16, indexer=(4, 64), documents=documents, log_sum=documents
+    )
+    assert_same(check(problem), differentiate(problem, through_api(problem, "triton", RowSample())))
+
+
+@devices
+@pytest.mark.parametrize(
+    ("form", "blocks"), [("packed mask", SMALL), ("packed mask", STACKED), ("key lists", SMALL)]
+)
+def test_rows_without_target_or_attended_keys(
+    device: str, form: str, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both give 0, in value and gradient; kernels that are told the sum of the target have no row without one."""
+    cut(monkeypatch, blocks, 1)
+    problem = make_problem(form, 50, device, batch=1, log_sum=blocks is STACKED)
+    mask = problem.mask.clone()
+    mask[:, 40] = False
+    problem = problem.attending_to(mask)
+    empty = [40]
+    if blocks is not STACKED:
+        problem.lse[..., 7] = 1e4  # all probabilities are 0
+        empty.append(7)
+    got = check(problem)
+    for row in empty:
+        assert (got.rows[:, row] == 0).all()
+        assert (got.grads["queries"][:, row] == 0).all()
+        assert (got.grads["head_weight_logits"][:, row] == 0).all()
+
+
+@devices
+@pytest.mark.parametrize("form", ["packed mask", "key lists"])
+def test_temperature_scale_and_frozen_tensors(
+    device: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temperature may be a number, or have one dimension; the upstream gradient scales; the rest gets no gradient."""
+    cut(monkeypatch, SMALL)
+    problem = make_problem(form, 33, device, batch=1)
+    once = differentiate(problem, through_api(problem, "triton", RowSample()))
+    queries, beta = (problem.tensors[name].clone() for name in ("queries", "inverse_temperature"))
+    beta = beta.reshape(1).requires_grad_()
+
+    def loss(indexer: Indexer) -> torch.Tensor:
+        return through_api(problem, "triton", RowSample())(indexer, problem.q, problem.k)[0]
+
+    total = loss(replace(problem.indexer, queries=queries.requires_grad_(), inverse_temperature=beta))
+    grads = torch.autograd.grad(total, (queries, beta), torch.tensor(0.25, device=device))
+    assert torch.equal(grads[0], 0.25 * once.grads["queries"])
+    assert torch.equal(grads[1], 0.25 * once.grads["inverse_temperature"].reshape(1))
+    frozen = loss(replace(problem.indexer, inverse_temperature=1.7))
+    assert not frozen.requires_grad
+    assert torch.equal(frozen, once.total)
+
+
+@devices
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("form", ["packed mask", "key lists", "shared 16"])
+def test_chunks_and_repetitions_change_nothing(
+    device: str, form: str, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: tiles are added in the same order, whatever chunk they are in. Over key lists the sums of the
+    keys' gradients are cut at the chunks."""
+    problem = make_problem(form, 70, device, documents=documents, batch=1)
+    calls: list[int] = []
+
+    def counted(name: str) -> None:
+        make = getattr(operations_triton, name)
+
+        def made(
+            q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, *given: Any, **options: Any
+        ) -> torch.Tensor:
+            target: torch.Tensor = make(q, k, lse, *given, **options)
+            calls.append(target.shape[1])
+            return target
+
+        monkeypatch.setattr(operations_triton, name, made)
+
+    counted("head_sum_probs_rows" if form == "packed mask" else "head_sum_probs_lists")
+    loss = through_api(problem, "triton", RowSample())
+    cut(monkeypatch, SMALL)
+    whole = differentiate(problem, loss)
+    assert_same(differentiate(problem, loss), whole)
+    in_one = {"packed mask": 70, "key lists": 3, "shared 16": 5}[form]
+    assert calls == [in_one, in_one]
+    cut(monkeypatch, SMALL, 1)
+    calls.clear()
+    chunked = differentiate(problem, loss)
+    assert calls == {"packed mask": [32, 32, 6], "key lists": [1] * 3, "shared 16": [1] * 5}[form]
+    assert_same(chunked, whole, near=() if form == "packed mask" else ("keys",))
+
+
+@devices
+def test_the_sums_of_selection_and_attention_spare_a_pass(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both are known. A wrong log-sum shows in the gradient, so it is read, and in the value with an error of
+    second order, here 1e-3 squared, per row."""
+    cut(monkeypatch, STACKED)
+    kernels: list[list[str]] = []
+    launches = triton_launch.chunk_launches
+
+    def recorded(*arguments: Any) -> dict[str, Any]:
+        made = launches(*arguments)
+        kernels.append(list(made))
+        return made
+
+    monkeypatch.setattr(triton_launch, "chunk_launches", recorded)
+    problem = make_problem("packed mask", 64, device, batch=1, log_sum=True)
+    loss = partial(through_api, implementation="triton", rows=RowSample())
+    got = differentiate(problem, loss(problem))
+    selection = problem.selection
+    assert selection is not None
+    assert selection.log_sum is not None
+    off = replace(problem, selection=replace(selection, log_sum=selection.log_sum + 1e-3))
+    wrong = differentiate(problem, loss(off))
+    differentiate(problem, loss(replace(problem, selection=replace(selection, log_sum=None))))
+    assert kernels == [["gradients", "reduce"]] * 2 + [["stats", "gradients", "reduce"]]
+    assert 0 < (wrong.total - got.total).abs() < 64 * 1e-6
+    difference = (wrong.grads["keys"] - got.grads["keys"]).norm() / got.grads["keys"].norm()
+    assert 1e-5 < difference < 1e-2
+
+
+def of_target(problem: Problem, target: Any, row_sum: float | None = None, **options: Any) -> Any:
+    """The loss with a target that is given: of all rows, or by a function of the rows."""
+    selection = problem.selection
+    assert selection is not None
+    log_sum = selection.log_sum if row_sum is not None else None
+    attended = Attended(selection.packed_mask, log_sum, problem.geometry)
+
+    def of_rows(rows: SampledRows) -> torch.Tensor:
+        given: torch.Tensor = target[:, rows.rows(target.device)]
+        return given
+
+    made = Target(of_rows if isinstance(target, torch.Tensor) else target, row_sum)
+    return lambda indexer, q, k: masked_indexer_loss(indexer, made, attended, **options)
+
+
+@devices
+def test_value_near_its_minimum(device: str) -> None:
+    """Target = softmax of the scores, but for 1%: 7e-5 nats a row, relatively exact, from sums known to 1e-6."""
+    problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
+    q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
+    noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)
+    target = renormalise_target((q * noise).float(), problem.mask)
+    p = renormalise_target(target.double(), problem.mask)
+    exact = torch.where(p > 0, p * (p.log() - q.log()), 0).nan_to_num(0.0).sum()
+    assert 2e-5 < exact / 100 < 2e-4
+    for row_sum in (None, 1.0):
+        total = differentiate(problem, of_target(problem, target, row_sum, blocks=STACKED)).total
+        torch.testing.assert_close(total.double(), exact, rtol=3e-5, atol=0)
+
+
+@devices
+@pytest.mark.parametrize(
+    ("blocks", "dtype"),
+    [
+        (None, BF16),
+        (STACKED, torch.float32),
+        (SMALL, torch.float32),
+        (replace(SMALL, rows=16), torch.float32),
+    ],
+    ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
+)
+def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
+    """Is that of its sum. Off the attended set there is NaN, which is not read, and room between the rows."""
+    documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
+    problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
+    target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)
+    shares = torch.rand(1, parts, 70, 70, generator=torch.Generator().manual_seed(parts)).to(device)
+    shares = target[:, None] * shares / shares.sum(1, keepdim=True)
+    if blocks is not SMALL:
+        shares = shares.half()
+    # As the kernels add: in order, and in the type of the parts.
+    target = reduce(torch.add, shares.unbind(1)).float()
+    shares = shares.masked_fill(~problem.mask[:, None], float("nan"))
+
+    def of_rows(rows: SampledRows) -> torch.Tensor:
+        return torch.nn.functional.pad(shares[:, :, rows.rows(device)], (0, 5))[..., :-5]
+
+    row_sum = 4.0 if blocks in (None, STACKED) else None  # read by these
+    for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, seed=3)):
+        options: dict[str, Any] = {"rows": sample, "blocks": blocks}
+        want = differentiate(problem, of_target(problem, target, row_sum, **options))
+        for chunk_bytes in (1, 2**20):
+            loss = of_target(problem, of_rows, row_sum, row_chunk_bytes=chunk_bytes, **options)
+            assert_same(differentiate(problem, loss), want)
+
+
+def test_errors() -> None:
+    """Of what no type of the API has checked before."""
+    problem = make_problem("packed mask", 10, "cpu", log_sum=True)
+    indexer, selection = problem.indexer, problem.selection
+    assert selection is not None
+    mask, log_sum = selection.packed_mask, selection.log_sum
+    assert mask is not None
+    assert log_sum is not None
+    target = torch.zeros(2, 3, 10, 10)
+    given = Target(lambda rows: target)
+    summed = replace(given, row_sum=1.0)
+
+    def of(wrong: torch.Tensor) -> Target:
+        return Target(lambda rows: wrong)
+
+    def halved(dtype: torch.dtype) -> Indexer:
+        return replace(indexer, queries=indexer.queries.to(dtype), keys=indexer.keys.to(dtype))
+
+    shared = Geometry(selection_block=16, local_window=16)
+    unread = Attended(mask)
+    calls: list[tuple[Indexer, Target, Attended, str]] = [
+        (replace(indexer, keys=indexer.keys[:, 1:]), given, unread, "queries has 10 rows; pass 9"),
+        (replace(indexer, keys=indexer.keys.bfloat16()), given, unread, r"pass torch\.float32, as"),
+        (halved(torch.float16), given, unread, "float16; pass bfloat16 or float32, or use implementation"),
+        (halved(torch.float64), given, unread, "float64; pass bfloat16 or float32, or use implementation"),
+        (indexer, given, Attended(mask[:, 1:]), "packed_mask has shape"),
+        (indexer, given, Attended(mask.float()), "packed_mask has dtype"),
+        (indexer, given, Attended(mask, log_sum), "both or none"),
+        (indexer, summed, Attended(mask, log_sum.double()), "log_sum has dtype"),
+        (indexer, summed, Attended(mask, log_sum[:, 1:]), "log_sum has shape"),
+        (indexer, replace(given, row_sum=0.0), unread, "row_sum is 0.0"),
+        (
+            indexer,
+            given,
+            Attended(geometry=shared),
+            "has 10 rows; pass 1, for the queries .* one for each 16",
+        ),
+        *(
+            (indexer, of(wrong), unread, r"target\.of_rows\(\.\.\.\)")
+            for wrong in (
+                *(target[:, :, 1:], target[..., 1:], target[:, None], target[:1]),
+                *(target.transpose(2, 3), target.double()),
+            )
+        ),
+    ]
+    for *arguments, message in calls:
+        with pytest.raises(ValueError, match=message):
+            masked_indexer_loss(*arguments)
+
+
+def test_errors_of_key_lists() -> None:
+    problem, longer = (make_problem("key lists", length, "cpu") for length in (10, 12))
+    assert problem.selection is not None
+    lists = problem.selection.key_lists
+    assert lists is not None
+    first = problem.indexer.of_block_leaders(48)
+
+    def target(tiles: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64)
+
+    for indexer, block, message in (
+        (longer.indexer, 1, "sequences of 10"),
+        (problem.indexer, 16, "has 10 rows; pass 1"),
+        (first, 48, "selection_block is 48"),
+        (problem.indexer, 1, r"target_tiles\(\.\.\.\) gave torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gathered_indexer_loss(indexer, target, lists, block)
+    for fraction, seed in ((0.0, 1), (0.4, 1), (0.5, None)):
+        with pytest.raises(ValueError, match="fraction"):
+            api.indexer_loss(
+                problem.indexer,
+                problem.q,
+                problem.k,
+                problem.lse,
+                problem.selection,
+                rows=RowSample(fraction, seed),
+                implementation="triton",
+            )
