@@ -1,4 +1,4 @@
-"""Which rows of the indexer's loss are calculated: all, a share of them for an estimate, or one rank's part."""
+"""Which rows of the indexer loss are calculated: all, a share of them for an estimate, or one rank's part."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from gsa_kernels.limits import STRETCH_ROWS
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Runs of STRETCH_ROWS rows, one of each `every` runs of the sequence."""
+    """Stretches of STRETCH_ROWS rows, one of each `every` stretches of the sequence."""
 
     start: int
     """First row."""
     count: int
-    """Rows in all. Only the sequence's last run may be short."""
+    """Rows in all. Only the sequence's last stretch may be short."""
     every: int = 1
 
     @property
     def spacing(self) -> int:
-        """From the first row of a run to that of the next."""
+        """From the first row of a stretch to that of the next."""
         return self.every * STRETCH_ROWS
 
     def row(self, number: int) -> int:
@@ -27,7 +27,7 @@ class SampledRows:
         return self.start + number // STRETCH_ROWS * self.spacing + number % STRETCH_ROWS
 
     def chunk(self, number: int, count: int) -> "SampledRows":
-        """`count` of the rows, from that with `number` on, the first of a run."""
+        """`count` of the rows, from that with `number` on, the first of a stretch."""
         return SampledRows(self.row(number), min(count, self.count - number), self.every)
 
     def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -39,12 +39,12 @@ class SampledRows:
 def sample_rows(
     num_rows: int, fraction: float, seed: int | None, share: tuple[int, int] = (0, 1)
 ) -> tuple[SampledRows, int]:
-    """A systematic sample: evenly spaced runs, so that each part of the sequence has its share in every draw.
+    """A systematic sample: evenly spaced stretches, so that each part of the sequence has its share in every draw.
 
     Args:
-        fraction: 1 / n for a whole n; of a sequence with fewer runs one run is taken. 1 takes all rows
-        seed: chooses the first run, each of n with the same probability
-        share: (rank, size): of the runs that are taken, every size-th from number `rank` on
+        fraction: 1 / n for a whole n; of a sequence with fewer stretches one is taken. 1 takes all rows
+        seed: chooses the first stretch, each of n with the same probability
+        share: (rank, size): of the stretches that are taken, every size-th from number `rank` on
 
     Returns:
         The rows, perhaps none, and by what the sum over all shares of the sample is to be multiplied.
@@ -59,14 +59,14 @@ def sample_rows(
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:
     """The first unit and the distance to the next: of num_units units each is as likely as any other to be taken."""
-    factor = min(runs_per_sampled(fraction), num_units)
+    factor = min(stretches_per_sampled(fraction), num_units)
     if factor == 1:
         return 0, 1
     generator = torch.Generator().manual_seed(int(seed or 0))
     return int(torch.randint(factor, (), generator=generator)), factor
 
 
-def runs_per_sampled(fraction: float) -> int:
+def stretches_per_sampled(fraction: float) -> int:
     """n of a fraction 1 / n.
 
     Raises:

@@ -5,27 +5,28 @@ import triton.language as tl
 
 
 @triton.jit
-def row_of(number, row_start, RUN: tl.constexpr, SPACING: tl.constexpr):
-    """Row of the sequence that is number `number` of a chunk from `row_start` on: runs of RUN rows, SPACING apart."""
-    if SPACING == RUN:  # noqa: SIM108 (known at compile time)
+def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
+    """Row of the sequence that is number `number` of a chunk from `row_start` on: stretches of STRETCH rows, SPACING
+    apart."""
+    if SPACING == STRETCH:  # noqa: SIM108 (known at compile time)
         row = row_start + number
     else:
-        row = row_start + number // RUN * SPACING + number % RUN
+        row = row_start + number // STRETCH * SPACING + number % STRETCH
     return row
 
 
 @triton.jit
-def last_row_of(tile, row_start, num_rows, BM: tl.constexpr, RUN: tl.constexpr, SPACING: tl.constexpr):
-    """Last row of a tile of BM rows, of which RUN is a multiple; the chunk has num_rows."""
-    return row_of(tl.minimum(tile * BM + BM, num_rows) - 1, row_start, RUN, SPACING)
+def last_row_of(tile, row_start, num_rows, BM: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
+    """Last row of a tile of BM rows, of which STRETCH is a multiple; the chunk has num_rows."""
+    return row_of(tl.minimum(tile * BM + BM, num_rows) - 1, row_start, STRETCH, SPACING)
 
 
 @triton.jit
-def number_of(row, row_start, RUN: tl.constexpr, SPACING: tl.constexpr):
+def number_of(row, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
     """The number of the chunk's first row at or after `row`, a row at or after `row_start`."""
     number = row - row_start
-    if SPACING != RUN:
-        number = number // SPACING * RUN + tl.minimum(number % SPACING, RUN)
+    if SPACING != STRETCH:
+        number = number // SPACING * STRETCH + tl.minimum(number % SPACING, STRETCH)
     return number
 
 
@@ -37,7 +38,7 @@ def rows_of_program(
     num_rows,
     STRIDE: tl.constexpr,
     BM: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
 ):
     """The tile of BM rows of a program on a grid (anything, tiles, B). The last tiles see most keys and go first.
@@ -52,8 +53,8 @@ def rows_of_program(
     b = tl.program_id(2)
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
-    in_sequence = row_of(tile * BM, row_start, RUN, SPACING) + tl.arange(0, BM)
+    in_sequence = row_of(tile * BM, row_start, STRETCH, SPACING) + tl.arange(0, BM)
     positions = tl.where(valid, query_start + in_sequence * STRIDE, -1)
     row_index = b.to(tl.int64) * R + in_sequence
-    last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
     return tile, b, local, valid, positions, row_index, last

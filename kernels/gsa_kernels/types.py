@@ -15,7 +15,7 @@ import torch
 
 from gsa_kernels.checks import check_activation, check_at_least, check_budget_rule, check_shape
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.sampling import runs_per_sampled
+from gsa_kernels.sampling import stretches_per_sampled
 
 Implementation = Literal["triton", "reference"]
 """`triton`: the fused kernels, on a CUDA device. `reference`: plain torch on any device, with tensors of [L, Lk]."""
@@ -135,7 +135,7 @@ class RowSample:
     all shares add up to the whole."""
 
     def __post_init__(self) -> None:
-        if runs_per_sampled(self.fraction) > 1 and self.seed is None:
+        if stretches_per_sampled(self.fraction) > 1 and self.seed is None:
             raise ValueError(f"seed is None with fraction {self.fraction}; pass a number, equal on all ranks")
         rank, size = self.share
         if not 0 <= rank < size:

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "gate": (lambda: ops.sigmoid_gate(Q, Q[0]), "gate_logits has shape"),
     "target": (lambda: ops.indexer_kl(ROWS, ROWS[:, :3], BOOL), "target has shape"),
     "beta": (lambda: ops.indexer_kl(ROWS, ROWS, BOOL, torch.ones(2)), "inverse_temperature has shape"),
-    "support": (lambda: ops.renormalise_target(ROWS, BOOL[:, :3]), "support has shape"),
+    "attended set": (lambda: ops.renormalise_target(ROWS, BOOL[:, :3]), "attended has shape"),
     "statistics": (lambda: ops.adjacent_overlap(ROWS), "selected has dtype"),
     "group": (lambda: ops.union_ratio(BOOL, group=0), "group is 0"),
     "short group": (lambda: ops.union_ratio(BOOL, group=32), "group is 32; pass a divisor"),

@@ -82,7 +82,7 @@ def sparse_attention(
 
 @torch.no_grad()
 def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """sum_h exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) on the mask, 0 elsewhere: the target of the indexer's loss.
+    """sum_h exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) on the mask, 0 elsewhere: the target of the indexer loss.
 
     Args:
         q: [B, Lq, H, D]

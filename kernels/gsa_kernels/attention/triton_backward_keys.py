@@ -89,7 +89,7 @@ def backward_keys(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        HAS_WORDS=packed_mask is not None,
+        HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
@@ -138,13 +138,13 @@ def _keys_kernel(
     stride_ys, stride_yb, stride_yl, stride_yh,
     length, query_start, heads, kv_heads, word_columns, scale, scale_log2,
     GROUP: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    KEYS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradients of one tile of keys of one key-value head, from GROUP / SPLITS query heads.
 
     Works on transposed tiles [KEYS, QUERIES]: probabilities and their gradients are then left operands that
-    stay in registers. The first tiles of keys are seen by most queries and go first.
+    stay in registers. The first tiles of keys are causal keys of most queries and go first.
     """
     if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
         query_start = 0
@@ -168,7 +168,7 @@ def _keys_kernel(
     if HAS_DOCUMENTS:
         document_starts += batch64 * length
         last = tl.load(last_rows + batch64 * tl.num_programs(1) + block)
-    if HAS_WORDS:
+    if HAS_MASK:
         turned += batch64 * word_columns * num_keys
     first = tl.maximum(start - query_start, 0) // QUERIES * QUERIES
     # Dense attention: rows from `below` on see the whole tile (of their own document).
@@ -178,13 +178,13 @@ def _keys_kernel(
     acc_v = tl.zeros([KEYS, D], tl.float32)
     for member in range(GROUP // SPLITS):
         head = kv_head * GROUP + split * (GROUP // SPLITS) + member
-        if HAS_WORDS:
+        if HAS_MASK:
             acc_k, acc_v = _pull_to_keys(
                 k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid, query_start,
                 first, last, acc_k, acc_v,
                 stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
                 length, num_keys, heads, word_columns, scale_log2,
-                D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, False, EVEN, TMA, PRECISION,
+                D, QUERIES, KEYS, HAS_MASK, HAS_DOCUMENTS, False, EVEN, TMA, PRECISION,
             )  # fmt: skip
         else:
             acc_k, acc_v = _pull_to_keys(
@@ -192,14 +192,14 @@ def _keys_kernel(
                 first, tl.minimum(below, last), acc_k, acc_v,
                 stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
                 length, num_keys, heads, word_columns, scale_log2,
-                D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
+                D, QUERIES, KEYS, HAS_MASK, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
             )  # fmt: skip
             acc_k, acc_v = _pull_to_keys(
                 k_tile, v_tile, q, grad, delta, lse2, turned, document_starts, batch, head, columns, valid, query_start,
                 below, last, acc_k, acc_v,
                 stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
                 length, num_keys, heads, word_columns, scale_log2,
-                D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+                D, QUERIES, KEYS, HAS_MASK, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
             )  # fmt: skip
 
     local = (columns - start)[:, None]
@@ -242,14 +242,14 @@ def _pull_to_keys(
     first, last, acc_k, acc_v,
     stride_qb, stride_ql, stride_qh, stride_ub, stride_ul, stride_uh,
     length, num_keys, heads, word_columns, scale_log2,
-    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc_v += P^T dO and acc_k += dS^T Q over queries first .. last; first is a multiple of QUERIES."""
     head_rows = (batch.to(tl.int64) * heads + head) * length
     own_rows = columns - query_start  # of the queries at the positions of these keys
-    if HAS_WORDS:
+    if HAS_MASK:
         # Word [row // 32 + j, columns] of the tile; a row's offset is 64-bit, and a scalar.
         base = turned + tl.cast(first // 32, tl.int64) * num_keys
         word0, word1, word2, word3 = load_words(
@@ -257,7 +257,7 @@ def _pull_to_keys(
         )
     for row in range(first, last, QUERIES):
         rows = row + tl.arange(0, QUERIES)
-        if HAS_WORDS:
+        if HAS_MASK:
             ahead = row + QUERIES
             if EVEN:
                 ahead = tl.minimum(ahead, length - QUERIES)
@@ -280,7 +280,7 @@ def _pull_to_keys(
         logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         by_probs = tl.dot(v_tile, tl.trans(u_tile), input_precision=PRECISION)
         probs = tl.exp2(logits * scale_log2 - row_lse2[None, :])
-        if HAS_WORDS:
+        if HAS_MASK:
             probs = tl.where(expand_words(word0, word1, word2, word3, QUERIES), probs, 0.0)
         elif CAUSAL:
             hit = own_rows[:, None] <= rows[None, :]
@@ -291,6 +291,6 @@ def _pull_to_keys(
         acc_v = tl.dot(probs.to(u_tile.dtype), u_tile, acc_v, input_precision=PRECISION)
         by_logits = probs * (by_probs - row_delta[None, :])
         acc_k = tl.dot(by_logits.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
-        if HAS_WORDS:
+        if HAS_MASK:
             word0, word1, word2, word3 = next0, next1, next2, next3
     return acc_k, acc_v

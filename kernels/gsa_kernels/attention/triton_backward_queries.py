@@ -62,7 +62,7 @@ def backward_queries(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        HAS_WORDS=packed_mask is not None,
+        HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
@@ -75,7 +75,7 @@ def backward_queries(
 
 @triton.jit
 def _queries_kernel(
-    q, k, v, grad, delta, lse2, words, document_starts, grad_q,
+    q, k, v, grad, delta, lse2, packed_mask, document_starts, grad_q,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
@@ -84,7 +84,7 @@ def _queries_kernel(
     stride_db, stride_dl, stride_dh,
     length, query_start, heads, word_columns, scale, scale_log2,
     GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of one tile of queries of one head. The last tiles go first."""
@@ -116,23 +116,23 @@ def _queries_kernel(
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
     last = tl.minimum(query_start + start + QUERIES, num_keys)
-    if HAS_WORDS:
-        words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
+    if HAS_MASK:
+        packed_mask += batch64 * stride_wb + start.to(tl.int64) * stride_wl
         diagonal = last
     else:
         diagonal = (query_start + start) // KEYS * KEYS
 
     acc = tl.zeros([QUERIES, D], tl.float32)
     acc = _pull_to_queries(
-        q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, positions, valid, first_keys,
+        q_tile, u_tile, row_lse2, row_delta, k, v, packed_mask, batch, kv_head, positions, valid, first_keys,
         first, diagonal, acc,
         stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
         num_keys, word_columns, scale_log2,
-        D, QUERIES, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+        D, QUERIES, KEYS, HAS_MASK, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
     )  # fmt: skip
-    if not HAS_WORDS:
+    if not HAS_MASK:
         acc = _pull_to_queries(
-            q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, positions, valid, first_keys,
+            q_tile, u_tile, row_lse2, row_delta, k, v, packed_mask, batch, kv_head, positions, valid, first_keys,
             tl.maximum(first, diagonal), last, acc,
             stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
             num_keys, word_columns, scale_log2,
@@ -146,28 +146,28 @@ def _queries_kernel(
 
 @triton.jit
 def _pull_to_queries(
-    q_tile, u_tile, row_lse2, row_delta, k, v, words, batch, kv_head, positions, valid, first_keys,
+    q_tile, u_tile, row_lse2, row_delta, k, v, packed_mask, batch, kv_head, positions, valid, first_keys,
     first, last, acc,
     stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
     num_keys, word_columns, scale_log2,
-    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc += sum over keys first .. last of dS K; first is a multiple of KEYS."""
     local = tl.arange(0, QUERIES) * stride_wl
-    if HAS_WORDS:
+    if HAS_MASK:
         word0, word1, word2, word3 = load_words(
-            words + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
+            packed_mask + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
         )
     for column in range(first, last, KEYS):
-        if HAS_WORDS:
+        if HAS_MASK:
             # Those of the next tile, so that nothing waits for them.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)
             next0, next1, next2, next3 = load_words(
-                words + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
+                packed_mask + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
             )
         k_tile = load_rows(
             k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
@@ -178,13 +178,13 @@ def _pull_to_queries(
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         by_probs = tl.dot(u_tile, tl.trans(v_tile), input_precision=PRECISION)
         probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
-        if HAS_WORDS:
+        if HAS_MASK:
             probs = tl.where(expand_words(word0, word1, word2, word3, KEYS), probs, 0.0)
         elif CAUSAL:
             hit = causal_hit(positions, column + tl.arange(0, KEYS), first_keys, HAS_DOCUMENTS)
             probs = tl.where(hit, probs, 0.0)
         by_logits = probs * (by_probs - row_delta[:, None])
         acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
-        if HAS_WORDS:
+        if HAS_MASK:
             word0, word1, word2, word3 = next0, next1, next2, next3
     return acc

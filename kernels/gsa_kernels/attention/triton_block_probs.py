@@ -88,7 +88,7 @@ def block_sum_probs_rows(
         ROWS=rows_per_tile,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        RUN=sampling.STRETCH_ROWS,
+        STRETCH=sampling.STRETCH_ROWS,
         SPACING=rows.spacing,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys, selection_block))
@@ -108,7 +108,7 @@ def _block_probs_kernel(
     stride_kb, stride_kl, stride_kh,
     row_start, num_rows, length, query_start, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, SPACING: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
@@ -119,7 +119,7 @@ def _block_probs_kernel(
     column = tl.program_id(0) * KEYS
     columns = column + tl.arange(0, KEYS)
     number = tl.program_id(1) * ROWS
-    row = row_of(number, row_start, RUN, SPACING)
+    row = row_of(number, row_start, STRETCH, SPACING)
     rows = row + tl.arange(0, ROWS)
     num_keys = query_start + length
     total = tl.zeros([ROWS, KEYS], tl.float32)
@@ -151,7 +151,7 @@ def _block_probs_kernel(
             if HAS_DOCUMENTS:
                 first_keys = tl.load(document_starts + queries, mask=valid, other=0)
             hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
-            # Masked after the sum: the logit of a key that is not seen may overflow, and inf is dropped here.
+            # Masked after the sum: the logit of a key that is no causal one may overflow, and inf is dropped here.
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
         total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)

@@ -73,7 +73,7 @@ def attention_forward(
         HEADS=in_tile,
         ROWS=tiles.queries,
         KEYS=tiles.keys,
-        HAS_WORDS=packed_mask is not None,
+        HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         HAS_GATE=gate_logits is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
@@ -91,7 +91,7 @@ def _forward_kernel(
     k,
     v,
     gate,
-    words,
+    packed_mask,
     document_starts,
     out,
     lse,
@@ -123,7 +123,7 @@ def _forward_kernel(
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -173,25 +173,25 @@ def _forward_kernel(
     first_keys = rows
     if HAS_DOCUMENTS:
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
-        # Starts never decrease along the sequence: the tile's first row sees furthest back.
+        # Starts never decrease along the sequence: the tile's first row has the first causal key.
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
     last = tl.minimum(query_start + start + QUERIES, num_keys)
-    if HAS_WORDS:
-        words += batch64 * stride_wb + start64 * stride_wl
+    if HAS_MASK:
+        packed_mask += batch64 * stride_wb + start64 * stride_wl
         diagonal = last
     else:
         diagonal = (query_start + start) // KEYS * KEYS
 
     # Two passes over one body: keys before the diagonal, then (dense attention only) those on it.
     maximum, total, acc = _attend(
-        q_tile, k, v, words, batch, kv_head, positions, start, first_keys, first, diagonal, maximum, total, acc,
+        q_tile, k, v, packed_mask, batch, kv_head, positions, start, first_keys, first, diagonal, maximum, total, acc,
         stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
         length, num_keys, word_columns, scale_log2,
-        D, HEADS, ROWS, KEYS, HAS_WORDS, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
+        D, HEADS, ROWS, KEYS, HAS_MASK, HAS_DOCUMENTS, HAS_DOCUMENTS, EVEN, TMA, PRECISION,
     )  # fmt: skip
-    if not HAS_WORDS:
+    if not HAS_MASK:
         maximum, total, acc = _attend(
-            q_tile, k, v, words, batch, kv_head, positions, start, first_keys,
+            q_tile, k, v, packed_mask, batch, kv_head, positions, start, first_keys,
             tl.maximum(first, diagonal), last, maximum, total, acc,
             stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
             length, num_keys, word_columns, scale_log2,
@@ -214,10 +214,10 @@ def _forward_kernel(
 
 @triton.jit
 def _attend(
-    q_tile, k, v, words, batch, kv_head, positions, start, first_keys, first, last, maximum, total, acc,
+    q_tile, k, v, packed_mask, batch, kv_head, positions, start, first_keys, first, last, maximum, total, acc,
     stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
     length, num_keys, word_columns, scale_log2,
-    D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WORDS: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -226,24 +226,24 @@ def _attend(
     queries = tl.arange(0, QUERIES)
     local = queries * stride_wl
     valid = start + queries < length
-    if HAS_WORDS:
+    if HAS_MASK:
         word0, word1, word2, word3 = load_words(
-            words + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
+            packed_mask + local + first // 32, 1, valid, word_columns - first // 32, KEYS, EVEN
         )
     for column in range(first, last, KEYS):
-        if HAS_WORDS:
+        if HAS_MASK:
             # Those of the next tile, so that nothing waits for them.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)
             next0, next1, next2, next3 = load_words(
-                words + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
+                packed_mask + local + ahead // 32, 1, valid, word_columns - ahead // 32, KEYS, EVEN
             )
         k_tile = load_rows(
             k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA
         )
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if HAS_WORDS:
+        if HAS_MASK:
             hit = expand_words(word0, word1, word2, word3, KEYS)
             if HEADS > 1:
                 of_heads = tl.broadcast_to(
@@ -263,6 +263,6 @@ def _attend(
         )
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
-        if HAS_WORDS:
+        if HAS_MASK:
             word0, word1, word2, word3 = next0, next1, next2, next3
     return maximum, total, acc

@@ -30,7 +30,7 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 
 @triton.jit
 def _transpose_kernel(
-    words, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
+    packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
     """32 queries by 8 words: 256 keys, each with one word at the end. The last query of block i has its own key in
     word i + first_diagonal."""
@@ -43,7 +43,7 @@ def _transpose_kernel(
     result = tl.zeros([_WORDS * 32], tl.int32)
     # Keys after all of the queries are selected by none of them: not read, but written.
     if tl.program_id(0) * _WORDS <= query_block + first_diagonal:
-        pointers = words + batch * stride_wb + row.to(tl.int64)[:, None] * stride_wl + column[None, :]
+        pointers = packed_mask + batch * stride_wb + row.to(tl.int64)[:, None] * stride_wl + column[None, :]
         tile = tl.load(pointers, mask=(row < length)[:, None] & (column < columns)[None, :], other=0)
         chosen = (tile[:, :, None] >> bit[None, None, :]) & 1
         # Distinct bits: their sum is their union, and bit 31 comes out as the sign.

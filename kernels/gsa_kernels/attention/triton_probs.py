@@ -1,4 +1,4 @@
-"""Probabilities of attention summed over heads: the target of the indexer's loss."""
+"""Probabilities of attention summed over heads: the target of the indexer loss."""
 
 import torch
 import triton
@@ -102,9 +102,9 @@ def head_sum_probs_rows(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        RUN=sampling.STRETCH_ROWS,
+        STRETCH=sampling.STRETCH_ROWS,
         SPACING=rows.spacing,
-        HAS_WORDS=packed_mask is not None,
+        HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)) and rows.count % tiles.queries == 0,
         TMA=tma,
@@ -119,14 +119,14 @@ def head_sum_probs_rows(
 
 @triton.jit
 def _probs_kernel(
-    q, k, lse, words, document_starts, out,
+    q, k, lse, packed_mask, document_starts, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_wb, stride_wl,
     row_start, num_rows, length, query_start, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, RUN: tl.constexpr, SPACING: tl.constexpr,
-    HAS_WORDS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    KEYS: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the result, summed over all heads."""
@@ -136,7 +136,7 @@ def _probs_kernel(
     batch64 = batch.to(tl.int64)
     column = tl.program_id(0) * KEYS
     number = tl.program_id(1) * QUERIES
-    start = row_of(number, row_start, RUN, SPACING)
+    start = row_of(number, row_start, STRETCH, SPACING)
     rows = start + tl.arange(0, QUERIES)
     columns = column + tl.arange(0, KEYS)
     valid = number + tl.arange(0, QUERIES) < num_rows
@@ -165,11 +165,11 @@ def _probs_kernel(
                 next_lse = tl.load(lse_rows + (head + 1) * length, mask=valid & (head + 1 < heads), other=0.0)
                 logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 total += tl.exp2(logits * scale_log2 - row_lse2[:, None])
-        if HAS_WORDS:
-            words += batch64 * stride_wb + start.to(tl.int64) * stride_wl
+        if HAS_MASK:
+            packed_mask += batch64 * stride_wb + start.to(tl.int64) * stride_wl
             local = tl.arange(0, QUERIES) * stride_wl
             word0, word1, word2, word3 = load_words(
-                words + local + column // 32, 1, valid, word_columns - column // 32, KEYS, EVEN
+                packed_mask + local + column // 32, 1, valid, word_columns - column // 32, KEYS, EVEN
             )
             hit = expand_words(word0, word1, word2, word3, KEYS)
         else:

@@ -1,6 +1,6 @@
-"""What the attention kernels share: loading tiles, expanding selection words, the tile shapes.
+"""What the attention kernels share: loading tiles, expanding words of a packed mask, the tile shapes.
 
-A selection is int32 words [B, L, W], W = ceil(Lk / 32): bit (s % 32) of word s // 32 in row i is set when
+A packed mask is int32 words [B, L, W], W = ceil(Lk / 32): bit (s % 32) of word s // 32 in row i is set when
 key s is in S_t of the query i at position t. Queries are the last L of Lk positions, so that the kernels know
 query_start = Lk - L from the shapes; `rows` and `length` are of the queries, `positions` and `num_keys` of the keys.
 """
@@ -100,12 +100,12 @@ def load_rows(
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """The WIDTH / 32 words of each row of a tile, four vectors [ROWS] of which the first ones count.
 
-    Vectors and not one [ROWS, words] tile: they have fewer elements than the program has threads, so that the
+    Vectors and not one [ROWS, packed_mask] tile: they have fewer elements than the program has threads, so that the
     compiler loads them straight into the layout of the logits instead of exchanging them through shared memory.
 
     Args:
         pointers: [ROWS], to the first word of each row; the next one is `step` further
-        valid: bool [ROWS], and `left` words to the end of the rows: what there is to read, if not EVEN
+        valid: bool [ROWS], and `left` packed_mask to the end of the rows: what there is to read, if not EVEN
     """
     word0 = _load_word(pointers, valid & (left > 0), EVEN)
     word1, word2, word3 = word0, word0, word0

@@ -93,7 +93,7 @@ def backward_queries_with_target(
 # Row ranges vary from launch to launch: specialising on them would only compile more variants.
 @triton.jit(do_not_specialize=["row_start", "row_stop"])
 def _queries_with_target_kernel(
-    q, k, v, grad, delta, lse2, words, document_starts, grad_q, target,
+    q, k, v, grad, delta, lse2, packed_mask, document_starts, grad_q, target,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
     stride_vb, stride_vl, stride_vh,
@@ -134,19 +134,19 @@ def _queries_with_target_kernel(
     num_keys = query_start + length
     first = 0
     if HAS_DOCUMENTS:
-        # Starts never decrease along the sequence: the tile's first row sees furthest back.
+        # Starts never decrease along the sequence: the tile's first row has the first causal key.
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
     last = tl.minimum(query_start + start + QUERIES, num_keys)
 
     rows = tl.arange(0, QUERIES)
-    words += batch64 * stride_wb + start64 * stride_wl + rows * stride_wl
+    packed_mask += batch64 * stride_wb + start64 * stride_wl + rows * stride_wl
     readable = start + rows < row_stop
     target += batch64 * stride_tb + part.to(tl.int64) * stride_tp + tile.to(tl.int64) * stride_tr
     places = _places(target, QUERIES, KEYS)
 
     acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
     word0, word1, word2, word3 = load_words(
-        words + first // 32, 1, readable, word_columns - first // 32, KEYS, EVEN
+        packed_mask + first // 32, 1, readable, word_columns - first // 32, KEYS, EVEN
     )
     for column in range(first, last, KEYS):
         # Those of the next tile, so that nothing waits for them.
@@ -154,7 +154,7 @@ def _queries_with_target_kernel(
         if EVEN:
             ahead = tl.minimum(ahead, num_keys - KEYS)
         next0, next1, next2, next3 = load_words(
-            words + ahead // 32, 1, readable, word_columns - ahead // 32, KEYS, EVEN
+            packed_mask + ahead // 32, 1, readable, word_columns - ahead // 32, KEYS, EVEN
         )
         k_tile = load_rows(
             k, batch, kv_head, column, stride_kb, stride_kl, stride_kh, num_keys, KEYS, D, EVEN, TMA

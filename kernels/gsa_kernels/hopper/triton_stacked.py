@@ -126,16 +126,16 @@ def by_key_as_held(x):
 
 
 @triton.jit
-def load_support_words(words, row_index, rows, first_word, W, HAS_WORDS: tl.constexpr, BN: tl.constexpr):
+def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.constexpr, BN: tl.constexpr):
     """The BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys.
 
     To be loaded one step ahead: where the compiler is to do that, as it does for keys and target, it loads them twice.
     """
     tile = ()
     for i in tl.static_range(BN // 32):
-        if HAS_WORDS:
+        if HAS_MASK:
             here = first_word + i
-            word = tl.load(words + row_index * W + here, mask=(rows >= 0) & (here < W), other=0)
+            word = tl.load(packed_mask + row_index * W + here, mask=(rows >= 0) & (here < W), other=0)
             tile = tile + (word,)  # noqa: RUF005 (Triton has no starred tuples)
         else:
             tile = tile + (rows,)  # noqa: RUF005
@@ -143,14 +143,14 @@ def load_support_words(words, row_index, rows, first_word, W, HAS_WORDS: tl.cons
 
 
 @triton.jit
-def expand_support(
-    tile_words, rows, cols, starts, HAS_WORDS: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
+def expand_attended(
+    tile_words, rows, cols, starts, HAS_MASK: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
 ):
-    """bool [BM, BN]: key `cols` is on the support of the query at position `rows`; -1 has no support.
+    """bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has none.
 
-    Words hold visible keys only.
+    A packed mask has causal keys only.
     """
-    if HAS_WORDS:
+    if HAS_MASK:
         # The shift in two parts, of which the second is known at compile time: see the attention's `expand_words`.
         column = tl.arange(0, BN)
         for i in tl.static_range(BN // 32):
@@ -159,12 +159,12 @@ def expand_support(
                 spread = bits
             else:
                 spread = tl.where((column // 32 == i)[None, :], bits, spread)
-        support = (spread & 1) != 0
+        attended = (spread & 1) != 0
     else:
-        support = cols[None, :] <= rows[:, None]
+        attended = cols[None, :] <= rows[:, None]
         if HAS_STARTS:
-            support = support & (cols[None, :] >= starts[:, None])
-    return support
+            attended = attended & (cols[None, :] >= starts[:, None])
+    return attended
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def stable_kl_terms(log2_q, log2_p, p, g):
     """q - p + p log(p / q), elementwise, without cancellation, for g = q - p; q where p is 0 and log2_p that of a tiny
     number.
 
-    Both sum to 1 over the support, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
+    Both sum to 1 over the attended set, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
     p (exp(r) - 1 - r): positive and of second order. For |r| < 1/4 it is p x^2 times a polynomial in x = r / log 2, of
     least largest relative error (1.4e-6, of both signs).
     """

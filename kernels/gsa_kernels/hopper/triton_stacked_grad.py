@@ -7,10 +7,10 @@ from gsa_kernels.hopper.triton_stacked import (
     TINY,
     as_held,
     exp2_of,
-    expand_support,
+    expand_attended,
+    load_mask_words,
     load_stacked_biases,
     load_stacked_weights,
-    load_support_words,
     log2_of_positive,
     rounded_product,
     stable_kl_terms,
@@ -43,7 +43,7 @@ def stacked_grad_kernel(
     weight_bias,  # [HI]
     beta,  # [1] fp32
     target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
-    words,  # [B, R, W] int32
+    packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass; out: if there was none
@@ -72,13 +72,13 @@ def stacked_grad_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SEGMENT: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
@@ -94,7 +94,7 @@ def stacked_grad_kernel(
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
-        R, query_start, row_start, num_rows, STRIDE, BM, RUN, SPACING
+        R, query_start, row_start, num_rows, STRIDE, BM, STRETCH, SPACING
     )
 
     first = 0
@@ -158,16 +158,16 @@ def stacked_grad_kernel(
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
         kl = tl.zeros([BM, 4], tl.float32)
-        tile_words = load_support_words(words, row_index, rows, begin // 32, W, HAS_WORDS, BN)
+        tile_words = load_mask_words(packed_mask, row_index, rows, begin // 32, W, HAS_MASK, BN)
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
             scores = sum_of_heads(scaled, a, KIND)
-            support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
-            tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
-            p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
-            log2_q = tl.where(support, tl.fma(scores, factor, -lse[:, None]), NOT_A_SCORE)
+            attended = expand_attended(tile_words, rows, cols, starts, HAS_MASK, HAS_STARTS, BN)
+            tile_words = load_mask_words(packed_mask, row_index, rows, (key + BN) // 32, W, HAS_MASK, BN)
+            p = load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
+            log2_q = tl.where(attended, tl.fma(scores, factor, -lse[:, None]), NOT_A_SCORE)
             g = tl.fma(p, -inverse_sum, exp2_of(log2_q, KIND))
             if counts_kl:
                 p *= inverse_sum

@@ -5,10 +5,10 @@ import triton.language as tl
 
 from gsa_kernels.hopper.triton_stacked import (
     exp2_of,
-    expand_support,
+    expand_attended,
+    load_mask_words,
     load_stacked_biases,
     load_stacked_weights,
-    load_support_words,
     stacked_activations,
     sum_in_lanes,
 )
@@ -27,10 +27,10 @@ def stacked_stats_kernel(
     weight_bias,  # [HI]
     beta,  # [1] fp32
     target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
-    words,  # [B, R, W] int32
+    packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target if not given
-    first_keys,  # out: [B, tiles] int32, the first key that any row of the tile sees
+    first_keys,  # out: [B, tiles] int32, the first causal key of any row of the tile
     R,
     L,
     W,
@@ -51,24 +51,24 @@ def stacked_stats_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SEGMENT: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,  # the sum of the target is known: it is not read
 ):
-    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments that no row sees write nothing.
+    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments without a causal key of any row write nothing.
 
     Scores are in units of log 2, so that exp2 serves.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
-        R, query_start, row_start, num_rows, STRIDE, BM, RUN, SPACING
+        R, query_start, row_start, num_rows, STRIDE, BM, STRETCH, SPACING
     )
 
     first = 0
@@ -97,19 +97,19 @@ def stacked_stats_kernel(
         maximum = tl.full([BM, 4], NOT_A_SCORE, tl.float32)
         exp_sum = tl.zeros([BM, 4], tl.float32)
         target_sum = tl.zeros([BM, 4], tl.float32)
-        tile_words = load_support_words(words, row_index, rows, begin // 32, W, HAS_WORDS, BN)
+        tile_words = load_mask_words(packed_mask, row_index, rows, begin // 32, W, HAS_MASK, BN)
         for key in range(begin, end, BN):
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             a = stacked_activations(queries, keys, biases, scale, KIND, PRECISION)
             scores = tl.sum(scaled * a, 0)
-            support = expand_support(tile_words, rows, cols, starts, HAS_WORDS, HAS_STARTS, BN)
-            tile_words = load_support_words(words, row_index, rows, (key + BN) // 32, W, HAS_WORDS, BN)
+            attended = expand_attended(tile_words, rows, cols, starts, HAS_MASK, HAS_STARTS, BN)
+            tile_words = load_mask_words(packed_mask, row_index, rows, (key + BN) // 32, W, HAS_MASK, BN)
             if not SUM_GIVEN:
                 target_sum += sum_in_lanes(
-                    load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
+                    load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
                 )
-            scores = tl.where(support, scores, NOT_A_SCORE)
+            scores = tl.where(attended, scores, NOT_A_SCORE)
             # Lanes without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
             # it by 0, and so does the merge of the lanes and that of the segments.
             of_lanes = tl.reshape(scores, [BM, BN // 8, 4, 2])

@@ -95,7 +95,7 @@ def masked_indexer_loss(
     `sum_over_blocks`. Gradients go to the tensors of the indexer; none to the target.
 
     Scores are exact for fp32 inputs. For bf16 the products are accumulated in fp32 and sigmoid is the hardware's
-    approximation (about 1e-5 of a score). Results do not change from run to run, nor with `row_chunk_bytes`.
+    approximation (about 1e-5 of a score). Repetitions give the same bits, whatever `row_chunk_bytes`.
 
     Args:
         indexer: its keys up to the last query's own; a row for the first query of each aligned block of

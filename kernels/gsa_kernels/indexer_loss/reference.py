@@ -1,4 +1,4 @@
-"""The indexer's loss: KL from the attention's probabilities to the softmax of the scores (eqs. 14, 15)."""
+"""The indexer loss: KL from the attention's probabilities to the softmax of the scores (eqs. 14, 15)."""
 
 import torch
 
@@ -23,37 +23,37 @@ def sum_over_blocks(probs: torch.Tensor, block: int) -> torch.Tensor:
     return padded.unflatten(1, (-1, block)).sum(2)
 
 
-def renormalise_target(probs: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """target[r, s] = probs[r, s] / sum_{s' in support_r} probs[r, s'] on the support, 0 elsewhere.
+def renormalise_target(probs: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """target[r, s] = probs[r, s] / sum_{s' in attended_r} probs[r, s'] on the attended set, 0 elsewhere.
 
     Args:
         probs: [B, R, Lk], of any positive scale: a sum over heads or over a block serves as well
-        support: bool [B or 1, R, Lk]
+        attended: bool [B or 1, R, Lk]
 
     Returns:
-        [B, R, Lk] in fp32 (fp64 for fp64 probs); all 0 for a row without probability on its support.
+        [B, R, Lk] in fp32 (fp64 for fp64 probs); all 0 for a row without probability in its attended set.
     """
     check_shape("probs", probs, "[B, R, Lk]", (None, None, None))
-    check_mask("support", support, *probs.shape)
-    on_support = torch.where(support, probs.to(compute_dtype(probs=probs)), 0)
-    total = on_support.sum(-1, keepdim=True)
-    return on_support / torch.where(total > 0, total, 1)
+    check_mask("attended", attended, *probs.shape)
+    on_attended = torch.where(attended, probs.to(compute_dtype(probs=probs)), 0)
+    total = on_attended.sum(-1, keepdim=True)
+    return on_attended / torch.where(total > 0, total, 1)
 
 
 def indexer_kl(
     scores: torch.Tensor,
     target: torch.Tensor,
-    support: torch.Tensor,
+    attended: torch.Tensor,
     inverse_temperature: float | torch.Tensor = 1.0,
 ) -> torch.Tensor:
-    """KL(p || softmax_{s in support}(beta * I)) = sum_s p log p - sum_s p log softmax(beta * I)_s.
+    """KL(p || softmax_{s in attended}(beta * I)) = sum_s p log p - sum_s p log softmax(beta * I)_s.
 
-    Gradients go to `scores` and `inverse_temperature` only; entries off the support get exactly 0.
+    Gradients go to `scores` and `inverse_temperature` only; entries off the attended set get exactly 0.
 
     Args:
         scores: I, [B, R, Lk]
-        target: p, [B, R, Lk], each row summing to 1 on its support (`renormalise_target`)
-        support: bool [B or 1, R, Lk]: all visible keys in the warm-up, S_t in sparse training
+        target: p, [B, R, Lk], each row summing to 1 on its attended set (`renormalise_target`)
+        attended: bool [B or 1, R, Lk]: all causal keys in the indexer's warm-up, S_t in sparse training
         inverse_temperature: beta, a number or a 0-d tensor; 1 is the paper
 
     Returns:
@@ -61,19 +61,19 @@ def indexer_kl(
     """
     check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
     check_shape("target", target, "[B, R, Lk]", tuple(scores.shape))
-    check_mask("support", support, *scores.shape)
+    check_mask("attended", attended, *scores.shape)
     if isinstance(inverse_temperature, torch.Tensor):
         check_shape("inverse_temperature", inverse_temperature, "a 0-d tensor", ())
     dtype = compute_dtype(scores=scores, target=target)
 
-    p = torch.where(support, target.detach().to(dtype), 0)
-    logits = torch.where(support, scores.to(dtype), 0) * inverse_temperature
+    p = torch.where(attended, target.detach().to(dtype), 0)
+    logits = torch.where(attended, scores.to(dtype), 0) * inverse_temperature
     # An empty row is normalised over all keys; its p is 0, so nothing of it reaches value or gradient.
-    normalised_over = support | ~support.any(-1, keepdim=True)
+    normalised_over = attended | ~attended.any(-1, keepdim=True)
     log_q = logits.masked_fill(~normalised_over, float("-inf")).log_softmax(-1)
     # Both p and q sum to 1, so q - p may be added to p log(p / q). Each term is then positive and of second
     # order in r = log(q / p): no cancellation where the two are close, as they are at the start.
-    counted = support & (p.sum(-1, keepdim=True) > 0)
+    counted = attended & (p.sum(-1, keepdim=True) > 0)
     log_q = torch.where(counted, log_q, 0)
     r = log_q - torch.where(p > 0, p, 1).log()
     small = r.abs() < 1

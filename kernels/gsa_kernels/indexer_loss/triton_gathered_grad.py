@@ -109,7 +109,7 @@ def gathered_grad_kernel(
         lse, target_sum = merge_segments(
             row_stats + unit * num_segments * (3 * ROWS), tl.cdiv(count, SEGMENT), ROWS
         )
-        # Of rows beyond the last one, which have no support either, the first pass stored 0.
+        # Of rows beyond the last one, which attend to nothing either, the first pass stored 0.
         counted = target_sum > 0
         inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
         bits = row_bits(counted, ROWS)
@@ -133,11 +133,11 @@ def gathered_grad_kernel(
             key_rows = load_key_rows(k_sequence, key, DI, BLOCK_D)
             a = activations(key_rows, queries, biases, scale, HP, ROWS, KIND, PRECISION)
             scores = tl.sum(a * weights, 1)
-            support = (word[:, None] & bits[None, :]) != 0
-            p = load_target(target_unit + first * ROWS, support, end - first, ENTRIES, ROWS)
+            attended = (word[:, None] & bits[None, :]) != 0
+            p = load_target(target_unit + first * ROWS, attended, end - first, ENTRIES, ROWS)
             p *= inverse_sum[None, :]
-            log2_q = tl.where(support, scores - lse[None, :], 0.0)
-            q = tl.where(support, tl.exp2(log2_q), 0.0)
+            log2_q = tl.where(attended, scores - lse[None, :], 0.0)
+            q = tl.where(attended, tl.exp2(log2_q), 0.0)
             log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
             kl += kl_terms(log2_q, q, p, log2_p)
 

@@ -1,4 +1,4 @@
-"""Third step of a chunk of tiles: add up the segments of each tile, in order, so that every run gives the same bits."""
+"""Third step of a chunk of tiles: add up the segments of each tile, in order: repetitions give the same bits."""
 
 import triton
 import triton.language as tl

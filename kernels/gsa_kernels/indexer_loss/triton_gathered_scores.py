@@ -92,8 +92,8 @@ def row_bits(counted, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_target(target_step, support, left, ENTRIES: tl.constexpr, ROWS: tl.constexpr):
-    """Target probabilities [ENTRIES, ROWS], 0 off the support whatever the memory holds there.
+def load_target(target_step, attended, left, ENTRIES: tl.constexpr, ROWS: tl.constexpr):
+    """Target probabilities [ENTRIES, ROWS], 0 off the attended set whatever the memory holds there.
 
     Args:
         target_step: of the first entry, of which there are `left`
@@ -104,4 +104,4 @@ def load_target(target_step, support, left, ENTRIES: tl.constexpr, ROWS: tl.cons
         mask=(entry < left)[:, None],
         other=0.0,
     )
-    return tl.where(support, p, 0.0)
+    return tl.where(attended, p, 0.0)

@@ -1,4 +1,4 @@
-"""First pass over a chunk of tiles: log-sum-exp of the scores and sum of the target, over the support."""
+"""First pass over a chunk of tiles: log-sum-exp of the scores and sum of the target, over the attended set."""
 
 import triton
 import triton.language as tl
@@ -95,12 +95,12 @@ def gathered_stats_kernel(
             key, word = load_entries(keys, words, key_start, word_start, entries, num_full, end)
             key_rows = load_key_rows(k_sequence, key, DI, BLOCK_D)
             a = activations(key_rows, queries, biases, scale, HP, ROWS, KIND, PRECISION)
-            support = (word[:, None] & bits[None, :]) != 0
+            attended = (word[:, None] & bits[None, :]) != 0
             target_step = target_unit + first * ROWS
-            target_sum += load_target(target_step, support, end - first, ENTRIES, ROWS)
-            scores = tl.where(support, tl.sum(a * weights, 1), NOT_A_SCORE)
+            target_sum += load_target(target_step, attended, end - first, ENTRIES, ROWS)
+            scores = tl.where(attended, tl.sum(a * weights, 1), NOT_A_SCORE)
             new_maximum = tl.maximum(maximum, scores)
-            added = tl.where(support, tl.exp2(scores - new_maximum), 0.0)
+            added = tl.where(attended, tl.exp2(scores - new_maximum), 0.0)
             exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + added
             maximum = new_maximum
 

@@ -23,6 +23,7 @@ from gsa_kernels.indexer_loss.triton_scores import (
     NOT_A_SCORE,
     TANH,
     activate,
+    attended_tile,
     load_biases,
     load_head_weights,
     load_keys,
@@ -30,7 +31,6 @@ from gsa_kernels.indexer_loss.triton_scores import (
     load_target,
     score_tile,
     slope,
-    support_tile,
     target_places,
 )
 from gsa_kernels.triton_constants import LN_2, LOG2_E
@@ -68,7 +68,7 @@ def merge_segments(
 def kl_terms(log2_q, q, p, log2_p):
     """q - p + p log(p / q), elementwise, without cancellation; q where p is 0.
 
-    Both sum to 1 over the support, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
+    Both sum to 1 over the attended set, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
     p (exp(r) - 1 - r): positive and of second order. Near 0 it is taken from its Taylor series.
     """
     r = (log2_q - log2_p) * LN_2
@@ -87,7 +87,7 @@ def grad_kernel(
     weight_bias,  # [HI]
     beta,  # [1] fp32
     target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
-    words,  # [B, R, W] int32
+    packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # [3, segments, B, tiles * BM] fp32, of the first pass
     first_keys,  # [B, tiles] int32, of the first pass
@@ -113,13 +113,13 @@ def grad_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SEGMENT: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
@@ -127,7 +127,7 @@ def grad_kernel(
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
-        R, query_start, row_start, num_rows, STRIDE, BM, RUN, SPACING
+        R, query_start, row_start, num_rows, STRIDE, BM, STRETCH, SPACING
     )
 
     first = 0
@@ -175,14 +175,14 @@ def grad_kernel(
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             scores = score_tile(queries, keys, scaled, biases, scale, HI, KIND, PRECISION)
-            support = support_tile(
-                words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
+            attended = attended_tile(
+                packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
             )
-            support = support & counted[:, None]
-            p = load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS)
+            attended = attended & counted[:, None]
+            p = load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
             p *= inverse_sum[:, None]
-            log2_q = tl.where(support, scores - lse[:, None], 0.0)
-            q = tl.where(support, tl.exp2(log2_q), 0.0)
+            log2_q = tl.where(attended, scores - lse[:, None], 0.0)
+            q = tl.where(attended, tl.exp2(log2_q), 0.0)
             log2_p = log2_of(tl.where(p > 0, p, 1.0), KIND)
             kl += tl.sum(kl_terms(log2_q, q, p, log2_p), 1)
 

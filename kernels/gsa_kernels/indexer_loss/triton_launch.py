@@ -181,7 +181,7 @@ class Scratch:
     tiles: int
     segments: int
     num_keys: int
-    """That any of the chunk's rows sees."""
+    """Up to the last causal key of any of the chunk's rows."""
     block_d: int
     stacked_heads: int
     """Heads in a tile of rows."""
@@ -196,7 +196,7 @@ def chunk_launches(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
     """The kernels of `run_chunk` by name, in the order in which they must run."""
-    assert chunk.every == 1 or sampling.STRETCH_ROWS % blocks.rows == 0, "a tile has rows of one run"
+    assert chunk.every == 1 or sampling.STRETCH_ROWS % blocks.rows == 0, "a tile has rows of one stretch"
     sum_given = blocks.stacked and inputs.target_sum is not None
     lse_given = sum_given and inputs.log_sum is not None
     memory = _allocate(inputs, chunk, blocks, outputs.dq is not None, sum_given, lse_given)
@@ -298,13 +298,13 @@ def _arguments(
         "BLOCK_D": memory.block_d,
         "BM": blocks.rows,
         "SEGMENT": blocks.segment,
-        "RUN": sampling.STRETCH_ROWS,
+        "STRETCH": sampling.STRETCH_ROWS,
         "SPACING": chunk.spacing,
         "KIND": inputs.kind,
         "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
         "SCORE_BIAS": inputs.score_bias is not None,
         "WEIGHT_BIAS": inputs.weight_bias is not None,
-        "HAS_WORDS": inputs.packed_mask is not None,
+        "HAS_MASK": inputs.packed_mask is not None,
         "HAS_STARTS": inputs.document_starts is not None,
     }
     return reads, sizes, constants
@@ -357,7 +357,7 @@ def _reduction(
         BK=block_keys,
         BD=block_dims,
         SEGMENT=blocks.segment,
-        RUN=sampling.STRETCH_ROWS,
+        STRETCH=sampling.STRETCH_ROWS,
         SPACING=chunk.spacing,
         KIND=inputs.kind,
         WEIGHT_BIAS=inputs.weight_bias is not None,

@@ -1,4 +1,4 @@
-"""Third step of a chunk: add up the partial sums, in a fixed order, so that every run gives the same bits. And behind
+"""Third step of a chunk: add up the partial sums, in a fixed order, so that repetitions give the same bits. And behind
 the last chunk, the sums over all rows.
 
 The parts of dq, dk and d/d b_j carry log2(e) (see triton_grad), which is taken out here.
@@ -44,7 +44,7 @@ def _reduce_rows(
     BM: tl.constexpr,
     BR: tl.constexpr,
     SEGMENT: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
@@ -63,9 +63,9 @@ def _reduce_rows(
     local = group * BR + tl.arange(0, BR)
     tile = group * BR // BM
     valid = local < num_rows
-    first_row = row_of(group * BR, row_start, RUN, SPACING)
+    first_row = row_of(group * BR, row_start, STRETCH, SPACING)
     row_index = b.to(tl.int64) * R + first_row + tl.arange(0, BR)
-    last = query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
+    last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
     first = tl.load(first_keys + b * num_tiles + tile)
     first_segment = first // SEGMENT
     last_segment = last // SEGMENT
@@ -141,7 +141,7 @@ def _reduce_keys(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     STACKED: tl.constexpr,
@@ -171,11 +171,15 @@ def _reduce_keys(
         columns = cols[:, None]
         places = (cols // BN * (BLOCK_D * BN) + cols % BN)[:, None] + d[None, :] * BN
     tile_size = tl.cdiv(L, BN) * (BLOCK_D * BN)
-    first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # that sees one of these keys
-    first_tile = number_of(tl.maximum(first_row, row_start), row_start, RUN, SPACING) // BM
+    first_row = tl.cdiv(
+        tl.maximum(key - query_start, 0), STRIDE
+    )  # of which one of these keys is a causal key
+    first_tile = number_of(tl.maximum(first_row, row_start), row_start, STRETCH, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only what a tile's rows see was written.
-        written = columns <= query_start + last_row_of(tile, row_start, num_rows, BM, RUN, SPACING) * STRIDE
+        written = (
+            columns <= query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
+        )
         if HAS_STARTS:
             written = written & (columns >= tl.load(first_keys + b * num_tiles + tile))
         pointers = dk_parts + (b * num_tiles + tile) * tile_size + places
@@ -220,7 +224,7 @@ def reduce_kernel(
     BK: tl.constexpr,
     BD: tl.constexpr,
     SEGMENT: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
@@ -239,16 +243,16 @@ def reduce_kernel(
             parts: tl.constexpr = BLOCK_D // BD
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
-                num_tiles, scale * LN_2 * gradient_scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, RUN, SPACING, HAS_STARTS,
-                STACKED, ADDS,
+                num_tiles, scale * LN_2 * gradient_scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, STRETCH, SPACING,
+                HAS_STARTS, STACKED, ADDS,
             )  # fmt: skip
     else:
         program -= key_programs
         _reduce_rows(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
             kl_rows, partial_sums, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
-            gradient_scale, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, RUN, SPACING, KIND, WEIGHT_BIAS, STACKED,
-            WITH_GRADIENTS, WITH_VALUE,
+            gradient_scale, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, STRETCH, SPACING, KIND, WEIGHT_BIAS,
+            STACKED, WITH_GRADIENTS, WITH_VALUE,
         )  # fmt: skip
 
 

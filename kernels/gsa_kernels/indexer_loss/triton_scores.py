@@ -1,4 +1,4 @@
-"""Device code shared by the kernels: a tile of indexer scores, and which of its entries are on the support.
+"""Device code shared by the kernels: a tile of indexer scores, and which of its entries are in the attended set.
 
 A score is kept as sum_j weight_j * a_j, in the form that costs least:
 
@@ -27,7 +27,7 @@ TANH_PLAIN = tl.constexpr(2)
 RELU = tl.constexpr(3)
 
 NOT_A_SCORE = tl.constexpr(-1e30)
-"""Stands for a score off the support. Finite: the difference of two of them must not be NaN."""
+"""Stands for a score off the attended set. Finite: the difference of two of them must not be NaN."""
 
 
 @triton.jit
@@ -161,34 +161,34 @@ def score_tile(
 
 
 @triton.jit
-def support_tile(
-    words,
+def attended_tile(
+    packed_mask,
     row_index,
     rows,
     cols,
     starts,
     first_word,
     W,
-    HAS_WORDS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """bool [BM, BN]: key `cols` is on the support of the query at position `rows`; -1 has no support."""
-    support = cols[None, :] <= rows[:, None]
+    """bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has none."""
+    attended = cols[None, :] <= rows[:, None]
     if HAS_STARTS:
-        support = support & (cols[None, :] >= starts[:, None])
-    if HAS_WORDS:
+        attended = attended & (cols[None, :] >= starts[:, None])
+    if HAS_MASK:
         # One word per row and 32 keys: loaded once per row, not once per key.
         bit = cols % 32
         for i in tl.static_range(BN // 32):
             here = first_word + i
-            word = tl.load(words + row_index * W + here, mask=(rows >= 0) & (here < W), other=0)
+            word = tl.load(packed_mask + row_index * W + here, mask=(rows >= 0) & (here < W), other=0)
             if i == 0:
                 spread = tl.broadcast_to(word[:, None], rows.shape[0], BN)
             else:
                 spread = tl.where((cols // 32 == here)[None, :], word[:, None], spread)
-        support = support & (((spread >> bit[None, :]) & 1) != 0)
-    return support
+        attended = attended & (((spread >> bit[None, :]) & 1) != 0)
+    return attended
 
 
 @triton.jit
@@ -206,10 +206,18 @@ def target_places(
 
 @triton.jit
 def load_target(
-    places, part_stride, rows, key, L, support, BN: tl.constexpr, PARTS: tl.constexpr, IN_BLOCKS: tl.constexpr
+    places,
+    part_stride,
+    rows,
+    key,
+    L,
+    attended,
+    BN: tl.constexpr,
+    PARTS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
 ):
-    """Target probabilities [BM, BN] of the keys from `key` on, the parts added in their own type; 0 off the support
-    whatever the memory holds there."""
+    """Target probabilities [BM, BN] of the keys from `key` on, the parts added in their own type; 0 off the attended
+    set whatever the memory holds there."""
     if IN_BLOCKS:
         places += key * KEY
         p = tl.load(places)
@@ -223,4 +231,4 @@ def load_target(
         p = tl.load(columns, mask=inside, other=0.0)
         for part in tl.static_range(1, PARTS):
             p += tl.load(columns + part * part_stride, mask=inside, other=0.0)
-    return tl.where(support, p.to(tl.float32), 0.0)
+    return tl.where(attended, p.to(tl.float32), 0.0)

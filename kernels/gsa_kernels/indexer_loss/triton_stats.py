@@ -1,4 +1,4 @@
-"""First pass over a chunk of rows: log-sum-exp of the scores and sum of the target, over the support."""
+"""First pass over a chunk of rows: log-sum-exp of the scores and sum of the target, over the attended set."""
 
 # Tuples grow by addition, for Triton has no starred ones.
 # ruff: noqa: RUF005
@@ -9,13 +9,13 @@ import triton.language as tl
 
 from gsa_kernels.indexer_loss.triton_scores import (
     NOT_A_SCORE,
+    attended_tile,
     load_biases,
     load_head_weights,
     load_keys,
     load_queries,
     load_target,
     score_tile,
-    support_tile,
     target_places,
 )
 from gsa_kernels.triton_constants import LOG2_E
@@ -31,10 +31,10 @@ def stats_kernel(
     weight_bias,  # [HI]
     beta,  # [1] fp32
     target,  # [B, PARTS, rows, L] fp32 or fp16, to be summed; or in blocks (target_blocks.py)
-    words,  # [B, R, W] int32
+    packed_mask,  # [B, R, W] int32
     document_starts,  # [B, R] int32
     row_stats,  # out: [3, segments, B, tiles * BM] fp32: maximum, sum of exponentials, sum of the target
-    first_keys,  # out: [B, tiles] int32, the first key that any row of the tile sees
+    first_keys,  # out: [B, tiles] int32, the first causal key of any row of the tile
     R,
     L,
     W,
@@ -54,23 +54,23 @@ def stats_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SEGMENT: tl.constexpr,
-    RUN: tl.constexpr,
+    STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments that no row sees write nothing.
+    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments without a causal key of any row write nothing.
 
     Scores are in units of log 2, so that exp2 serves.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
-        R, query_start, row_start, num_rows, STRIDE, BM, RUN, SPACING
+        R, query_start, row_start, num_rows, STRIDE, BM, STRETCH, SPACING
     )
 
     first = 0
@@ -104,14 +104,14 @@ def stats_kernel(
             cols = key + tl.arange(0, BN)
             keys = load_keys(k_sequence, cols, L, DI, BLOCK_D)
             scores = score_tile(queries, keys, scaled, biases, scale, HI, KIND, PRECISION)
-            support = support_tile(
-                words, row_index, rows, cols, starts, key // 32, W, HAS_WORDS, HAS_STARTS, BN
+            attended = attended_tile(
+                packed_mask, row_index, rows, cols, starts, key // 32, W, HAS_MASK, HAS_STARTS, BN
             )
             target_sum += tl.sum(
-                load_target(target_at, part_stride, rows, key, L, support, BN, PARTS, TARGET_IN_BLOCKS),
+                load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS),
                 1,
             )
-            scores = tl.where(support, scores, NOT_A_SCORE)
+            scores = tl.where(attended, scores, NOT_A_SCORE)
             # Rows without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
             # it by 0, and so does the merge of the segments.
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
