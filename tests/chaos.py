@@ -41,7 +41,6 @@ from helpers.runs import REPOSITORY, SMALL, TINY_MODEL, Run, kill, numbers_of, p
 RANKS = 4
 SAVE_EVERY_STEPS = 5
 MODEL = (
-    "model.num_layers=2",
     *TINY_MODEL,
     "phases.1.min_lr=0",
     "evaluate.split_by_source=false",
@@ -129,7 +128,9 @@ class Disturbed:
         torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=100")
         # Under load a save may take longer than the half minute that torchrun gives its ranks.
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self._patience))}
-        self._starts.append(launch(self._folder, *self._command, torchrun=torchrun, environment=environment))
+        self._starts.append(
+            launch(self._folder, *self._command, torchrun=torchrun, environment=environment, real=True)
+        )
 
     @property
     def run(self) -> Run:
@@ -347,7 +348,9 @@ def go(
 ) -> int:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}")
     began = time.monotonic()
-    calm = launch(scratch / "calm", *command, torchrun=torchrun).wait(seconds=6 * arguments.patience_seconds)
+    calm = launch(scratch / "calm", *command, torchrun=torchrun, real=True).wait(
+        seconds=6 * arguments.patience_seconds
+    )
     print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
     began = time.monotonic()
     disturbed = Disturbed(folder / "disturbed", command, arguments.patience_seconds, arguments.seed)

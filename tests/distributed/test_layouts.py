@@ -1,6 +1,6 @@
-"""Two whole runs of the demo's model train and validate what one rank trains, from the text to the logged numbers.
+"""Two whole runs of a small model train and validate what one rank trains, from the text to the logged numbers.
 
-Every layout and option, with a tiny model and keys left out, is in test_many_layouts.py. Here every query selects all
+Every layout and option, with keys left out, is in test_many_layouts.py. Here every query selects all
 that it sees: in real text the scores of equal tokens tie, and which of them is selected rounding decides.
 """
 
@@ -31,7 +31,7 @@ def assert_same_training(run: Run, reference: Run) -> None:
 
 
 def assert_same_validation(run: Run, reference: Run) -> None:
-    """Seven sequences, then those of each source: most layouts fill up the last round."""
+    """15 sequences, then those of each source: most layouts fill up the last round."""
     found, expected = (scores_of(each.records()[-1]) for each in (run, reference))
     assert len(expected["validation_loss_by_source"]) > 1
     assert found.keys() == expected.keys()

@@ -1,6 +1,6 @@
 """Layouts of four ranks train what one rank trains: a tiny model, a few steps of each phase, every statistic.
 
-Whole runs of the demo's model are in test_layouts.
+Whole runs are in test_layouts.
 """
 
 from __future__ import annotations

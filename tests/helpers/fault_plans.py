@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from helpers.runs import CONFIG, ENVIRONMENT, LONGEST_WAIT_SECONDS, REPOSITORY
+from helpers.runs import CONFIG, REPOSITORY, run_script
 
 
 class FaultPlan:
@@ -34,12 +31,7 @@ class FaultPlan:
         """Wave after wave, the runs of one side by side; returns the exit codes of the ranks of each run."""
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps(waves))
-        subprocess.run(
-            [sys.executable, str(REPOSITORY / "tests/helpers/faulty_runs.py"), str(plan)],
-            check=True,
-            timeout=LONGEST_WAIT_SECONDS,
-            cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+        log = self.folder / "plan.log"
+        run_script(["tests/helpers/faulty_runs.py", str(plan)], log, ranks=1, launcher="python")
         codes: dict[str, list[int]] = json.loads(plan.with_suffix(".codes").read_text())
         return codes

@@ -4,8 +4,10 @@ Importing torch, megatron-core and gsa_train takes each rank 5 CPU seconds, more
 server (multiprocessing's forkserver) imports them, and its children get what torchrun gives its ranks: a session, an
 environment, an output and a command line of their own; then they run the launcher's file as `__main__`.
 
-What a real start has beyond that, and some runs therefore use (`real=True` in runs.py): torchrun's own handling of
-failures, a seed of string hashes for each rank, and the interpreter's teardown after atexit.
+`ForkedRanks` are such children, of no agent. `ForkedAgent` is torchrun itself in such a child, all of it, except that
+it forks each rank instead of starting an interpreter for it: what a run does about failures, signals and lost nodes is
+torchrun's doing. What a real start has beyond that, and some runs therefore use (`real=True` in runs.py): a seed of
+string hashes for each rank, and the interpreter's teardown after atexit.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import NoReturn
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -63,17 +71,10 @@ class ForkedRanks:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         self._processes = []
-        log.touch()
-        CONTEXT.set_forkserver_preload([HEAVY, __name__])
-        # The server imports from where this process does; on Python 3.11 it is not told by other means.
-        with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
-            for rank in range(ranks):
-                own = {**for_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
-                process = CONTEXT.Process(
-                    target=_run_rank, args=(list(command), cwd, {**environment, **mark, **own}, log)
-                )
-                process.start()
-                self._processes.append(process)
+        for rank in range(ranks):
+            own = {**for_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
+            arguments = (list(command), cwd, {**environment, **mark, **own}, log)
+            self._processes.append(_start(_run_rank, arguments, environment, log))
         atexit.register(self._end)  # before multiprocessing waits for them
 
     @property
@@ -109,18 +110,172 @@ class ForkedRanks:
             process.join()
 
 
+class ForkedAgent:
+    """`torchrun OPTIONS COMMAND` whose ranks are forks of it, with what `runs.py` uses of subprocess.Popen.
+
+    Args:
+        torchrun: its options.
+        command: the launcher's file and its arguments.
+        environment: of the server (the first run's), the agent and its ranks; `mark` of the latter two only.
+    """
+
+    def __init__(
+        self,
+        torchrun: Sequence[str],
+        command: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        mark: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        assert environment.get("CUDA_VISIBLE_DEVICES") == "", "runs on GPUs need real=True"
+        self._ranks = log.with_suffix(".ranks")
+        arguments = (list(torchrun), list(command), cwd, {**environment, **mark}, log, self._ranks)
+        self._process = _start(_run_agent, arguments, environment, log)
+        atexit.register(self._process.kill)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ranks(self) -> list[tuple[int, int]]:
+        """(rank, process id) of all that it has started, those of earlier restarts first. Each is a session."""
+        lines = self._ranks.read_text().splitlines() if self._ranks.exists() else []
+        return [(int(rank), int(pid)) for rank, pid in (line.split() for line in lines)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of agent and ranks."""
+        return [self.pid, *(pid for _, pid in self.ranks())]
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        """Raises TimeoutError when it is at work after so many seconds."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _start(
+    target: Callable[..., None], arguments: tuple[object, ...], environment: Mapping[str, str], log: Path
+) -> ForkServerProcess:
+    log.touch()
+    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", __name__])
+    process = CONTEXT.Process(target=target, args=arguments)
+    # The server imports from where this process does; on Python 3.11 it is not told by other means.
+    with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        process.start()
+    return process
+
+
+def _run_agent(
+    torchrun: list[str], command: list[str], cwd: Path, environment: dict[str, str], log: Path, ranks: Path
+) -> None:
+    """In the child: become torchrun."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+        SubprocessHandler,
+    )
+
+    _become(cwd, environment, log)
+
+    def fork(handler: SubprocessHandler, arguments: Sequence[str], of_rank: dict[str, str]) -> _ForkedRank:
+        *_, unbuffered = arguments[: arguments.index(command[0])]
+        assert unbuffered == "-u", arguments
+        return _ForkedRank(list(arguments[arguments.index(command[0]) :]), cwd, of_rank, ranks)
+
+    sys.argv = ["torchrun", *torchrun, *command]
+    with patch.object(SubprocessHandler, "_popen", fork):
+        run.main(sys.argv[1:])
+
+
+class _ForkedRank:
+    """A rank forked by its agent, with what torchrun uses of subprocess.Popen."""
+
+    def __init__(self, command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> None:
+        self.returncode: int | None = None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(command, cwd, environment, ranks)
+
+    @staticmethod
+    def _run(command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> NoReturn:
+        code = 1
+        try:
+            with ranks.open("a") as file:
+                file.write(f"{environment['RANK']} {os.getpid()}\n")
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)  # else the agent's
+            _let_go_of_files()
+            _become(cwd, environment)
+            _run_file(command)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, seconds: float) -> int:
+        deadline = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", seconds)
+            time.sleep(0.01)
+        return code
+
+
+def _let_go_of_files() -> None:
+    """The agent's connections end with the agent, not with this fork of it. Their numbers stay in use, as objects that
+    this process inherited may close them yet."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):  # the one that listed them
+                os.dup2(nothing, int(name), inheritable=False)
+
+
 def _run_rank(command: list[str], cwd: Path, environment: dict[str, str], log: Path) -> None:
     """In the child: become what `python command` would be, and stay it to the end."""
+    _become(cwd, environment, log)
+    _run_file(command)
+
+
+def _become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> None:
     assert WAS_PRELOADED, f"the server could not import {HEAVY}"
     os.setsid()
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+
+
+def _run_file(command: list[str]) -> None:
     sys.argv = command
-    sys.path.insert(0, str(cwd / Path(command[0]).parent))
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
     gc.freeze()  # what the server imported need not be searched at each collection
     # Children of a forkserver would start theirs by another one: readers of text would import torch, 2 seconds each.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)

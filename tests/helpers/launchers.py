@@ -1,4 +1,4 @@
-"""Real torchrun agents, several of them where a test needs several nodes, and signals to single ranks."""
+"""torchrun's agents, several of them where a test needs several nodes, and signals to single ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from helpers.forked import ForkedAgent
 from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, faulty_launcher, processes_of
 
 
@@ -21,23 +22,28 @@ def launch(
     mark: str = "",
     environment: dict[str, str] | None = None,
     faults: dict[str, Any] | None = None,
+    real: bool = False,
 ) -> Run:
     """One agent of the run `run_dir/run`. Agents with one `mark` belong to one run, as nodes of a job do.
 
     Args:
         faults: of its ranks, see faults.py.
+        real: start interpreters for agent and ranks; else they are forked (see forked.py), which is much quicker.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex
     log = run_dir / f"agent-{uuid.uuid4().hex[:8]}.log"
     script, of_faults = faulty_launcher(run_dir, faults)
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, script]
-    command += ["--config", CONFIG, f"run.dir={run_dir}", "run.name=run", *overrides]
+    command = [script, "--config", CONFIG, f"run.dir={run_dir}", "run.name=run", *overrides]
+    of_agent = {**os.environ, **ENVIRONMENT, **of_faults, **(environment or {})}
+    if not real:
+        forked = ForkedAgent(torchrun, command, REPOSITORY, of_agent, {MARK: mark}, log)
+        return Run(run_dir / "run", forked, log, mark)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "torch.distributed.run", *torchrun, *command],
             cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, **of_faults, **(environment or {}), MARK: mark},
+            env=of_agent | {MARK: mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's foreground process group, for Ctrl-C
             stdout=file,
@@ -47,10 +53,19 @@ def launch(
 
 
 def ranks_of(run: Run) -> dict[int, psutil.Process]:
-    """Rank -> its process, of all agents of the run."""
-    agents = {process.pid for process in processes_of(run) if "torch.distributed.run" in process.cmdline()}
+    """Rank -> its living process, of this agent."""
+    assert run.process is not None
+    if isinstance(run.process, ForkedAgent):
+        return {rank: psutil.Process(pid) for rank, pid in run.process.ranks() if is_running(pid)}
     return {
         int(process.environ()["RANK"]): process
         for process in processes_of(run)
-        if process.ppid() in agents and "RANK" in process.environ()
+        if process.ppid() == run.process.pid and "RANK" in process.environ()
     }
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

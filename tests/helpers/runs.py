@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from gsa_train.metrics.record_format import read_records
-from helpers.forked import ForkedRanks
+from helpers.forked import ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "configs/demo.yaml"
@@ -63,18 +63,21 @@ SMALL = (
 """The demo's model on short sequences: 10 steps of each phase, every one logged, every fifth saved. The learning
 rates rise as at the demo's beginning, but more gently: every step multiplies what one rounded bit has changed."""
 TINY_MODEL = (
+    "model.num_layers=2",
     "model.hidden_size=64",
     "model.num_heads=2",
     "model.head_dim=32",
     "model.ffn_hidden_size=64",
     "gsa.indexer_heads=1",
-    "gsa.indexer_dim=8",
+    "gsa.indexer_dim=16",
     "gsa.k_min=8",
     "gsa.k_base=16",
     "gsa.k_max=32",
     "train.seq_len_tokens=64",
 )
-"""Beside `SMALL`, where a test has hundreds of steps: four sequences of 64 tokens a step, and next to no model."""
+TINY = (*SMALL, *TINY_MODEL)
+"""Next to no model on sequences of 64 tokens: what a run does about kills, saves, data and layouts is the same, and on
+CPUs a step takes a fifth of the time. `SMALL` is for what depends on the model's sizes, such as kernels of GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
@@ -94,12 +97,12 @@ QUICK = (
 )
 """Half the steps, in larger micro-batches, and one checkpoint at the end."""
 
-ALL_KEYS = (*QUICK, "gsa.k_min=128", "gsa.k_base=128")
+ALL_KEYS = (*QUICK, "gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64")
 """Every query selects all that it sees, so no rounding can change a selection."""
 
 TENSOR_X_PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
-WHOLE = (*ALL_KEYS, "checkpoint.every_steps=4")
-"""Saves in the warm-up, in the sparse phase and at the end."""
+WHOLE = (*ALL_KEYS, "checkpoint.every_steps=4", "evaluate.max_blocks=15")
+"""Saves in the warm-up, in the sparse phase and at the end; the text of its validation is of two sources."""
 WHOLE_SAVED_STEPS = (4, 8)
 
 
@@ -124,7 +127,7 @@ class Run:
     """A run under way or over."""
 
     folder: Path
-    process: subprocess.Popen[bytes] | ForkedRanks | None
+    process: subprocess.Popen[bytes] | ForkedRanks | ForkedAgent | None
     """None for a copy, and for what another process of the test session ran."""
     log: Path
     """What this start printed."""
@@ -194,12 +197,14 @@ def start(
     name: str = "run",
     launcher: Literal["torchrun", "python"] = "torchrun",
     real: bool = False,
+    agent: bool = False,
     faults: Mapping[str, Any] | None = None,
 ) -> Run:
     """Start a run in `run_dir/name`; options such as --no-resume may stand among the overrides.
 
     Args:
         real: start the launcher itself; else its ranks are forked (see forked.py), which is much quicker.
+        agent: the ranks are forked by a torchrun.
         faults: of its ranks, see faults.py.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -208,10 +213,20 @@ def start(
     script, of_faults = faulty_launcher(run_dir, faults)
     command = [script, "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
     environment = {**os.environ, **ENVIRONMENT, **of_faults}
+    standalone = ("--standalone", f"--nproc_per_node={ranks}")
+    if agent:
+        assert launcher == "torchrun"
+        assert not real
+        return Run(
+            run_dir / name,
+            ForkedAgent(standalone, command, REPOSITORY, environment, mark, log),
+            log,
+            mark[MARK],
+        )
     if not real:
         forked = ForkedRanks(command, REPOSITORY, environment, mark, log, ranks, launcher == "torchrun")
         return Run(run_dir / name, forked, log, mark[MARK])
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "torch.distributed.run", *standalone]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *(torchrun if launcher == "torchrun" else []), *command],
@@ -257,14 +272,14 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run
 
 @cache
 def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
-    """A whole `SMALL` run, made once per test session and shared: leave its folder as it is."""
+    """A whole `TINY` run, made once per test session and shared: leave its folder as it is."""
     digest = hashlib.sha256(repr((overrides, ranks, real)).encode()).hexdigest()[:16]
     folder = Path(os.environ[SHARED]) / digest
     log = folder / "finished.log"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the session may be at it
         if not log.exists():
-            run = train(folder, *SMALL, *overrides, ranks=ranks, real=real)
+            run = train(folder, *TINY, *overrides, ranks=ranks, real=real)
             run.log.rename(log)
     return Run(folder / "run", None, log, "")
 
@@ -281,7 +296,7 @@ def whole_run(layout: Literal["one rank", "tensor x pipeline", "context"]) -> Ru
 
 def processes_of(run: Run) -> list[psutil.Process]:
     """Every living process of a run: launcher, ranks, readers, checkpoint writers."""
-    sessions = run.process.pids if isinstance(run.process, ForkedRanks) else []
+    sessions = run.process.pids if isinstance(run.process, (ForkedRanks, ForkedAgent)) else []
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

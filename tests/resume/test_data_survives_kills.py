@@ -19,8 +19,8 @@ STEPS = 60
 SAVE_AT_THE_END = "checkpoint.every_steps=1000"
 TINY = (
     *SMALL,
-    "model.num_layers=1",
     *TINY_MODEL,
+    "model.num_layers=1",
     "data.num_lanes=24",  # a multiple of ranks x workers in every layout below
     f"phases.1.steps={STEPS - 10}",
     "phases.1.min_lr=0",

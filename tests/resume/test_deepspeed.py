@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import SMALL, Run, numbers_of, train
+from helpers.runs import TINY, Run, numbers_of, train
 
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    *SMALL,  # two micro-batches on each of two ranks
+    *TINY,  # two micro-batches on each of two ranks
     *(f"phases.{number}.{field}" for number in range(2) for field in ("steps=3", "warmup_steps=1")),
     "checkpoint.every_steps=2",
     "evaluate.every_steps=3",

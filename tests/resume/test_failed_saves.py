@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import SMALL, STEPS, Run, finished, start
+from helpers.runs import STEPS, TINY, Run, finished, start
 
-COMMAND = (*SMALL, "checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
+COMMAND = (*TINY, "checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
 RANKS = 2
 
 pytestmark = pytest.mark.slow

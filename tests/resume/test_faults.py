@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import SMALL, STEPS, Run, finished, kill, left_of, numbers_of
+from helpers.runs import STEPS, TINY, Run, finished, kill, left_of, numbers_of
 
 RANKS = 2
 
@@ -32,7 +32,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     # Three slow steps in a row are told of; in some of the six the machine may hold up the other rank. What step 5
     # saved is there at step 8.
     faults = {"slow": [2, 7, 1], "frozen": [8, 1], "saves_end": True}
-    run = launch(tmp_path, *SMALL, *alerting, torchrun=torchrun, faults=faults)
+    run = launch(tmp_path, *TINY, *alerting, torchrun=torchrun, faults=faults)
     run.wait_until(lambda: len(run.steps()) >= 1)
     victim = ranks_of(run)[1]
     run.wait_until(lambda: "stacks of all ranks" in run.output)
@@ -78,12 +78,12 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
     faults = {"held": [[7, 1], [12, 1]], "saves_end": True}  # the run waits for what is done to it
 
     def node(mark: str = "") -> Run:
-        return launch(tmp_path, *SMALL, torchrun=torchrun, mark=mark, environment=own_store, faults=faults)
+        return launch(tmp_path, *TINY, torchrun=torchrun, mark=mark, environment=own_store, faults=faults)
 
     first = node()
     second = node(first.mark)
     first.wait_until(lambda: stands_before(7, first))
-    of_second = next(each for each in ranks_of(first).values() if each.ppid() == second.process.pid)
+    (of_second,) = ranks_of(second).values()
     of_second.kill()  # the agents live, and start both ranks again
 
     first.wait_until(lambda: resumed(first, second) == 1 and stands_before(12, first))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from helpers.runs import SMALL, STEPS, Run, finished, kill, left_of, numbers_of, processes_of, start
+from helpers.forked import ForkedAgent
+from helpers.launchers import is_running, ranks_of
+from helpers.runs import STEPS, TINY, Run, finished, kill, left_of, numbers_of, processes_of, start
 
-COMMAND = (*SMALL, "data.num_workers=1", "logging.wandb=offline")
+COMMAND = (*TINY, "data.num_workers=1", "logging.wandb=offline")
 RANKS = 2
 
 pytestmark = pytest.mark.slow
@@ -55,14 +57,14 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
 
 
 def start_until(
-    run_dir: Path, step: int, saved: int | None = None, real: bool = False, **faults: object
+    run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
     """Start by the same command, and come back when the step is logged, and another one's checkpoint durable.
 
     However late this process looks, the run stands there: no further step is taken.
     """
     held = {"held": [[step + 1, 1]], **faults}
-    run = start(run_dir, *COMMAND, ranks=RANKS, real=real, faults=held)
+    run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)
     run.wait_until(lambda: step in run.steps_printed())
     if saved is not None:
         run.wait_until(lambda: run.latest == f"step_{saved:08d}")
@@ -74,8 +76,9 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
     run.wait_until(lambda: [*run.checkpoints.glob(".tmp_step_*/__1_*.distcp")])
     processes = processes_of(run)
     if only_rank is not None:
-        processes = [each for each in processes if each.environ().get("RANK") == str(only_rank)]
-        assert processes
+        session = ranks_of(run)[only_rank].pid
+        processes = [each for each in processes if os.getsid(each.pid) == session]
+        assert len(processes) >= 2  # its reader, too
     return kill_and_look(run, at_once=processes)
 
 
@@ -83,13 +86,13 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
     """A run that ends at its sixth start. Checkpoints are written at steps 5, 10 (where the warm-up ends), 15.
 
-    Two starts are torchrun's own: the kill of all takes the launcher, too, and that of one rank leaves it the others.
+    Two starts are by torchrun: the kill of all takes the agent, too, and that of one rank leaves it the others.
     """
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
-    during_write = killed_in_a_write(start_until(run_dir, 11, real=True, held_write=[10, 1]))
+    during_write = killed_in_a_write(start_until(run_dir, 11, agent=True, held_write=[10, 1]))
     after_boundary = kill_and_look(start_until(run_dir, 12, saved=10))
-    one_rank = killed_in_a_write(start_until(run_dir, 16, real=True, held_write=[15, 1]), only_rank=1)
+    one_rank = killed_in_a_write(start_until(run_dir, 16, agent=True, held_write=[15, 1]), only_rank=1)
     in_sparse_phase = kill_and_look(start_until(run_dir, 17, saved=15))
     start(run_dir, *COMMAND, ranks=RANKS).wait()
     return [in_warm_up, during_write, after_boundary, one_rank, in_sparse_phase]
@@ -105,17 +108,10 @@ def survivor(kills: list[Kill]) -> Run:
 def test_every_kill_hit_all_processes_at_the_intended_moment(kills):
     assert [found.latest for found in kills] == [f"step_{step:08d}" for step in (5, 5, 10, 10, 15)]
     for found in kills:
-        launchers = int(isinstance(found.run.process, subprocess.Popen))
-        everything = launchers + 2 * RANKS  # ranks, readers
+        agents = int(isinstance(found.run.process, ForkedAgent))
+        everything = agents + 2 * RANKS  # ranks, readers
         assert len(found.processes) >= (2 if found is kills[3] else everything)
-        assert not any(psutil.pid_exists(pid) and is_running(pid) for pid in found.processes)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        assert not any(is_running(pid) for pid in found.processes)
 
 
 def test_what_came_after_the_checkpoint_was_run_again(kills, survivor):

@@ -15,7 +15,7 @@ from gsa_train import train
 from gsa_train.run.exit_codes import REFUSED
 from gsa_train.run.stop_signals import StopRequest
 from helpers.run_contents import contents, cut
-from helpers.runs import CONFIG, REPOSITORY, SMALL, Run
+from helpers.runs import CONFIG, REPOSITORY, TINY, Run
 from helpers.single_rank import single_rank
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.chdir(REPOSITORY)
 
     def start(run_dir: Path, *overrides: str, name: str = "run") -> str:
-        arguments = ["--config", CONFIG, f"run.dir={run_dir}", f"run.name={name}", *SMALL, *overrides]
+        arguments = ["--config", CONFIG, f"run.dir={run_dir}", f"run.name={name}", *TINY, *overrides]
         monkeypatch.setattr("sys.argv", ["pretrain.py", *arguments])
         assert runpy.run_path("launch/pretrain.py")["main"]() == REFUSED
         return capsys.readouterr().err
@@ -51,7 +51,7 @@ class _NoWatchdog:
 
 def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusal) -> None:
     for override, expected in (
-        ("gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
+        ("gsa.indexer_dim=32", "gsa.indexer_dim = 32: the checkpoint has 16"),
         ("phases.0.steps=12", "began at step 10; in the config phase 1 is sparse and begins at step 12"),
         ("phases.1.train=base", "phases.1.train = base, which its optimizer does not fit"),
     ):
@@ -63,9 +63,9 @@ def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusa
 @pytest.mark.parametrize(
     ("fault", "override", "expected"),
     [
-        ("incomplete", "gsa.indexer_dim=32", "step_00000015: no complete checkpoint there"),
-        ("damaged", "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
-        ("", "gsa.indexer_dim=16", "gsa.indexer_dim = 16: the checkpoint has 32"),
+        ("incomplete", "gsa.indexer_dim=16", "step_00000015: no complete checkpoint there"),
+        ("damaged", "gsa.indexer_dim=16", "step_00000015 is damaged: __0_0.distcp has"),
+        ("", "gsa.indexer_dim=32", "gsa.indexer_dim = 32: the checkpoint has 16"),
         ("", "data.seed=3", "cannot go on with this data"),
         ("", "gsa.attention_impl=triton", "gsa.attention_impl = triton: there is no CUDA device"),
     ],

@@ -9,14 +9,14 @@ import pytest
 
 from gsa_train.run.starts import read_starts
 from helpers.run_contents import contents, cut
-from helpers.runs import QUICK, SMALL, Run, kill, start, train
+from helpers.runs import QUICK, TINY, Run, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = "logging.wandb=offline logging.wandb_project=no/such:project"
 
 
 def start_in(old_run: Run, *overrides: str, **options: Any) -> Run:
-    return start(old_run.folder.parent, *SMALL, *overrides, launcher="python", **options)
+    return start(old_run.folder.parent, *TINY, *overrides, launcher="python", **options)
 
 
 def refusal(run: Run) -> str:
@@ -42,7 +42,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
 def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
     """The n-gram baselines would be of other text than the run's."""
     options = (
-        *SMALL,
+        *TINY,
         *QUICK,
         "train.iterations_to_skip=[2]",
         "evaluate.ngram_baselines=true",
@@ -76,7 +76,7 @@ def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):
 def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in old_run.folder.rglob("*")}
     options = ("--resume-from", str(old_run.checkpoints / "step_00000015"))
-    branch = start(tmp_path, *SMALL, *options, name="branch", launcher="python")
+    branch = start(tmp_path, *TINY, *options, name="branch", launcher="python")
     branch.wait_until(lambda: len(branch.steps()) >= 3)
     kill(branch)
     assert branch.series("step")[:3] == [16, 17, 18]
@@ -88,7 +88,7 @@ def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
 @pytest.mark.parametrize(
     ("damaged", "override", "expected"),
     [
-        (True, "gsa.indexer_dim=32", "step_00000015 is damaged: __0_0.distcp has"),
+        (True, "gsa.indexer_dim=16", "step_00000015 is damaged: __0_0.distcp has"),
         (False, REFUSED_BY_WANDB, "logging.wandb = offline: Weights & Biases did not start"),
     ],
     ids=["damaged", "W&B"],
@@ -100,8 +100,8 @@ def test_a_refused_resume_of_two_ranks_leaves_no_trace(old_run, tmp_path, damage
         cut(checkpoint)
     options = ("--resume-from", str(checkpoint), *override.split())
     before = contents(old_run.folder)
-    new = start(tmp_path, *SMALL, *options, name="new", ranks=2).wait(expected=2)
-    old = start(tmp_path, *SMALL, *options, ranks=2).wait(expected=2)
+    new = start(tmp_path, *TINY, *options, name="new", ranks=2).wait(expected=2)
+    old = start(tmp_path, *TINY, *options, ranks=2).wait(expected=2)
     for run in (new, old):
         assert run.output.count(expected) == 1
         assert "Traceback" not in run.output
@@ -114,7 +114,7 @@ def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_ru
     unfinished = old_run.checkpoints / ".tmp_step_00000025"
     unfinished.mkdir()
     before = contents(old_run.folder)
-    refusal(start_in(old_run, "gsa.indexer_dim=16"))
+    refusal(start_in(old_run, "gsa.indexer_dim=32"))
     assert contents(old_run.folder) == before
     again = start_in(old_run).wait()
     assert (old_run.checkpoints / "step_00000020.damaged").is_dir()

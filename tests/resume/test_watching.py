@@ -19,7 +19,7 @@ from gsa_train.model.stats import MEANS
 from gsa_train.profiling.profiler import ProfileError, StepProfiler
 from gsa_train.report.panels import BEST, LAYERS, PANELS, tag_of
 from helpers.cpu_only import cpu_only  # noqa: F401
-from helpers.runs import SMALL, finished, numbers_of, start, train
+from helpers.runs import TINY, finished, numbers_of, start, train
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def test_profiling_changes_no_number(tmp_path: Path) -> None:
     """Steps 10 and 11: the last one of the warm-up and the first one of the sparse phase."""
     profiled = ("profile.start_step=10", "profile.steps=2", "profile.ranks=[]")
-    run = train(tmp_path, *SMALL, *profiled, ranks=2, faults={"all_operations": True})
+    run = train(tmp_path, *TINY, *profiled, ranks=2, faults={"all_operations": True})
     plain = finished(ranks=2)
     assert numbers_of(run.records()) == numbers_of(plain.records())
     assert [record.keys() for record in run.steps()] == [record.keys() for record in plain.steps()]
@@ -47,9 +47,9 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
         "forward_backward": 2,
         "data": 2,
     }
-    # 4 layers and 2 micro-batches in each of the two steps; the warm-up selects only because it is measured.
+    # 2 layers and 2 micro-batches in each of the two steps; the warm-up selects only because it is measured.
     per_layer = ("attention", "indexer", "selection", "mlp")
-    assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 16)
+    assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 8)
     table = (folder / "rank_00001.txt").read_text()
     milliseconds = {row.split()[0]: float(row.split()[1]) for row in table.splitlines()[4:16]}
     assert not table.startswith("steps 10 to 11: 0.0 ms"), table
@@ -61,7 +61,7 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     assert "other" not in parts, table
     assert not (plain.folder / "profile").exists()
 
-    refused = start(tmp_path, *SMALL, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")
+    refused = start(tmp_path, *TINY, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")
     refused.wait(expected=2)
     assert "profile.memory_snapshot = true" in refused.output
     assert not refused.folder.exists()

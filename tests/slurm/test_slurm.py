@@ -17,7 +17,7 @@ import pytest
 from cluster import Cluster, wait_for
 
 from gsa_train.metrics.record_format import read_records
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, finished, numbers_of
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, numbers_of, train
 
 SLOW_SECONDS = 600
 """For one start of a run, on a busy machine."""
@@ -113,7 +113,7 @@ def test_a_run_survives_preemption_a_signal_and_a_lost_node(cluster: Cluster, tm
     assert "start 3: the run is complete" in job.log
     assert job.logs[1].read_text().endswith("the run is complete\n")
     assert not (job.folder / "stopped.json").exists()
-    undisturbed = finished(ranks=2)
+    undisturbed = train(tmp_path / "undisturbed", *SMALL, ranks=2)
     assert [record["step"] for record in job.records() if "event" not in record] == list(range(1, STEPS + 1))
     assert numbers_of(job.records()) == numbers_of(undisturbed.records())
 
