@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.forked import ForkedAgent
 from helpers.launchers import launch
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, Run, left_of, train
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TINY, Run, left_of, train
 
-COMMAND = (*SMALL, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
+COMMAND = (*TINY, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
 SAYS = "interrupted: the step under way is finished and saved"
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ def start(run_dir: Path, **faults: object) -> Run:
 
 def press(run: Run) -> None:
     """Ctrl-C goes to the terminal's process group: torchrun, whose ranks are no part of it."""
-    assert isinstance(run.process, subprocess.Popen)
+    assert isinstance(run.process, ForkedAgent)
     os.killpg(run.process.pid, signal.SIGINT)
 
 

@@ -214,8 +214,9 @@ class _ForkedRank:
         try:
             with ranks.open("a") as file:
                 file.write(f"{environment['RANK']} {os.getpid()}\n")
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_DFL)  # else the agent's
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # else the agent's
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             _let_go_of_files()
             _become(cwd, environment)
             _run_file(command)
