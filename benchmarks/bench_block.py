@@ -9,7 +9,6 @@ of all queries, and all of it in one call, `select_block_lists`, from the host a
 """
 
 import sys
-from typing import Any
 
 import harness
 import torch
@@ -17,15 +16,15 @@ import torch
 from gsa_kernels import adaptive_budget, causal_mask, select_top_k
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
-from gsa_kernels.indexer.triton_scores import score_inputs, score_tiles, write_scores
+from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.triton_block_lists import block_key_lists
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.sampling import SampledRows
-from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
-from gsa_kernels.selection.op import new_outputs, score_rows, select_chunk
-from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
-from gsa_kernels.types import Geometry, Indexer
+from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.op import Selector, new_outputs, score_rows, select_chunk, select_keys
+from gsa_kernels.selection.score_chunks import chunk_view
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 HEADS, DIM = 4, 64
 K_BASE, K_MIN = 2048, 256
@@ -60,27 +59,21 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
         return torch.randn(*shape, device="cuda", generator=generator).to(torch.bfloat16)
 
     # The keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
-    inputs = (draw(1, blocks, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, blocks, HEADS))
+    indexer = Indexer(draw(1, blocks, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, blocks, HEADS))
+    rule, geometry = BudgetRule(K_BASE, K_MIN, k_max), Geometry(selection_block=block, local_window=window)
 
-    def select(ema: torch.Tensor) -> BlockSelection:
-        return select_block_lists(
-            *inputs,
-            ema,
-            k_base=K_BASE,
-            k_min=K_MIN,
-            k_max=k_max,
-            mode="inverse",
-            selection_block=block,
-            local_window=window,
-            row_chunk_bytes=chunk_bytes,
-        )
+    def select(ema: torch.Tensor) -> Selection:
+        return select_block_lists(indexer, rule, ema, geometry, row_chunk_bytes=chunk_bytes)
 
     ema = select(torch.ones((), device="cuda")).variance.mean()
     selection = select(ema)
-    scored = score_inputs(*inputs, query_stride=block)
-    chunks = list(row_chunks(1, blocks, score_tiles(scored).rows, chunk_bytes, block))
-    buffer, outputs = score_buffer(scored, chunks), new_outputs(scored)
-    views = [(rows, chunk_view(buffer, scored, rows)) for rows in chunks]
+    top_k = select_keys(indexer, rule, ema, geometry, row_chunk_bytes=chunk_bytes)
+    packed_top_k = top_k.packed_mask
+    assert packed_top_k is not None
+    selector = Selector(indexer, rule, ema, geometry, chunk_bytes, None)
+    scored, chunks = selector.inputs, selector.chunks
+    outputs = new_outputs(scored)
+    views = [(rows, chunk_view(selector.buffer, scored, rows)) for rows in chunks]
 
     def scores_pass() -> None:
         for rows, view in views:
@@ -89,18 +82,12 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
     def selection_pass() -> None:
         # What the chunks before the last left in the buffer is overwritten, but scores all the same.
         for rows, view in views:
-            select_chunk(view, rows, outputs, scored, ema, (K_BASE, K_MIN, min(k_max, length), "inverse"), 0)
+            select_chunk(selector.criteria, view, rows, outputs)
 
-    options: dict[str, Any] = {
-        "length": length,
-        "selection_block": block,
-        "local_window": window,
-        "document_starts": None,
-    }
     candidates = {
         "scores": scores_pass,
         "selection": selection_pass,
-        "lists": lambda: block_key_lists(selection.words, k_max=k_max, **options),
+        "lists": lambda: block_key_lists(packed_top_k, length, k_max, geometry),
         "all": lambda: select(ema),
         "graph": harness.capture(lambda: select(ema)),
     }
@@ -115,7 +102,7 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
     )
     if block == 32 and length in AIMS_MS:
         report.bar(f"selection of {length} tokens, ms", times["graph"].ms, at_most=AIMS_MS[length])
-    if not is_correct(inputs, selection, ema, block, k_max):
+    if not is_correct(indexer, top_k, ema, geometry, k_max):
         report.fail(f"selection of {length} tokens in blocks of {block}")
 
 
@@ -138,7 +125,7 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
         def target_rows(chunk: SampledRows) -> torch.Tensor:
             return target[:, chunk.start : chunk.start + chunk.count]
 
-        indexer, attended = Indexer(*leaves), Attended(geometry=geometry)
+        indexer, attended = Indexer(leaves[0], leaves[1], leaves[2]), Attended(geometry=geometry)
         total, _ = masked_indexer_loss(indexer, Target(target_rows), attended)
         torch.autograd.grad(total, leaves)
 
@@ -152,23 +139,19 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
 
 
 def is_correct(
-    inputs: tuple[torch.Tensor, ...],
-    selection: BlockSelection,
-    ema: torch.Tensor,
-    block: int,
-    k_max: int,
-    sample: int = 32,
+    indexer: Indexer, top_k: Selection, ema: torch.Tensor, geometry: Geometry, k_max: int, sample: int = 32
 ) -> bool:
-    """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
-    blocks, length = inputs[0].shape[1], inputs[1].shape[1]
+    """Budget and top-k equal the reference's on some rows at the start, in the middle and at the end."""
+    blocks, length, block = indexer.queries.shape[1], indexer.keys.shape[1], geometry.selection_block
+    assert top_k.packed_mask is not None
     sample = min(sample, blocks)
     for start in (0, (blocks - sample) // 2, blocks - sample):
         rows = torch.arange(start, start + sample, device="cuda")
         visible = causal_mask(length, query_positions=rows * block)
-        scores = score_rows(inputs[0], inputs[1], inputs[2], start, start + sample, selection_block=block)
+        scores = score_rows(indexer, range(start, start + sample), geometry)
         scores = torch.where(visible, scores, 0)
         budget = adaptive_budget(
-            selection.variance[:, rows],
+            top_k.variance[:, rows],
             ema,
             visible.sum(-1),
             k_base=K_BASE,
@@ -177,8 +160,8 @@ def is_correct(
             mode="inverse",
         )
         wanted = select_top_k(scores, visible, budget)
-        found = unpack_mask(selection.words[:, rows], length)
-        if not (torch.equal(budget.int(), selection.budget[:, rows]) and torch.equal(wanted, found)):
+        found = unpack_mask(top_k.packed_mask[:, rows], length)
+        if not (torch.equal(budget.int(), top_k.budget[:, rows]) and torch.equal(wanted, found)):
             return False
     return True
 

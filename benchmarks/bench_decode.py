@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import harness
 import torch
@@ -25,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_kernels import decode_attention, select_top_k
 from gsa_kernels.decode.op import decode_attend, decode_step
-from gsa_kernels.decode.state import DecodeSelection, new_selection, new_workspace
+from gsa_kernels.decode.state import DecodeSelection, LayerCache, new_selection, new_workspace
+from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 4, 64
 BLOCK = 32
@@ -48,10 +48,7 @@ class Layer:
     k: torch.Tensor
     v: torch.Tensor
     gate: torch.Tensor
-    q_idx: torch.Tensor
-    k_idx: torch.Tensor
-    weights: torch.Tensor
-    biases: dict[str, Any]
+    indexer: Indexer
     selection: DecodeSelection
     out: torch.Tensor
 
@@ -65,10 +62,13 @@ def make_layer(batch: int, length: int, k_max: int) -> Layer:
         k=draw(batch, length, KV_HEADS, HEAD_SIZE),
         v=draw(batch, length, KV_HEADS, HEAD_SIZE),
         gate=draw(batch, HEADS, HEAD_SIZE),
-        q_idx=draw(batch, INDEXER_HEADS, INDEXER_SIZE),
-        k_idx=draw(batch, length, INDEXER_SIZE),
-        weights=draw(batch, INDEXER_HEADS),
-        biases={"score_bias": draw(INDEXER_HEADS), "weight_bias": draw(INDEXER_HEADS)},
+        indexer=Indexer(
+            draw(batch, 1, INDEXER_HEADS, INDEXER_SIZE),
+            draw(batch, length, INDEXER_SIZE),
+            draw(batch, 1, INDEXER_HEADS),
+            draw(INDEXER_HEADS),
+            draw(INDEXER_HEADS),
+        ),
         selection=new_selection(batch, k_max, device="cuda"),
         out=torch.empty(batch, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16),
     )
@@ -168,41 +168,16 @@ class Gsa:
             batch, length, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, device="cuda"
         )
 
+    def cache(self, x: Layer) -> LayerCache:
+        return LayerCache(x.k, x.v, self.lengths, x.selection, self.workspace)
+
     def step(self, x: Layer) -> torch.Tensor:
-        k = self.selected
-        return decode_step(
-            x.q,
-            x.k,
-            x.v,
-            x.q_idx,
-            x.k_idx,
-            x.weights,
-            self.lengths,
-            self.ema,
-            x.selection,
-            self.workspace,
-            **x.biases,
-            k_base=k,
-            k_min=min(256, k),
-            k_max=k,
-            mode="inverse",
-            output_gate_logits=x.gate,
-            out=x.out,
-        )
+        rule = BudgetRule(k_base=self.selected, k_min=min(256, self.selected), k_max=self.selected)
+        return decode_step(x.q, x.indexer, self.cache(x), rule, self.ema, Geometry(), x.gate, x.out)
 
     def attend(self, x: Layer) -> torch.Tensor:
         """To what `step` selected."""
-        return decode_attend(
-            x.q,
-            x.k,
-            x.v,
-            self.lengths,
-            x.selection,
-            self.workspace,
-            local_window=BLOCK,
-            output_gate_logits=x.gate,
-            out=x.out,
-        )
+        return decode_attend(x.q, self.cache(x), BLOCK, x.gate, x.out)
 
 
 def check_step(report: harness.Report, gsa: Gsa, layer: Layer) -> None:

@@ -20,14 +20,13 @@ import harness
 import torch
 from cases import AttentionInputs, IndexerInputs, Shape
 
-from gsa_kernels import types
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.selection.op import Selection, select_keys
-from gsa_kernels.types import FusedLoss, Geometry
+from gsa_kernels.selection.op import select_keys
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Selection
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
@@ -47,27 +46,16 @@ class Operation:
 
     @torch.no_grad()
     def select(self, with_kl: bool = False) -> Selection:
-        k_base, k_min, k_max = self.budget
-        return select_keys(
-            self.indexer.q_idx,
-            self.indexer.k_idx,
-            self.indexer.weight_logits,
-            self.ema,
-            **self.indexer.biases,
-            k_base=k_base,
-            k_min=k_min,
-            k_max=k_max,
-            mode="inverse",
-            inverse_temperature=1.0 if with_kl else None,
-        )
+        rule = BudgetRule(*self.budget)
+        return select_keys(self.indexer.of_kernels, rule, self.ema, with_log_sum=with_kl)
 
-    def attend(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, packed_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.inputs
         v = fused_sigmoid_gate(x.v, x.value_gate)
-        return masked_attention(x.q, x.k, v, words, gate_logits=x.output_gate)
+        return masked_attention(x.q, x.k, v, packed_mask, gate_logits=x.output_gate)
 
     def kl_backward(self, selection: Selection, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, words = self.inputs.q.detach(), self.inputs.k.detach(), selection.words
+        q, k, words = self.inputs.q.detach(), self.inputs.k.detach(), selection.packed_mask
         target = Target(
             lambda rows: head_sum_probs_rows(q, k, lse, words, rows, dtype=torch.float16, fill=False),
             float(q.shape[2]),
@@ -80,20 +68,19 @@ class Operation:
         """As `attend`, with the indexer's loss in the backward pass."""
         x, indexer = self.inputs, self.indexer
         v = fused_sigmoid_gate(x.v, x.value_gate)
+        assert selection.packed_mask is not None
         return attention_with_indexer_loss(
             x.q,
             x.k,
             v,
-            types.Selection(
-                selection.words, None, selection.budget, selection.variance, log_sum=selection.log_sum
-            ),
+            selection,
             Geometry(),
             FusedLoss(indexer.of_kernels, 1.0),
             x.output_gate,
         )[0]
 
     def forward(self) -> torch.Tensor:
-        return self.attend(self.select().words)[0]
+        return self.attend(self.select().packed_mask)[0]
 
     def both(self, with_kl: bool, behind: bool | None = None) -> tuple[torch.Tensor, ...]:
         """Output and gradients of q, k, v and the gates; with the loss also those of the indexer.
@@ -107,7 +94,7 @@ class Operation:
             return out, *torch.autograd.grad(
                 out, (*self.inputs.leaves, *self.indexer.leaves), self.inputs.grad
             )
-        out, lse = self.attend(selection.words)
+        out, lse = self.attend(selection.packed_mask)
         indexer_grads = self.kl_backward(selection, lse) if with_kl else ()
         return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad), *indexer_grads
 
@@ -145,7 +132,7 @@ def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> No
     harness.require_finite(f"GSA {shape.name}, {batch} x {length}", gsa.both(with_kl=True))
     dense = cases.cudnn(gsa.inputs)
     selection = gsa.select(with_kl=True)
-    lse = gsa.attend(selection.words)[1]  # the output goes, and with it its graph: see `capture`
+    lse = gsa.attend(selection.packed_mask)[1]  # the output goes, and with it its graph: see `capture`
     candidates: dict[str, harness.Run] = {
         "dense_forward": dense.forward,
         "dense_both": dense.both,

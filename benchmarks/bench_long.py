@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cases
 import harness
@@ -35,8 +35,9 @@ from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.selection.block_op import BlockSelection, select_block_lists
-from gsa_kernels.selection.lists_op import ListSelection, select_key_lists
+from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.types import BudgetRule, Geometry, Selection
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
@@ -70,18 +71,18 @@ class Indexer:
     """Queries that share a selection."""
     window: int = 0
     """Last keys of each query that belong to every selection."""
-    activation: str = "sigmoid"
-    mode: str = "inverse"
+    activation: Literal["sigmoid", "relu"] = "sigmoid"
+    mode: Literal["inverse", "direct", "off"] = "inverse"
 
-    def select(self) -> ListSelection | BlockSelection:
-        x = self.inputs
-        k_base, k_min, k_max = self.budget
-        options: dict[str, Any] = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "mode": self.mode}
-        options |= {"activation": self.activation, "local_window": self.window, **x.biases}
-        if self.block > 1:
-            options["selection_block"] = self.block
-            return select_block_lists(x.q_idx, x.k_idx, x.weight_logits, self.ema, **options)
-        return select_key_lists(x.q_idx, x.k_idx, x.weight_logits, self.ema, **options)
+    def select(self) -> Selection:
+        indexer = replace(self.inputs.of_kernels, activation=self.activation)
+        arguments = (
+            indexer,
+            BudgetRule(*self.budget, self.mode),
+            self.ema,
+            Geometry(selection_block=self.block, local_window=self.window),
+        )
+        return select_block_lists(*arguments) if self.block > 1 else select_key_lists(*arguments)
 
 
 def random_indexer(length: int, budget: tuple[int, int, int], block: int) -> Indexer:
@@ -129,7 +130,8 @@ class Gathered:
     lists: KeyLists | Indexer
 
     def forward(self) -> torch.Tensor:
-        lists = self.lists.select().lists if isinstance(self.lists, Indexer) else self.lists
+        lists = self.lists.select().key_lists if isinstance(self.lists, Indexer) else self.lists
+        assert lists is not None
         return attend(self.inputs, lists)[0]
 
     def both(self) -> tuple[torch.Tensor, ...]:
@@ -192,7 +194,8 @@ def constructed_case(name: str, inputs: AttentionInputs, lists: KeyLists, r: flo
 
 def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
     selection = indexer.select()
-    lists = selection.lists
+    lists = selection.key_lists
+    assert lists is not None
     # Of the queries of a tile: the keys of their union over the keys of one of them.
     mean_k = selection.budget.float().mean().item()
     return Case(

@@ -13,54 +13,54 @@ queries from N on and all keys, as a context-parallel rank has them. --profile a
 
 import argparse
 import sys
-from typing import Any
+from dataclasses import asdict
 
 import harness
 import torch
 from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN
 
 from gsa_kernels import adaptive_budget, causal_mask, select_top_k
-from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
-from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.limits import SELECTION_CHUNK_BYTES
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import (
-    Selection,
+    Selector,
     new_outputs,
     score_rows,
     select_chunk,
     select_keys,
 )
-from gsa_kernels.selection.score_chunks import chunk_view, row_chunks, score_buffer
+from gsa_kernels.selection.score_chunks import chunk_view
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
-RULE: dict[str, Any] = {"k_base": K_BASE, "k_min": K_MIN, "k_max": K_MAX, "mode": "inverse"}
+RULE = BudgetRule(K_BASE, K_MIN, K_MAX)
 
 
 def measure(report: harness.Report, args: argparse.Namespace, length: int) -> None:
     """Of the queries from `args.query_start` on, with all `length` keys."""
     query_start, candidates_from = args.query_start, args.candidates_from
-    inputs = make_inputs(length, query_start, getattr(torch, args.dtype))
-    tensors, num_rows = (inputs.q_idx, inputs.k_idx, inputs.weight_logits), length - query_start
+    indexer, geometry = (
+        make_indexer(length, query_start, getattr(torch, args.dtype)),
+        Geometry(query_start=query_start),
+    )
+    num_rows = length - query_start
 
     def select(ema: torch.Tensor, start: int | None = None) -> Selection:
-        return select_keys(*tensors, ema, **RULE, query_start=query_start, candidates_from=start)
+        return select_keys(indexer, RULE, ema, geometry, candidates_from=start)
 
-    def select_lists(start: int | None = None) -> KeyLists:
-        return select_key_lists(*tensors, ema, **RULE, query_start=query_start, candidates_from=start).lists
+    def select_lists(start: int | None = None) -> Selection:
+        return select_key_lists(indexer, RULE, ema, geometry, candidates_from=start)
 
     ema = select(torch.ones((), device="cuda")).variance.mean()
     selection = select(ema)
     for way, found in (("all scores", selection), ("candidates", select(ema, candidates_from))):
-        if not is_correct(inputs, found, ema):
+        if not is_correct(indexer, geometry, found, ema):
             report.fail(f"selection of {length} tokens by {way}")
 
-    chunks = list(
-        row_chunks(1, num_rows, score_tiles(inputs).rows, SELECTION_CHUNK_BYTES, query_start=query_start)
-    )
-    buffer, outputs = score_buffer(inputs, chunks), new_outputs(inputs)
-    views = [(rows, chunk_view(buffer, inputs, rows)) for rows in chunks]
-    budget_rule = (K_BASE, K_MIN, min(K_MAX, length), "inverse")
+    selector = Selector(indexer, RULE, ema, geometry, SELECTION_CHUNK_BYTES, None)
+    inputs, outputs = selector.inputs, new_outputs(selector.inputs)
+    views = [(rows, chunk_view(selector.buffer, inputs, rows)) for rows in selector.chunks]
 
     def scores_pass() -> None:
         for rows, view in views:
@@ -69,7 +69,7 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
     def selection_pass() -> None:
         # What the chunks before the last left in the buffer is overwritten, but scores all the same.
         for rows, view in views:
-            select_chunk(view, rows, outputs, inputs, ema, budget_rule, 0)
+            select_chunk(selector.criteria, view, rows, outputs)
 
     def topk_pass() -> None:
         for rows, view in views:
@@ -102,7 +102,7 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
         print_kernels(candidates["candidate_lists"])
 
 
-def make_inputs(length: int, query_start: int, dtype: torch.dtype) -> ScoreInputs:
+def make_indexer(length: int, query_start: int, dtype: torch.dtype) -> Indexer:
     generator = torch.Generator("cuda").manual_seed(length)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def make_inputs(length: int, query_start: int, dtype: torch.dtype) -> ScoreInput
     # Wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
     k_idx = draw(1, length, INDEXER_SIZE) * 1.5
     weight_logits = draw(1, length, INDEXER_HEADS)[:, query_start:].contiguous()
-    return score_inputs(q_idx, k_idx, weight_logits, query_start=query_start)
+    return Indexer(q_idx, k_idx, weight_logits)
 
 
 def print_kernels(run: harness.Run) -> None:
@@ -128,19 +128,21 @@ def print_kernels(run: harness.Run) -> None:
         print(f"  {ms:8.3f} ms in {count:4d} launches: {name}")
 
 
-def is_correct(inputs: ScoreInputs, selection: Selection, ema: torch.Tensor, sample: int = 64) -> bool:
+def is_correct(
+    indexer: Indexer, geometry: Geometry, selection: Selection, ema: torch.Tensor, sample: int = 64
+) -> bool:
     """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
-    tensors = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
-    num_rows, length = inputs.q_idx.shape[1], inputs.k_idx.shape[1]
+    num_rows, length = indexer.queries.shape[1], indexer.keys.shape[1]
+    assert selection.packed_mask is not None
     sample = min(sample, num_rows)
     for start in (0, (num_rows - sample) // 2, num_rows - sample):
         rows = torch.arange(start, start + sample, device="cuda")
-        visible = causal_mask(length, query_positions=inputs.query_start + rows)
-        scores = score_rows(*tensors, start, start + sample, query_start=inputs.query_start)
+        visible = causal_mask(length, query_positions=geometry.query_start + rows)
+        scores = score_rows(indexer, range(start, start + sample), geometry)
         scores = torch.where(visible, scores, 0)
-        budget = adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **RULE)
+        budget = adaptive_budget(selection.variance[:, rows], ema, visible.sum(-1), **asdict(RULE))
         wanted = select_top_k(scores, visible, budget)
-        found = unpack_mask(selection.words[:, rows], length)
+        found = unpack_mask(selection.packed_mask[:, rows], length)
         if not (torch.equal(budget.int(), selection.budget[:, rows]) and torch.equal(wanted, found)):
             return False
     return True

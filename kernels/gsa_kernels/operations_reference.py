@@ -158,20 +158,7 @@ def decode_step(
 ) -> torch.Tensor:
     max_length = indexer.keys.shape[1]
     lengths = cache.lengths.clamp(max=max_length)
-    found = decode_top_k(
-        indexer.queries[:, 0],
-        indexer.keys,
-        indexer.head_weight_logits[:, 0],
-        lengths,
-        variance_ema,
-        score_bias=indexer.score_bias,
-        weight_bias=indexer.head_weight_bias,
-        activation=indexer.activation,
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        mode=rule.mode,
-    )
+    found = decode_top_k(indexer, lengths, rule, variance_ema)
     selected = torch.zeros_like(found.selected)
     for sequence, length in enumerate(lengths.tolist()):
         state = cache.selection

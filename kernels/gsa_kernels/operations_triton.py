@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +20,7 @@ from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, union_density
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.block_op import select_block_lists
-from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
+from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
 
@@ -34,38 +34,24 @@ def select(
     kernel: limits.Kernel,
     with_log_sum: bool,
 ) -> Selection:
-    projections = (indexer.queries, indexer.keys, indexer.head_weight_logits)
-    arguments: dict[str, Any] = {
-        "score_bias": indexer.score_bias,
-        "weight_bias": indexer.head_weight_bias,
-        "activation": indexer.activation,
-        "k_base": rule.k_base,
-        "k_min": rule.k_min,
-        "k_max": rule.k_max,
-        "mode": rule.mode,
-        "document_starts": geometry.document_starts,
-        "local_window": geometry.local_window,
-        "query_start": geometry.query_start,
-    }
-    length = indexer.keys.shape[1]
+    num_keys = indexer.keys.shape[1]
     if geometry.selection_block > 1:
-        shared = select_block_lists(
-            *projections, variance_ema, selection_block=geometry.selection_block, **arguments
-        )
-        return Selection(None, shared.lists, shared.budget, shared.variance)
-    if length > limits.PACKED_MASK_MAX_TOKENS:
-        listed = select_key_lists(*projections, variance_ema, **arguments)
-        return Selection(None, listed.lists, listed.budget, listed.variance, union_density(listed.lists))
-    beta = indexer.inverse_temperature if with_log_sum else None
-    chosen = select_keys(*projections, variance_ema, **arguments, inverse_temperature=beta)
-    measured = kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
-    density = None
-    if kernel == "gathered" or measured:
-        lists = key_lists_from_words(chosen.words, length - geometry.query_start, geometry.query_start)
-        density = union_density(lists)
-        if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
-            return Selection(None, lists, chosen.budget, chosen.variance, density)
-    return Selection(chosen.words, None, chosen.budget, chosen.variance, density, chosen.log_sum)
+        return select_block_lists(indexer, rule, variance_ema, geometry)
+    if num_keys > limits.PACKED_MASK_MAX_TOKENS:
+        listed = select_key_lists(indexer, rule, variance_ema, geometry)
+        assert listed.key_lists is not None
+        return replace(listed, density=union_density(listed.key_lists))
+    chosen = select_keys(indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum)
+    measured = kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS
+    if kernel != "gathered" and not measured:
+        return chosen
+    assert chosen.packed_mask is not None
+    length = num_keys - geometry.query_start
+    lists = key_lists_from_packed_mask(chosen.packed_mask, length, geometry.query_start)
+    density = union_density(lists)
+    if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
+        return Selection(None, lists, chosen.budget, chosen.variance, density)
+    return replace(chosen, density=density)
 
 
 def sparse_attention(
@@ -178,27 +164,4 @@ def decode_step(
     geometry: Geometry,
     gate_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    if cache.workspace is None:
-        raise ValueError("cache.workspace is None; make one with new_workspace, which layers may share")
-    return decode.decode_step(
-        q,
-        cache.k,
-        cache.v,
-        indexer.queries[:, 0],
-        indexer.keys,
-        indexer.head_weight_logits[:, 0],
-        cache.lengths,
-        variance_ema,
-        cache.selection,
-        cache.workspace,
-        score_bias=indexer.score_bias,
-        weight_bias=indexer.head_weight_bias,
-        activation=indexer.activation,
-        k_base=rule.k_base,
-        k_min=rule.k_min,
-        k_max=rule.k_max,
-        mode=rule.mode,
-        selection_block=geometry.selection_block,
-        local_window=geometry.local_window,
-        output_gate_logits=gate_logits,
-    )
+    return decode.decode_step(q, indexer, cache, rule, variance_ema, geometry, gate_logits)

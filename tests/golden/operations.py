@@ -6,6 +6,7 @@ meaning, dtype and shape when the interface changes, so that the hashes can be c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode.op import decode_attend
 from gsa_kernels.decode.op import decode_step as decode
-from gsa_kernels.decode.state import new_selection, new_workspace
+from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.fused.adamw.op import squared_updates
 from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
@@ -34,7 +35,7 @@ from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
-from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,11 +48,11 @@ LOSS_SEED = 11
 def selection(p: Problem, x: Tensors) -> Tensors:
     chosen = _select(p, x)
     if p.lists:
-        lists = chosen.lists
+        lists = chosen.key_lists
         bits = words_of_rows(lists, torch.arange(p.length, device=x["k_idx"].device))
         found = {"bits": bits, "entries": lists.counts, "entries_of_all_queries": lists.full}
     else:
-        found = {"bits": chosen.words}
+        found = {"bits": chosen.packed_mask}
         if p.variant == "log-sum":
             found["log_sum"] = chosen.log_sum
     return {**found, "budget": chosen.budget, "variance": chosen.variance}
@@ -75,11 +76,11 @@ def indexer_loss(p: Problem, x: Tensors) -> Tensors:
     if p.lists:
 
         def of_tiles(tiles: torch.Tensor) -> torch.Tensor:
-            return head_sum_probs_lists(q, k, lse, chosen.lists, tiles, selection_block=p.block)
+            return head_sum_probs_lists(q, k, lse, chosen.key_lists, tiles, selection_block=p.block)
 
-        loss, rows = gathered_indexer_loss(indexer, of_tiles, chosen.lists, p.block, sample)
+        loss, rows = gathered_indexer_loss(indexer, of_tiles, chosen.key_lists, p.block, sample)
     else:
-        words, geometry = None if chosen is None else chosen.words, _geometry(p, x)
+        words, geometry = None if chosen is None else chosen.packed_mask, _geometry(p, x)
         log_sum = chosen.log_sum if p.variant == "log-sum" else None
 
         def of_rows(rows: Any) -> torch.Tensor:
@@ -101,7 +102,7 @@ def distilling_attention(p: Problem, x: Tensors) -> Tensors:
     log_sum = chosen.log_sum if p.variant == "log-sum" else None
     out, lse = attention_with_indexer_loss(
         *(leaves[name] for name in ("q", "k", "v")),
-        Selection(chosen.words, None, chosen.budget, chosen.variance, log_sum=log_sum),
+        replace(chosen, log_sum=log_sum),
         _geometry(p, x),
         FusedLoss(_indexer(p, leaves), 0.37, rows.append),
         leaves.get("gate"),
@@ -117,18 +118,10 @@ def decode_step(p: Problem, x: Tensors) -> Tensors:
         p.batch, p.length, heads=p.heads, kv_heads=p.kv_heads, head_size=p.head_dim, device=device
     )
     gate = x["gate"] if p.gate else None
-    caches = (x["q"], x["k"], x["v"])
-    out = decode(
-        *caches,
-        *(x[name] for name in ("q_idx", "k_idx", "weight_logits", "lengths", "variance_ema")),
-        chosen,
-        workspace,
-        **_indexer_options(p, x),
-        **_budget_rule(p),
-        selection_block=p.block,
-        local_window=p.window,
-        output_gate_logits=gate,
-    )
+    cache = LayerCache(x["k"], x["v"], x["lengths"], chosen, workspace)
+    newest = {**x, "q_idx": x["q_idx"][:, None], "weight_logits": x["weight_logits"][:, None]}
+    geometry = Geometry(selection_block=p.block, local_window=p.window)
+    out = decode(x["q"], _indexer(p, newest), cache, _rule(p), x["variance_ema"], geometry, gate)
     place = torch.arange(p.k_max, device=device)
     found = {
         "out": out,
@@ -137,10 +130,8 @@ def decode_step(p: Problem, x: Tensors) -> Tensors:
         "variance": chosen.variance,
     }
     if p.block > 1:  # a later token of the same block attends to the same selection
-        later = x["lengths"] + p.block // 2
-        found["out_later"] = decode_attend(
-            *caches, later, chosen, workspace, local_window=p.window, output_gate_logits=gate
-        )
+        later = replace(cache, lengths=x["lengths"] + p.block // 2)
+        found["out_later"] = decode_attend(x["q"], later, p.window, gate)
     return found
 
 
@@ -209,7 +200,7 @@ def split_projection(p: Problem, x: Tensors) -> Tensors:
 
 
 def statistics(p: Problem, x: Tensors) -> Tensors:
-    words = _select(p, x).words
+    words = _select(p, x).packed_mask
     device = words.device
     found = statistics_of_packed_mask(
         words, torch.arange(0, p.length - 1, 5, device=device), torch.arange(p.length, device=device), 32
@@ -217,34 +208,26 @@ def statistics(p: Problem, x: Tensors) -> Tensors:
     return {"sizes": found.sizes, "overlaps": found.overlaps, "union_ratios": found.union_ratios}
 
 
-def _select(p: Problem, x: Tensors) -> Any:
-    """A selection with `lists` or with `words`, as the problem has it."""
-    options: dict[str, Any] = {
-        **_indexer_options(p, x),
-        **_budget_rule(p),
-        "document_starts": x.get("document_starts"),
-        "local_window": p.window,
-        "query_start": p.query_start,
-    }
-    tensors = [x[name] for name in ("q_idx", "k_idx", "weight_logits", "variance_ema")]
+def _select(p: Problem, x: Tensors) -> Selection:
+    """With key lists or with a packed mask, as the problem has it."""
+    arguments = (_indexer(p, x), _rule(p), x["variance_ema"], _geometry(p, x))
     if p.block > 1:
-        return select_block_lists(*tensors, selection_block=p.block, **options)
+        return select_block_lists(*arguments)
     if p.lists:
-        return select_key_lists(*tensors, **options)
+        return select_key_lists(*arguments)
     return select_keys(
-        *tensors,
-        **options,
+        *arguments,
         candidates_from=CANDIDATES_FROM if p.variant == "candidates" else None,
-        inverse_temperature=p.beta if p.variant == "log-sum" else None,
+        with_log_sum=p.variant == "log-sum",
     )
 
 
 def _attend(p: Problem, x: Tensors, chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
     gate = x["gate"] if p.gate else None
     if chosen is not None and p.lists:
-        return gathered_attention(x["q"], x["k"], x["v"], chosen.lists, gate)
-    words = None if chosen is None else chosen.words
-    return masked_attention(x["q"], x["k"], x["v"], words, _geometry(p, x), gate)
+        return gathered_attention(x["q"], x["k"], x["v"], chosen.key_lists, gate)
+    packed_mask = None if chosen is None else chosen.packed_mask
+    return masked_attention(x["q"], x["k"], x["v"], packed_mask, _geometry(p, x), gate)
 
 
 def _geometry(p: Problem, x: Tensors) -> Geometry:
@@ -258,16 +241,8 @@ def _indexer(p: Problem, x: Tensors) -> Indexer:
     return Indexer(x["q_idx"], x["k_idx"], x["weight_logits"], *biases, p.activation, beta)
 
 
-def _indexer_options(p: Problem, x: Tensors) -> dict[str, Any]:
-    return {
-        "score_bias": x["score_bias"] if p.biases else None,
-        "weight_bias": x["weight_bias"] if p.biases else None,
-        "activation": p.activation,
-    }
-
-
-def _budget_rule(p: Problem) -> dict[str, Any]:
-    return {"k_base": p.k_base, "k_min": p.k_min, "k_max": p.k_max, "mode": p.mode}
+def _rule(p: Problem) -> BudgetRule:
+    return BudgetRule(p.k_base, p.k_min, p.k_max, p.mode)
 
 
 def _leaves(x: Tensors, *names: str) -> Tensors:

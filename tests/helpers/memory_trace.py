@@ -40,6 +40,7 @@ from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.selection import lists_op
+from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import cpu_backend, step
 from gsa_train.config import Config, load_config
 from gsa_train.model.mcore import build
@@ -230,16 +231,17 @@ def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
     gsa, dtype = config.gsa, torch.bfloat16
     live, rows = LiveBytes(), stop - start
     with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
-        inputs = (
+        indexer = Indexer(
             torch.empty(1, rows, gsa.indexer_heads, gsa.indexer_dim, dtype=dtype),
             torch.empty(1, stop, gsa.indexer_dim, dtype=dtype),
             torch.empty(1, rows, gsa.indexer_heads, dtype=dtype),
-            torch.empty(()),
         )
+        variance_ema = torch.empty(())
         before = live.peak = live.now
-        rule = {"k_base": gsa.k_base, "k_min": gsa.k_min, "k_max": gsa.k_max, "mode": gsa.adaptive_k}
-        selection = lists_op.select_key_lists(*inputs, query_start=start, **rule)
-        return {"peak": live.peak - before, "lists": 8 * selection.lists.keys.numel()}
+        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k)
+        selection = lists_op.select_key_lists(indexer, rule, variance_ema, Geometry(query_start=start))
+        assert selection.key_lists is not None
+        return {"peak": live.peak - before, "lists": 8 * selection.key_lists.keys.numel()}
 
 
 def main() -> None:

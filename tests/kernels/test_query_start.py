@@ -44,12 +44,12 @@ from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.selection.block_op import select_block_lists
-from gsa_kernels.selection.lists_op import key_lists_from_words, select_key_lists
+from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
-from gsa_kernels.types import Geometry, Indexer
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 documents_or_not = pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
-RULE: dict[str, Any] = {"k_base": 12, "k_min": 4, "k_max": 20, "mode": "inverse"}
+RULE = BudgetRule(k_base=12, k_min=4, k_max=20)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_bits_of_a_run_far_from_the_start(device):
     words = pack_mask(mask)
     turned = transpose_packed_mask(words, query_start=4300 - 35)
     assert torch.equal(turned, pack_mask(mask.transpose(1, 2)).transpose(1, 2))
-    lists = key_lists_from_words(words, 35, query_start=4300 - 35)
+    lists = key_lists_from_packed_mask(words, 35, query_start=4300 - 35)
     assert torch.equal(mask_from_key_lists(lists), mask)
 
 
@@ -149,24 +149,26 @@ def test_selection(device, documents, register_keys, monkeypatch):
     starts = document_starts(device)[:, :length] if documents else None
     ema = torch.tensor(0.02, device=device)
     inputs = of_run(indexer(device), 0, length)
-    # Chunks of 32 rows.
-    options: dict[str, Any] = {**RULE, "local_window": 5, "row_chunk_bytes": 2**14}
-    whole = select_keys(*inputs, ema, document_starts=starts, **options)
-    mask = unpack_mask(whole.words, length)
-    begin = select_keys(*of_run(inputs, 0, start), ema, document_starts=rows_of(starts, 0, start), **options)
-    assert torch.equal(begin.words, pack_mask(mask[:, :start, :start]))
 
-    rest = {"document_starts": rows_of(starts, start, length), "query_start": start, **options}
-    bits = select_keys(*of_run(inputs, start, length), ema, **rest)
-    listed = select_key_lists(*of_run(inputs, start, length), ema, **rest)
+    def of_queries(first: int, last: int, select: Any) -> Selection:
+        geometry = Geometry(rows_of(starts, first, last), first, local_window=5)
+        # Chunks of 32 rows.
+        return select(Indexer(*of_run(inputs, first, last)), RULE, ema, geometry, row_chunk_bytes=2**14)
+
+    whole = of_queries(0, length, select_keys)
+    mask = unpack_mask(whole.packed_mask, length)
+    begin = of_queries(0, start, select_keys)
+    assert torch.equal(begin.packed_mask, pack_mask(mask[:, :start, :start]))
+
+    packed, listed = (of_queries(start, length, select) for select in (select_keys, select_key_lists))
     wanted = mask[:, start:]
-    assert torch.equal(bits.words, pack_mask(wanted))
-    for found in (bits, listed):
+    assert torch.equal(packed.packed_mask, pack_mask(wanted))
+    for found in (packed, listed):
         assert torch.equal(found.budget, whole.budget[:, start:])
         assert_same(found.variance, whole.variance[:, start:])
-    for lists in (listed.lists, key_lists_from_words(bits.words, length - start, start)):
-        assert torch.equal(mask_from_key_lists(lists), wanted)
-    lists = listed.lists
+    lists = listed.key_lists
+    for each in (lists, key_lists_from_packed_mask(packed.packed_mask, length - start, start)):
+        assert torch.equal(mask_from_key_lists(each), wanted)
     rows = torch.tensor([0, 3, length - start - 1], device=device)
     assert torch.equal(words_of_rows(lists, rows), pack_mask(wanted[:, rows]))
 
@@ -178,17 +180,19 @@ def test_block_selection(device, documents):
     starts = document_starts(device) if documents else None
     ema = torch.tensor(0.02, device=device)
     inputs = indexer(device, 16)
-    options: dict[str, Any] = {"selection_block": 16, "local_window": 20}
-    whole = select_block_lists(*inputs, ema, document_starts=starts, **RULE, **options)
-    mask = mask_from_key_lists(whole.lists)
+
+    def of_queries(first: int, last: int) -> Selection:
+        geometry = Geometry(rows_of(starts, first, last), first, 16, local_window=20)
+        return select_block_lists(Indexer(*of_run(inputs, first, last, 16)), RULE, ema, geometry)
+
+    whole = of_queries(0, LENGTH)
+    mask = mask_from_key_lists(whole.key_lists)
     for first, last in BLOCK_RUNS:
         rows = slice(first // 16, -(-last // 16))
-        part = {"document_starts": rows_of(starts, first, last), "query_start": first, **options}
-        shared = select_block_lists(*of_run(inputs, first, last, 16), ema, **RULE, **part)
+        shared = of_queries(first, last)
         assert torch.equal(shared.budget, whole.budget[:, rows])
         assert_same(shared.variance, whole.variance[:, rows])
-        assert torch.equal(shared.words, pack_mask(unpack_mask(whole.words, LENGTH)[:, rows, :last]))
-        assert torch.equal(mask_from_key_lists(shared.lists), mask[:, first:last, :last])
+        assert torch.equal(mask_from_key_lists(shared.key_lists), mask[:, first:last, :last])
 
 
 @devices
@@ -210,7 +214,7 @@ def test_errors(device):
     q_idx, k_idx, weights = draw(device, 1, 8, 2, 16), draw(device, 1, 40, 16), draw(device, 1, 8, 2)
     ema = torch.tensor(0.02, device=device)
     lists = key_lists_from_mask(torch.ones(1, 8, 40, dtype=torch.bool, device=device).tril(32))
-    blocks = {**RULE, "selection_block": 16, "local_window": 16}
+    of_rows = Indexer(q_idx, k_idx, weights)
 
     def target(rows: SampledRows) -> torch.Tensor:
         raise AssertionError
@@ -224,18 +228,15 @@ def test_errors(device):
         (lambda: masked_attention(q, k, k), "k has shape"),
         (lambda: masked_attention(q, k, k, geometry=Geometry(query_start=31)), "k has shape"),
         (lambda: gathered_attention(q, k[:, 1:], k[:, 1:], lists), "k has shape"),
-        (lambda: select_keys(q_idx, k_idx, weights, ema, **RULE), "k_idx has shape"),
+        (lambda: select_keys(of_rows, RULE, ema), "keys has shape"),
+        (lambda: Geometry(None, 24, 16, 16), "query_start is 24 with selection_block 16"),
         (
-            lambda: select_block_lists(q_idx, k_idx, weights, ema, query_start=24, **blocks),
-            "query_start is 24 with selection_block 16",
-        ),
-        (
-            lambda: select_block_lists(q_idx, k_idx, weights, ema, query_start=48, **blocks),
+            lambda: select_block_lists(of_rows, RULE, ema, Geometry(None, 48, 16, 16)),
             "query_start is 48 with 40 keys",
         ),
         (lambda: loss(Geometry()), "indexer.queries has 8 rows; pass 40"),
         (lambda: loss(Geometry(query_start=40)), "query_start is 40 with 40 keys"),
-        (lambda: key_lists_from_words(lists.words.view(1, 8, -1), 8, 40), "words is"),
+        (lambda: key_lists_from_packed_mask(lists.words.view(1, 8, -1), 8, 40), "packed_mask is"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

@@ -4,11 +4,12 @@ The selection is compared with a stable sort of the scores the kernels themselve
 over that selection. What lies beyond a sequence's length is NaN throughout.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from covering import covered
 
 import gsa_kernels as ops
 
@@ -22,17 +23,17 @@ from decode_cases import (
     check_selection,
     make_case,
     poisoned_buffers,  # noqa: F401 - pytest finds it here
-    run,
-    selected_mask,
 )
 
 from gsa_kernels.decode import op, state, triton_select
+from gsa_kernels.types import BudgetRule
 
 GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="runs on the GPU instead")),
     pytest.param("cuda", marks=GPU_ONLY),
 ]
+OFF = replace(RULE, mode="off")
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -42,55 +43,62 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(
-    ("mode", "activation", "biases", "gate", "window", "dtype"),
-    [
-        ("inverse", "sigmoid", True, True, 9, torch.float32),
-        ("direct", "sigmoid", False, False, 0, torch.float16),
-        ("off", "relu", False, True, 40, torch.float32),
-    ],
+@covered(
+    "options",
+    mode=["inverse", "direct", "off"],
+    activation=["sigmoid", "relu"],
+    gate=[False, True],
+    window=[0, 9],
+    dtype=[torch.float32, torch.bfloat16],
+    heads=[(4, 2), (3, 1), (2, 2)],
+    splits=[None, 1, 4],
 )
-def test_step(
-    device: str, mode: str, activation: str, biases: bool, gate: bool, window: int, dtype: torch.dtype
-) -> None:
-    """Lengths: 1, less than k_t, an unused slot, one span and a bit."""
-    options: dict[str, Any] = {"activation": activation, "biases": biases, "gate": gate, "dtype": dtype}
-    case = make_case(device, [1, 3, 0, 1029], 1061, **options)
-    check(case, window, mode=mode)
+def test_step(device: str, options: dict[str, Any]) -> None:
+    """Lengths: 1, less than k_t, an unused slot, and what takes several tiles."""
+    options = dict(options)
+    rule, window = replace(RULE, mode=options.pop("mode")), options.pop("window")
+    sigmoid = options["activation"] == "sigmoid"
+    check(make_case(device, [1, 3, 0, 77], 80, indexer=(3, 24), biases=sigmoid, **options), rule, window)
 
 
-@pytest.mark.parametrize("heads", [(3, 1), (2, 2)])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_heads_and_splits(device: str, heads: tuple[int, int], splits: int) -> None:
-    check(make_case(device, [77], 80, heads=heads, indexer=(3, 24), gate=True), 5, splits)
+def test_more_than_one_span(device: str) -> None:
+    case = make_case(device, [1029], 1061, biases=True, gate=True)
+    check(case, window=9)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
     """More keys than the parts take at once, fewer than the selection has room for, the last tile short."""
-    check(make_case(device, [300, 149], 300, gate=True), 9, splits, k_base=120, k_max=150, mode="off")
+    rule = BudgetRule(120, 4, 150, "off")
+    check(make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits), rule, 9)
 
 
 def test_last_row_of_the_prefill(device: str) -> None:
     """Every operation of the prefill on its last row, from the same inputs."""
     length, window = 150, 6
     case = make_case(device, [length], length, gate=True, biases=True)
-    selection, workspace = case.state(RULE["k_max"])
-    out = run(case, selection, workspace, window)
+    out, x = case.step(window=window), case.indexer
 
-    visible = ops.causal_mask(length, query_positions=torch.tensor([length - 1], device=device))
-    scores = ops.indexer_scores(case.q_idx[:, None], case.k_idx, case.weights[:, None], **case.indexer)
-    _, variance = ops.score_moments(scores, visible)
-    budget = ops.adaptive_budget(variance, case.ema, visible.sum(-1), **RULE)
-    near = ops.local_window_mask(
-        length, window, query_positions=torch.tensor([length - 1]).to(device), device=device
+    last = torch.tensor([length - 1], device=device)
+    causal = ops.causal_mask(length, query_positions=last)
+    scores = ops.indexer_scores(
+        x.queries,
+        x.keys,
+        x.head_weight_logits,
+        score_bias=x.score_bias,
+        weight_bias=x.head_weight_bias,
+        activation=x.activation,
     )
-    top_k = ops.select_top_k(scores, visible, budget)
+    _, variance = ops.score_moments(scores, causal)
+    budget = ops.adaptive_budget(variance, case.ema, causal.sum(-1), **asdict(RULE))
+    top_k = ops.select_top_k(scores, causal, budget)
+    near = ops.local_window_mask(length, window, query_positions=last)
     assert case.gate is not None
     wanted = ops.sigmoid_gate(
-        ops.sparse_attention(case.q[:, None], case.k, case.v, top_k | near).out, case.gate[:, None]
+        ops.sparse_attention(case.q[:, None], case.cache.k, case.cache.v, top_k | near).out,
+        case.gate[:, None],
     )
-    assert torch.equal(selected_mask(selection, length), top_k[:, 0])
+    assert torch.equal(case.selected(), top_k[:, 0])
     torch.testing.assert_close(out, wanted[:, 0])
 
 
@@ -99,47 +107,45 @@ def test_ties_go_to_the_lower_index(device: str, few: int, monkeypatch: pytest.M
     """One score for all keys, more than one program's span of them: variance 0, and the first k_max keys."""
     monkeypatch.setattr(triton_select, "_FEW_PROGRAMS", few)
     case = make_case(device, [1100, 40], 1100)
-    case.k_idx[:] = 0.5
-    selection = check(case)
-    assert selection.variance.tolist() == [0.0, 0.0]
-    assert selection.indices[0, :20].tolist() == list(range(20))
+    case.indexer.keys[:] = 0.5
+    check(case)
+    assert case.cache.selection.variance.tolist() == [0.0, 0.0]
+    assert case.cache.selection.indices[0, :20].tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9, 1e5])
 def test_scores_beyond_the_histogram(device: str, scale: float) -> None:
     """Scores at 0, below its first bin, and above its last one; negative ones among them."""
     case = make_case(device, [1050], 1050, activation="relu", seed=3)
-    case.weights[:] = torch.tensor([scale, -scale], device=device)
-    selection, workspace = case.state(RULE["k_max"])
-    run(case, selection, workspace, mode="off")
-    scores = workspace.scores[:, None, :1050]
-    wanted = ops.select_top_k(scores, case.visible()[:, None], torch.full((1, 1), 12, device=device))[:, 0]
-    assert torch.equal(selected_mask(selection, 1050), wanted)
+    case.indexer.head_weight_logits[:] = torch.tensor([scale, -scale], device=device)
+    case.step(OFF)
+    scores = case.workspace.scores[:, None, :1050]
+    wanted = ops.select_top_k(scores, case.causal()[:, None], torch.full((1, 1), 12, device=device))[:, 0]
+    assert torch.equal(case.selected(), wanted)
 
 
 def test_floor_above_the_cut(device: str) -> None:
     """The sampled keys, and they alone, have high scores: fewer keys than k_t are above the floor."""
     case = make_case(device, [1100], 1100, activation="relu", seed=4)
-    case.weights.fill_(1.0)
+    x = case.indexer
+    x.head_weight_logits.fill_(1.0)
     sampled = torch.arange(state.SAMPLE, device=device)
-    case.k_idx[:, sampled * 1100 // state.SAMPLE] = case.q_idx[:, :1] * (10 + sampled[:, None])
-    rule = {**RULE, "mode": "off"}
-    selection, workspace = case.state(RULE["k_max"])
-    out = run(case, selection, workspace, **rule)
-    floor, threshold_bin, wanted = workspace.plan[0].tolist()
+    x.keys[:, sampled * 1100 // state.SAMPLE] = x.queries[:, 0, :1] * (10 + sampled[:, None])
+    out = case.step(OFF)
+    floor, threshold_bin, wanted = case.workspace.plan[0].tolist()
     assert floor > 0
     assert threshold_bin == 0
     assert wanted == 4
-    check_selection(case, selection, workspace.scores, **rule)
-    check_attention(case, out, selected_mask(selection, 1100), 0)
+    check_selection(case, OFF)
+    check_attention(case, out, case.selected(), 0)
 
 
 def test_few_distinct_scores(device: str) -> None:
     """Ties across the cut, at several levels."""
     case = make_case(device, [700], 700)
     levels = torch.randint(0, 3, (1, 700, 1), generator=torch.Generator().manual_seed(1))
-    case.k_idx[:] = levels.to(case.k_idx) * 0.25
-    check(case, k_min=15)
+    case.indexer.keys[:] = levels.to(case.indexer.keys) * 0.25
+    check(case, replace(RULE, k_min=15))
 
 
 def test_block_shared_selection(device: str) -> None:
@@ -148,65 +154,49 @@ def test_block_shared_selection(device: str) -> None:
     first = torch.tensor([41, 12], dtype=torch.int32)
     case = make_case(device, (first + steps).tolist(), 60, gate=True)
     generator = torch.Generator().manual_seed(7)
-    selection, workspace = case.state(RULE["k_max"])
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator).to(device=device, dtype=like.dtype)
+
     selected = torch.zeros(2, 60, dtype=torch.bool, device=device)
     for step in range(steps):
-        lengths = (first + step).to(device)
-        queries = {"q": case.q, "q_idx": case.q_idx, "weights": case.weights}
-        drawn = {
-            name: torch.randn(x.shape, generator=generator).to(device=device, dtype=x.dtype)
-            for name, x in queries.items()
-        }
-        now = replace(case, lengths=lengths, **drawn)
-        out = run(now, selection, workspace, window, selection_block=block)
-        reference = ops.decode_top_k(
-            now.q_idx, now.k_idx, now.weights, lengths, now.ema, **now.indexer, **RULE
-        )
+        lengths, x = (first + step).to(device), case.indexer
+        indexer = replace(x, queries=drawn(x.queries), head_weight_logits=drawn(x.head_weight_logits))
+        now = replace(case.with_new(lengths=lengths), q=drawn(case.q), indexer=indexer)
+        out = now.step(window=window, block=block)
+        reference = ops.decode_top_k(indexer, lengths, RULE, now.ema)
         refreshed = (lengths - 1) % block == 0
         selected = torch.where(refreshed[:, None], reference.selected, selected)
-        assert torch.equal(selected_mask(selection, 60), selected)
+        assert torch.equal(now.selected(), selected)
         check_attention(now, out, selected, window)
 
 
 def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
     """A slot that is given to a shorter sequence before its first refresh: only its window is attended to."""
-    case = make_case(device, [3], 40)
-    selection, workspace = case.state(4)
+    case = make_case(device, [3], 40, k_max=4)
+    selection = case.cache.selection
     selection.indices[:] = torch.tensor([0, 5, 20, 39], dtype=torch.int32, device=device)
     selection.counts[:] = 4
-    out = op.decode_attend(case.q, case.k, case.v, case.lengths, selection, workspace, local_window=2)
+    out = op.decode_attend(case.q, case.cache, local_window=2)
     first = torch.zeros(1, 40, dtype=torch.bool, device=device)
     first[0, 0] = True
     check_attention(case, out, first, 2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lengths": torch.zeros(1, dtype=torch.int64)}, "pass contiguous int32"),
-        ({"k": torch.zeros(1, 30, 2, 32, dtype=torch.float16)}, "pass one dtype"),
-        ({"weights": torch.zeros(1, 3)}, "weight_logits has shape"),
-        ({"k_idx": torch.zeros(1, 31, 16)}, "pass caches of one"),
-    ],
-)
-def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
+def test_refuses() -> None:
     device = "cuda" if CUDA else "cpu"
     case = make_case(device, [30], 30)
-    selection, workspace = case.state(RULE["k_max"])
-    bad = replace(case, **{name: x.to(device) for name, x in change.items()})
-    with pytest.raises(ValueError, match=message):
-        run(bad, selection, workspace)
-
-
-def test_refuses_options() -> None:
-    device = "cuda" if CUDA else "cpu"
-    case = make_case(device, [30], 30)
-    selection, workspace = case.state(RULE["k_max"])
-    with pytest.raises(ValueError, match="local_window of at least 8"):
-        run(case, selection, workspace, window=4, selection_block=8)
-    with pytest.raises(ValueError, match="selection holds 20 keys"):
-        run(case, selection, workspace, k_max=30)
-    with pytest.raises(ValueError, match="make one for 1 of 30"):
-        run(case, selection, replace(workspace, scores=workspace.scores[:, :8]))
-    with pytest.raises(ValueError, match="power of two"):
-        case.state(8, splits=3)
+    workspace = replace(case.workspace, scores=case.workspace.scores[:, :8])
+    other_keys = replace(case.indexer, keys=case.indexer.keys.new_zeros(1, 31, 16))
+    for bad, message in [
+        (lambda: case.with_new(lengths=case.lengths.long()).step(), "pass contiguous int32"),
+        (lambda: case.with_new(k=case.cache.k.bfloat16()).step(), "pass one dtype"),
+        (lambda: case.with_new(workspace=workspace).step(), "make one for 1 of 30"),
+        (lambda: case.with_new(workspace=None).step(), "workspace is None"),
+        (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),
+        (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
+        (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),
+        (lambda: make_case(device, [30], 30, splits=3), "power of two"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            bad()

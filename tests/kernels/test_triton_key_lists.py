@@ -1,26 +1,20 @@
-"""Selections as key lists: from bits, straight from the scores, and back to the bits of some queries."""
+"""Selections as key lists: from packed masks, straight from the scores, and back to the packed mask of some queries."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from poison import poison_buffers
 from random_lists import lists_of, make_mask
-from test_triton_selection import DEVICES, EMA, RULE, Case, make_case
+from test_triton_selection import DEVICES, FULL_RULE, ON_GPU, RULE, Case, make_case
 
 from gsa_kernels import limits, packed_mask
-from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_from_key_lists
-
-pytest.importorskip("triton")
-
 from gsa_kernels.key_lists import triton_build, triton_rows
+from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_from_key_lists
 from gsa_kernels.key_lists.triton_rows import words_of_rows
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess
-
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from gsa_kernels.types import BudgetRule, Selection
 
 
 @pytest.fixture(params=DEVICES)
@@ -41,7 +35,8 @@ def random_mask(device: str, batch: int, length: int, density: float = 0.1) -> t
     return mask.tril().to(device)
 
 
-def check_equal(lists: KeyLists, wanted: KeyLists) -> None:
+def check_equal(lists: KeyLists | None, wanted: KeyLists) -> None:
+    assert lists is not None
     for name in ("keys", "words", "key_starts", "word_starts", "full", "counts"):
         found = getattr(lists, name)
         assert found.dtype == getattr(wanted, name).dtype
@@ -54,58 +49,66 @@ def check_equal(lists: KeyLists, wanted: KeyLists) -> None:
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 32), (2, 45), (1, 70)])
-def test_lists_of_words(device: str, batch: int, length: int) -> None:
+def test_lists_of_packed_masks(device: str, batch: int, length: int) -> None:
     mask = random_mask(device, batch, length)
-    lists = lists_op.key_lists_from_words(packed_mask.pack_mask(mask), length)
+    lists = lists_op.key_lists_from_packed_mask(packed_mask.pack_mask(mask), length)
     check_equal(lists, key_lists_from_mask(mask))
     assert torch.equal(mask_from_key_lists(lists), mask)
 
 
-def test_words_of_another_length_are_refused(device: str) -> None:
+def test_packed_masks_of_another_length_are_refused(device: str) -> None:
     words = packed_mask.pack_mask(random_mask(device, 1, 40))
     with pytest.raises(ValueError, match=r"pass int32 \[B, 41, 2\]"):
-        lists_op.key_lists_from_words(words, 41)
+        lists_op.key_lists_from_packed_mask(words, 41)
 
 
-def select_both(case: Case, **changes: Any) -> tuple[lists_op.ListSelection, op.Selection]:
-    ema = torch.tensor(EMA, device=case.q.device)
-    options = {**case.options, **RULE, **changes}
-    lists = lists_op.select_key_lists(case.q, case.k, case.w, ema, **options)
-    return lists, op.select_keys(case.q, case.k, case.w, ema, **options)
+def select_both(
+    case: Case, rule: BudgetRule = RULE, window: int = 0, **options: Any
+) -> tuple[Selection, Selection]:
+    lists = case.select(rule, window, lists_op.select_key_lists, **options)
+    return lists, case.select(rule, window, **options)
 
 
-def check_same(lists: lists_op.ListSelection, selection: op.Selection) -> None:
-    assert torch.equal(lists.budget, selection.budget)
-    assert torch.equal(lists.variance, selection.variance)
-    length = selection.words.shape[1]
-    mask = packed_mask.unpack_mask(selection.words, length)
-    assert torch.equal(mask_from_key_lists(lists.lists), mask)
-    assert lists.lists.max_count == int(lists.lists.counts.max())
+def check_same(listed: Selection, selection: Selection) -> None:
+    assert torch.equal(listed.budget, selection.budget)
+    assert torch.equal(listed.variance, selection.variance)
+    assert listed.key_lists is not None
+    assert selection.packed_mask is not None
+    mask = packed_mask.unpack_mask(selection.packed_mask, selection.packed_mask.shape[1])
+    assert torch.equal(mask_from_key_lists(listed.key_lists), mask)
+    assert listed.key_lists.max_count == int(listed.key_lists.counts.max())
 
 
 @pytest.mark.parametrize(
-    ("length", "documents", "changes"),
-    [(40, False, {"local_window": 5}), (35, True, {"row_chunk_bytes": 1})],
+    ("length", "documents", "options"),
+    [(40, False, {"window": 5}), (35, True, {"row_chunk_bytes": 1})],
     ids=["one chunk", "many chunks"],
 )
-def test_lists_hold_the_selection(device: str, length: int, documents: bool, changes: dict[str, Any]) -> None:
+def test_lists_hold_the_selection(device: str, length: int, documents: bool, options: dict[str, Any]) -> None:
     case = make_case(device, length, batch=1 + documents, documents=documents)
-    check_same(*select_both(case, **changes))
+    check_same(*select_both(case, **options))
+
+
+def test_shared_selections_are_made_elsewhere() -> None:
+    case = make_case("cpu", 40)
+    case.geometry = replace(case.geometry, selection_block=16, local_window=16)
+    with pytest.raises(ValueError, match="call select_block_lists"):
+        case.select(window=16, select=lists_op.select_key_lists)
 
 
 def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words that are not zeroed first: all that is read was written."""
+    """Packed masks that are not zeroed first: all that is read was written."""
     monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
     monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)
-    case = make_case(device, 50)
-    changes = {"k_base": 4, "k_min": 2, "k_max": 6, "row_chunk_bytes": 1, "candidates_from": 32}
-    check_same(*select_both(case, **changes))
+    case = make_case(device, 45)
+    check_same(*select_both(case, BudgetRule(4, 2, 6), row_chunk_bytes=1, candidates_from=32))
 
 
-@pytest.mark.parametrize("queries", [16, 32])
-@pytest.mark.parametrize(("length", "share"), [(1, 1), (20, 2), (77, 1), (96, 2)])
-def test_bits_of_some_queries(
+@pytest.mark.parametrize(
+    ("length", "share", "queries"), [(1, 1, 32), (20, 2, 16), (77, 1, 16), (96, 2, 32), (77, 1, 32)]
+)
+def test_packed_mask_of_some_queries(
     device: str, length: int, share: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From lists with full parts, shared keys, gaps and junk in the bits beyond L; in several steps."""
@@ -127,25 +130,26 @@ def test_bits_of_some_queries(
 )
 def test_long_lists(length: int, documents: bool, candidates_from: int | None) -> None:
     case = make_case("cuda", length, heads=4, dim=64, dtype=torch.bfloat16, documents=documents)
-    rule = {"k_base": 2048, "k_min": 256, "k_max": 4096, "mode": "inverse"}
     lists, selection = select_both(
-        case, **rule, candidates_from=candidates_from, row_chunk_bytes=64 * 2**20, local_window=64
+        case, FULL_RULE, 64, candidates_from=candidates_from, row_chunk_bytes=64 * 2**20
     )
     assert torch.equal(lists.budget, selection.budget)
     assert torch.equal(lists.variance, selection.variance)
-    check_equal(lists.lists, lists_op.key_lists_from_words(selection.words, length))
+    assert selection.packed_mask is not None
+    check_equal(lists.key_lists, lists_op.key_lists_from_packed_mask(selection.packed_mask, length))
 
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(value, marks=ON_GPU) for value in (None, 8192)])
 def test_lists_at_128k(candidates_from: int | None) -> None:
-    """On some tiles, against the words."""
+    """On some tiles, against the packed mask."""
     case = make_case("cuda", 131072, heads=4, dim=64, dtype=torch.bfloat16)
-    rule = {"k_base": 2048, "k_min": 256, "k_max": 4096, "mode": "inverse"}
-    selected, selection = select_both(case, **rule, candidates_from=candidates_from)
-    lists = selected.lists
+    selected, selection = select_both(case, FULL_RULE, candidates_from=candidates_from)
+    lists, words = selected.key_lists, selection.packed_mask
+    assert lists is not None
+    assert words is not None
     for tile in (0, 1, 255, 256, 2000, 4095):
         start, count = int(lists.key_starts[0, tile]), int(lists.counts[0, tile])
-        mask = packed_mask.unpack_mask(selection.words[:, tile * 32 : tile * 32 + 32], 131072)[0]
+        mask = packed_mask.unpack_mask(words[:, tile * 32 : tile * 32 + 32], 131072)[0]
         union = mask.any(0)
         assert torch.equal(lists.keys[start : start + count].long(), union.nonzero()[:, 0])
         bits = (lists.words[start : start + count, None] >> torch.arange(32, device="cuda")) & 1

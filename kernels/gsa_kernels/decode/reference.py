@@ -5,7 +5,6 @@ Composed of the operations of the prefill, on its last row: `indexer_scores`, `s
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -15,6 +14,7 @@ from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import select_top_k
+from gsa_kernels.types import BudgetRule, Indexer
 
 
 @dataclass(frozen=True)
@@ -35,49 +35,37 @@ class DecodeTopK:
 
 
 def decode_top_k(
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    weight_logits: torch.Tensor,
-    lengths: torch.Tensor,
-    variance_ema: torch.Tensor,
-    *,
-    score_bias: torch.Tensor | None = None,
-    weight_bias: torch.Tensor | None = None,
-    activation: Literal["sigmoid", "relu"] = "sigmoid",
-    k_base: int,
-    k_min: int,
-    k_max: int,
-    mode: Literal["inverse", "direct", "off"],
+    indexer: Indexer, lengths: torch.Tensor, rule: BudgetRule, variance_ema: torch.Tensor
 ) -> DecodeTopK:
     """The k_t keys of highest indexer score among the first `lengths`, ties to the lower index.
 
     Args:
-        q_idx: [B, HI, DI], of the token at position lengths - 1
-        k_idx: [B, L_max, DI], the cache
-        weight_logits: w, [B, HI]
+        indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
+            [B, L_max, DI], the cache
         lengths: int [B], tokens of each sequence, the new one included; 0 for an unused slot
         variance_ema: 0-d, the layer's frozen moving average
-        score_bias: b, [HI], zero if None
-        weight_bias: c, [HI], zero if None
     """
-    check_shape("q_idx", q_idx, "[B, HI, DI]", (None, None, None))
-    batch, heads, dim = q_idx.shape
-    check_shape("k_idx", k_idx, "[B, L_max, DI]", (batch, None, dim))
-    check_shape("weight_logits", weight_logits, "[B, HI]", (batch, heads))
-    visible = _visible(lengths, batch, k_idx.shape[1])
+    check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (None, 1, None, None))
+    causal = _causal(lengths, *indexer.keys.shape[:2])
     scores = indexer_scores(
-        q_idx[:, None],
-        k_idx.masked_fill(~visible[..., None], 0.0),
-        weight_logits[:, None],
-        score_bias=score_bias,
-        weight_bias=weight_bias,
-        activation=activation,
+        indexer.queries,
+        indexer.keys.masked_fill(~causal[..., None], 0.0),
+        indexer.head_weight_logits,
+        score_bias=indexer.score_bias,
+        weight_bias=indexer.head_weight_bias,
+        activation=indexer.activation,
     )
-    _, variance = score_moments(scores, visible[:, None])
+    _, variance = score_moments(scores, causal[:, None])
     budget = adaptive_budget(
-        variance, variance_ema, visible.sum(-1)[:, None], k_base=k_base, k_min=k_min, k_max=k_max, mode=mode
+        variance,
+        variance_ema,
+        causal.sum(-1)[:, None],
+        k_base=rule.k_base,
+        k_min=rule.k_min,
+        k_max=rule.k_max,
+        mode=rule.mode,
     )
-    selected = select_top_k(scores, visible[:, None], budget)
+    selected = select_top_k(scores, causal[:, None], budget)
     return DecodeTopK(scores[:, 0], variance[:, 0], budget[:, 0], selected[:, 0])
 
 
@@ -112,10 +100,10 @@ def decode_attention(
     check_shape("k", k, "[B, L_max, Hkv, D]", (q.shape[0], None, None, q.shape[2]))
     check_shape("selected", selected, "[B, L_max]", tuple(k.shape[:2]))
     check_at_least("local_window", local_window, 0)
-    visible = _visible(lengths, *k.shape[:2])
+    causal = _causal(lengths, *k.shape[:2])
     distance = lengths[:, None] - 1 - torch.arange(k.shape[1], device=k.device)
-    mask = (selected | (distance < local_window)) & visible
-    unused = ~visible[..., None, None]
+    mask = (selected | (distance < local_window)) & causal
+    unused = ~causal[..., None, None]
     out = sparse_attention(
         q[:, None],
         k.masked_fill(unused, 0.0),
@@ -125,7 +113,7 @@ def decode_attention(
     return out if output_gate_logits is None else sigmoid_gate(out, output_gate_logits)
 
 
-def _visible(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:
-    """bool [B, L_max]"""
+def _causal(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:
+    """bool [B, L_max]: the sequence's tokens."""
     check_shape("lengths", lengths, "[B]", (batch,))
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
-from gsa_kernels.decode.state import DecodeSelection, DecodeWorkspace
+from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -35,19 +35,16 @@ many there are: their indices are asked for beside the count."""
 
 def attend_to_indices(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    selection: DecodeSelection,
+    cache: LayerCache,
     workspace: DecodeWorkspace,
     local_window: int,
     gate_logits: torch.Tensor | None,
-    scale: float,
     out: torch.Tensor,
     chained: bool,
 ) -> None:
     """Arguments as in `decode_attend`, checked by it. `chained`: start before the kernel in front has ended."""
     batch, heads, dim = q.shape
+    k, v, selection = cache.k, cache.v, cache.selection
     max_length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     splits = workspace.splits
@@ -58,7 +55,7 @@ def attend_to_indices(
         k,
         v,
         gate_logits,
-        lengths,
+        cache.lengths,
         selection.indices,
         selection.counts,
         workspace.partial_out,
@@ -73,7 +70,7 @@ def attend_to_indices(
         k_cap,
         max_length,
         local_window,
-        scale * LOG2_E.value,
+        dim**-0.5 * LOG2_E.value,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),
         ROWS=max(triton.next_power_of_2(group), 16),

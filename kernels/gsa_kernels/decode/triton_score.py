@@ -15,6 +15,7 @@ from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, Decod
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
 from gsa_kernels.indexer.triton_scores import HALF_DTYPES, fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
+from gsa_kernels.types import Indexer
 
 _SAMPLES_ABOVE = tl.constexpr(6)  # beyond those expected: in random order, not one floor in 10^4 is too high
 _LEAST_HEADS = 8  # columns of the smallest product
@@ -25,12 +26,7 @@ _COPIED_BYTES = 64 * 1024
 
 
 def score_keys(
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    weight_logits: torch.Tensor,
-    score_bias: torch.Tensor | None,
-    weight_bias: torch.Tensor | None,
-    activation: str,
+    indexer: Indexer,
     lengths: torch.Tensor,
     k_max: int,
     selection_block: int,
@@ -41,24 +37,25 @@ def score_keys(
 
     Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early.
     """
-    batch, heads, dim = q_idx.shape
-    max_length = k_idx.shape[1]
-    half = q_idx.dtype in HALF_DTYPES
+    queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
+    batch, heads, dim = queries.shape
+    max_length = keys.shape[1]
+    half = queries.dtype in HALF_DTYPES
     block_d = triton.next_power_of_2(dim)
     _score_kernel[(triton.cdiv(max_length, CHUNK), batch)](
-        q_idx,
-        k_idx,
+        queries,
+        keys,
         weight_logits,
-        score_bias,
-        weight_bias,
+        indexer.score_bias,
+        indexer.head_weight_bias,
         lengths,
         workspace.scores,
         workspace.histogram,
         workspace.borderline_counts,
         workspace.plan,
         *workspace.chunk_moments,
-        *q_idx.stride()[:2],
-        *k_idx.stride()[:2],
+        *queries.stride()[:2],
+        *keys.stride()[:2],
         weight_logits.stride(0),
         workspace.scores.shape[1],
         max_length,
@@ -73,12 +70,12 @@ def score_keys(
         SAMPLE=SAMPLE,
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
-        SIGMOID=activation == "sigmoid",
+        SIGMOID=indexer.activation == "sigmoid",
         # The interpreter, which runs on the CPU, has no inline assembly.
-        TANH=half and q_idx.is_cuda,
+        TANH=half and queries.is_cuda,
         PRECISION="tf32" if half else "ieee",
         CHAINED=chained,
-        STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * q_idx.element_size()) + 1),
+        STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if half else _FLOAT_WARPS,
     )
 

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SPAN, DecodeSelection, DecodeWorkspace
+from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SPAN, DecodeWorkspace, LayerCache
 from gsa_kernels.selection.triton_search import INT_MAX, INT_MIN, above_cut, order_key, row_budget
+from gsa_kernels.types import BudgetRule
 
 # Bins divide octaves evenly; they reach from 2^-20, below which all is bin 0, to 2^12.
 _BIN_SHIFT = tl.constexpr(23 - (BINS_PER_OCTAVE.bit_length() - 1))
@@ -35,22 +36,21 @@ def _span(batch: int, max_length: int) -> int:
 
 
 def select_indices(
-    lengths: torch.Tensor,
-    max_length: int,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    selection_block: int,
-    selection: DecodeSelection,
+    cache: LayerCache,
     workspace: DecodeWorkspace,
+    max_length: int,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    selection_block: int,
     chained: bool,
 ) -> None:
-    """Fill the selection from what `score_keys` left in the workspace; empty the histogram for the next call.
+    """Fill the cache's selection from what `score_keys` left in the workspace; empty the histogram for the next call.
 
     Args:
-        budget_rule: k_base, k_min, k_max, mode
+        rule: with limits of at most `max_length`
         chained: start before `score_keys` has ended, and wait for it on the device
     """
-    k_base, k_min, k_max, mode = budget_rule
+    lengths, selection = cache.lengths, cache.selection
     columns = workspace.scores.shape[1]
     span = _span(lengths.shape[0], max_length)
     grid = (triton.cdiv(max_length, span), lengths.shape[0])
@@ -70,10 +70,10 @@ def select_indices(
         columns,
         max_length,
         selection_block,
-        k_base,
-        k_min,
-        k_max,
-        MODE=mode,
+        rule.k_base,
+        rule.k_min,
+        rule.k_max,
+        MODE=rule.mode,
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
         SPAN=span,

@@ -9,17 +9,18 @@ fp32 inputs get the exact sigmoid and IEEE products.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_activation, check_at_least, check_shape, count_queries
+from gsa_kernels.checks import check_shape, count_queries
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
+from gsa_kernels.types import Geometry, Indexer
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -43,18 +44,35 @@ alone on an H100, for each sequence, 16.2 instead of 17.4, 64 rows by 8 warps 18
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Checked and contiguous inputs of one indexer. Made by `score_inputs`."""
+    """Checked and contiguous inputs of one indexer. Made by `score_inputs`.
 
-    q_idx: torch.Tensor  # [B, R, HI, DI]
-    k_idx: torch.Tensor  # [B, Lk, DI]
-    weight_logits: torch.Tensor  # [B, R, HI]
-    score_bias: torch.Tensor | None  # [HI]
-    weight_bias: torch.Tensor | None  # [HI]
-    activation: Literal["sigmoid", "relu"]
-    document_starts: torch.Tensor | None  # int32 [B, R]
-    # Row r is the query at position query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride).
+    Row r is the query at position query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride).
+    """
+
+    indexer: Indexer
+    """Detached, with queries [B, R, HI, DI]."""
+    document_starts: torch.Tensor | None
+    """int32 [B, R]"""
     query_stride: int
     query_start: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.indexer.queries.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """R"""
+        return self.indexer.queries.shape[1]
+
+    @property
+    def num_keys(self) -> int:
+        """Lk"""
+        return self.indexer.keys.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indexer.queries.device
 
     def position(self, row: int) -> int:
         return self.query_start + row * self.query_stride
@@ -64,75 +82,70 @@ class ScoreInputs:
         return -(-(position - self.query_start) // self.query_stride)
 
 
-def score_inputs(
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    weight_logits: torch.Tensor,
-    *,
-    score_bias: torch.Tensor | None = None,
-    weight_bias: torch.Tensor | None = None,
-    activation: Literal["sigmoid", "relu"] = "sigmoid",
-    document_starts: torch.Tensor | None = None,
-    query_stride: int = 1,
-    query_start: int = 0,
-) -> ScoreInputs:
-    """Check shapes, dtypes and devices; detach, and make contiguous what the kernel reads.
+def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
+    """Check dtypes, devices and what the kernels can do; detach, and make contiguous what the kernel reads.
 
-    Row r of q_idx and weight_logits is the query at position query_start + r * query_stride: R = ceil(L /
-    query_stride) rows for the L queries, of which document_starts has all. k_idx has all Lk = query_start + L
-    positions. query_start is a multiple of query_stride.
+    Row r of the indexer's queries and head weight logits is query r * selection_block of the L queries from
+    `query_start` on, R = ceil(L / selection_block); its keys have all Lk = query_start + L positions.
     """
-    check_at_least("query_stride", query_stride, 1)
-    check_at_least("query_start", query_start, 0)
-    check_shape("q_idx", q_idx, "[B, R, HI, DI]", (None, None, None, None))
-    batch, rows, heads, dim = q_idx.shape
-    num_keys = query_start + rows if query_stride == 1 else None
-    check_shape("k_idx", k_idx, "[B, query_start + L, DI]", (batch, num_keys, dim))
-    if batch < 1 or k_idx.shape[1] < 1:
-        raise ValueError(f"q_idx has shape {tuple(q_idx.shape)}; pass at least one sequence and one token")
-    length = count_queries(query_start, k_idx.shape[1], query_stride)
-    check_shape("q_idx", q_idx, "[B, R, HI, DI]", (batch, -(-length // query_stride), heads, dim))
-    check_shape("weight_logits", weight_logits, "[B, R, HI]", (batch, rows, heads))
+    queries, keys, stride = indexer.queries, indexer.keys, geometry.selection_block
+    batch, rows, heads, dim = queries.shape
+    num_keys = geometry.query_start + rows if stride == 1 else None
+    check_shape("indexer.keys", keys, "[B, query_start + L, DI]", (batch, num_keys, dim))
+    if batch < 1 or keys.shape[1] < 1:
+        raise ValueError(
+            f"indexer.queries has shape {tuple(queries.shape)}; pass at least one sequence and one token"
+        )
+    length = count_queries(geometry.query_start, keys.shape[1], stride)
+    check_shape("indexer.queries", queries, "[B, R, HI, DI]", (batch, -(-length // stride), heads, dim))
     if heads not in INDEXER_HEADS:
-        raise ValueError(f"q_idx has {heads} heads; pass 1 to {INDEXER_HEADS[-1]}")
+        raise ValueError(f"indexer.queries has {heads} heads; pass 1 to {INDEXER_HEADS[-1]}")
     if dim not in INDEXER_HEAD_SIZES:
         raise ValueError(
-            f"q_idx has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
+            f"indexer.queries has head size {dim}; pass {INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
         )
-    if q_idx.dtype not in (*HALF_DTYPES, torch.float32):
-        raise ValueError(f"q_idx has dtype {q_idx.dtype}; pass bfloat16, float16 or float32")
-    if k_idx.dtype != q_idx.dtype:
-        raise ValueError(f"k_idx has dtype {k_idx.dtype} and q_idx {q_idx.dtype}; pass one dtype for both")
-    optional = {"score_bias": score_bias, "weight_bias": weight_bias}
-    check_activation(activation, heads, **optional)
-    # fp64 weights or biases would be rounded to fp32 in silence.
-    for name, tensor in {"weight_logits": weight_logits, **optional}.items():
-        if tensor is not None and tensor.dtype not in (*HALF_DTYPES, torch.float32):
-            raise ValueError(f"{name} has dtype {tensor.dtype}; pass bfloat16, float16 or float32")
-    if document_starts is not None:
-        check_shape("document_starts", document_starts, "[B, L]", (batch, length))
-        if document_starts.dtype != torch.int32:
-            raise ValueError(f"document_starts has dtype {document_starts.dtype}; pass int32")
-    others = {"k_idx": k_idx, "weight_logits": weight_logits, "document_starts": document_starts, **optional}
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != q_idx.device:
-            raise ValueError(f"{name} is on {tensor.device} and q_idx on {q_idx.device}; pass one device")
-
+    check_indexer_dtypes(indexer)
+    starts = geometry.document_starts
+    if starts is not None:
+        check_shape("document_starts", starts, "[B, L]", (batch, length))
+        if starts.device != queries.device:
+            raise ValueError(
+                f"document_starts is on {starts.device} and the indexer on {queries.device}; pass one device"
+            )
+    tensors: dict[str, Any] = {name: x.detach().contiguous() for name, x in _tensors(indexer).items()}
     return ScoreInputs(
-        q_idx=q_idx.detach().contiguous(),
-        k_idx=k_idx.detach().contiguous(),
-        weight_logits=weight_logits.detach().contiguous(),
-        score_bias=_contiguous(score_bias),
-        weight_bias=_contiguous(weight_bias),
-        activation=activation,
-        document_starts=None if document_starts is None else document_starts[:, ::query_stride].contiguous(),
-        query_stride=query_stride,
-        query_start=query_start,
+        replace(indexer, **tensors),
+        None if starts is None else starts[:, ::stride].contiguous(),
+        stride,
+        geometry.query_start,
     )
 
 
+def check_indexer_dtypes(indexer: Indexer) -> None:
+    """Of the kernels that calculate scores; and that all tensors are on one device."""
+    queries = indexer.queries
+    for name, tensor in _tensors(indexer).items():
+        # fp64 weights or biases would be rounded to fp32 in silence.
+        if tensor.dtype not in (*HALF_DTYPES, torch.float32):
+            raise ValueError(f"indexer.{name} has dtype {tensor.dtype}; pass bfloat16, float16 or float32")
+        if tensor.device != queries.device:
+            raise ValueError(
+                f"indexer.{name} is on {tensor.device} and its queries on {queries.device}; pass one device"
+            )
+    if indexer.keys.dtype != queries.dtype:
+        raise ValueError(
+            f"indexer.keys has dtype {indexer.keys.dtype} and its queries {queries.dtype}; pass one dtype for both"
+        )
+
+
+def _tensors(indexer: Indexer) -> dict[str, torch.Tensor]:
+    """What the scores are made of, without the biases that are None."""
+    names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
+    return {name: getattr(indexer, name) for name in names if getattr(indexer, name) is not None}
+
+
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    return HALF_TILES if inputs.q_idx.dtype in HALF_DTYPES else FLOAT_TILES
+    return HALF_TILES if inputs.indexer.queries.dtype in HALF_DTYPES else FLOAT_TILES
 
 
 def write_scores(
@@ -151,21 +164,17 @@ def write_scores(
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
-        key_stride: inputs.k_idx[:, s] is some key at s * key_stride <= position < (s + 1) * key_stride
+        key_stride: inputs.indexer.keys[:, s] is some key at s * key_stride <= position < (s + 1) * key_stride
         wanted: int32 [B, row_stop - row_start]; tiles of rows in which all are 0 are left out
     """
-    batch, num_rows, _, dim = inputs.q_idx.shape
+    batch, num_rows, _, dim = inputs.indexer.queries.shape
     rows, columns = row_stop - row_start, out.shape[2]
     stacked = can_stack(inputs)
     tiles = STACKED_TILES if stacked else score_tiles(inputs)
     key_tiles = triton.cdiv(inputs.position(row_stop - 1) // key_stride + 1, tiles.cols)
     grid = (triton.cdiv(key_tiles, tiles.per_program), triton.cdiv(rows, tiles.rows), batch)
     _scores_kernel[grid](
-        inputs.q_idx,
-        inputs.k_idx,
-        inputs.weight_logits,
-        inputs.score_bias,
-        inputs.weight_bias,
+        *score_tensors(inputs),
         inputs.document_starts,
         wanted,
         out,
@@ -174,7 +183,7 @@ def write_scores(
         row_stop,
         columns,
         num_rows,
-        inputs.k_idx.shape[1],
+        inputs.num_keys,
         out.stride(0),
         out.stride(1),
         dim**-0.5,
@@ -187,14 +196,21 @@ def write_scores(
 
 def can_stack(inputs: ScoreInputs) -> bool:
     """Whether the product of all heads at once has a layout in which a thread has all heads of its rows."""
-    heads, half = inputs.q_idx.shape[2], inputs.q_idx.dtype in HALF_DTYPES
-    return half and heads in (2, 4) and on_hopper(inputs.q_idx.device)
+    queries = inputs.indexer.queries
+    return queries.dtype in HALF_DTYPES and queries.shape[2] in (2, 4) and on_hopper(queries.device)
+
+
+def score_tensors(inputs: ScoreInputs) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of one indexer, in the order in which kernels take them."""
+    x = inputs.indexer
+    return (x.queries, x.keys, x.head_weight_logits, x.score_bias, x.head_weight_bias)
 
 
 def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
     """Constants and launch options that every kernel which calculates scores shares."""
-    heads, dim = inputs.q_idx.shape[2:]
-    half = inputs.q_idx.dtype in HALF_DTYPES
+    queries = inputs.indexer.queries
+    heads, dim = queries.shape[2:]
+    half = queries.dtype in HALF_DTYPES
     return {
         "HI": heads,
         "DI": dim,
@@ -202,17 +218,13 @@ def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_COLS": tiles.cols,
         "TILES": tiles.per_program,
-        "SIGMOID": inputs.activation == "sigmoid",
+        "SIGMOID": inputs.indexer.activation == "sigmoid",
         # The interpreter, which runs on the CPU, has no inline assembly.
-        "TANH": half and inputs.q_idx.is_cuda,
+        "TANH": half and queries.is_cuda,
         "PRECISION": "tf32" if half else "ieee",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().contiguous()
 
 
 @triton.jit

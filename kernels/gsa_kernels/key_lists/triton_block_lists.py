@@ -13,6 +13,7 @@ import triton.language as tl
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.selection.triton_search import window_words
+from gsa_kernels.types import Geometry
 
 _ALIGNMENT = 32  # entries: 128 bytes
 # Of a block's row, and of its window, at a time. On an H200, with 8 warps and L = 32768, 256 words take 25 us,
@@ -20,29 +21,21 @@ _ALIGNMENT = 32  # entries: 128 bytes
 _WORDS, _COLUMNS = 256, 128
 
 
-def block_key_lists(
-    words: torch.Tensor,
-    *,
-    length: int,
-    k_max: int,
-    selection_block: int,
-    local_window: int,
-    document_starts: torch.Tensor | None,
-    query_start: int = 0,
-) -> KeyLists:
+def block_key_lists(packed_mask: torch.Tensor, length: int, k_max: int, geometry: Geometry) -> KeyLists:
     """Lists of all queries, in tiles of min(selection_block, 32), from the top-k of the blocks' first queries.
 
     The tiles of a block share their keys. A tile with a query of another document than the block's first has no
     full part, for this query does not see the top-k.
 
     Args:
-        words: int32 [B, R, W], R = ceil(L / selection_block), at most k_max bits in a row; contiguous
+        packed_mask: int32 [B, R, W], R = ceil(L / selection_block), at most k_max bits in a row; contiguous
         length: L
-        document_starts: int32 [B, L], contiguous
-        query_start: position of the first query, a multiple of selection_block
     """
-    batch, blocks, words_per_row = words.shape
-    device = words.device
+    selection_block, local_window = geometry.selection_block, geometry.local_window
+    query_start = geometry.query_start
+    document_starts = None if geometry.document_starts is None else geometry.document_starts.contiguous()
+    batch, blocks, words_per_row = packed_mask.shape
+    device = packed_mask.device
     queries = min(selection_block, TILE_QUERIES)
     tiles_per_block = selection_block // queries
     tiles = triton.cdiv(length, queries)
@@ -66,7 +59,7 @@ def block_key_lists(
         query_start=query_start,
     )
     _block_lists_kernel[(blocks, batch)](
-        words,
+        packed_mask,
         document_starts,
         lists.keys,
         lists.words,
@@ -85,7 +78,7 @@ def block_key_lists(
         QUERIES=queries,
         WORDS=_WORDS,
         COLUMNS=_COLUMNS,
-        POPC=words.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
+        POPC=packed_mask.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
         num_warps=8,
     )
     return lists

@@ -1,4 +1,4 @@
-"""Key lists from selections as bits: 32 rows by 32 columns of bits turned, columns without a bit left out.
+"""Key lists from packed masks: 32 rows by 32 columns of bits turned, columns without a bit left out.
 
 The size of the lists is in the data. So the keys of every piece of a tile are counted first, the host reads the
 sums, and the lists are filled into memory of exactly that size. `count_keys` does not wait: between it and
@@ -21,7 +21,7 @@ _WORDS = 128  # of each row that a program turns: 4096 keys
 class CountedKeys:
     """Adjacent tiles of queries whose keys are counted, perhaps not yet on the host."""
 
-    words: torch.Tensor
+    packed_mask: torch.Tensor
     """int32 [B, rows, W], the selection; must not change before `fill_lists` is enqueued."""
 
     first_diagonal: int
@@ -52,28 +52,34 @@ class FilledLists:
     host_counts: torch.Tensor
 
 
-def count_keys(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
+def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
     """Count, for each tile of 32 queries, the keys that any of them selects.
 
     Args:
-        words: int32 [B, rows, W]: bit s % 32 of word s // 32 set = the query selects key s. What lies after
-            the tile's last query is not read.
+        packed_mask: int32 [B, rows, W]. What lies after the tile's last query is not read.
         rows: the queries, from a multiple of 32 on
         query_start: position of query 0
     """
-    batch, num_rows, num_words = words.shape
+    batch, num_rows, num_words = packed_mask.shape
     tiles, pieces = triton.cdiv(num_rows, TILE_QUERIES), triton.cdiv(num_words, _WORDS)
-    counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=words.device)
+    counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=packed_mask.device)
     first_diagonal = rows.start // TILE_QUERIES + (query_start + TILE_QUERIES - 1) // TILE_QUERIES
     _count_kernel[(pieces, tiles, batch)](
-        words, counts, first_diagonal, num_rows, num_words, QUERIES=TILE_QUERIES, WORDS=_WORDS, num_warps=4
+        packed_mask,
+        counts,
+        first_diagonal,
+        num_rows,
+        num_words,
+        QUERIES=TILE_QUERIES,
+        WORDS=_WORDS,
+        num_warps=4,
     )
     host_counts = copy_to_host(counts.sum(-1, dtype=torch.int32))
     done = None
-    if words.is_cuda:
+    if packed_mask.is_cuda:
         done = torch.cuda.Event()
         done.record()
-    return CountedKeys(words, first_diagonal, counts, host_counts, done)
+    return CountedKeys(packed_mask, first_diagonal, counts, host_counts, done)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,20 +98,19 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def fill_lists(counted: CountedKeys) -> FilledLists:
     """Enqueue the lists, once the counts are on the host."""
     entries = int(counted.host_counts.sum())
-    words, counts = counted.words, counted.counts
+    packed_mask, counts = counted.packed_mask, counted.counts
     batch, tiles, pieces = counts.shape
     ends = counts.view(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
     starts = ends - counts
-    keys = torch.empty(entries, dtype=torch.int32, device=words.device)
-    members = torch.empty(entries, dtype=torch.int32, device=words.device)
+    keys = torch.empty(entries, dtype=torch.int32, device=packed_mask.device)
+    members = torch.empty(entries, dtype=torch.int32, device=packed_mask.device)
     _fill_kernel[(pieces, tiles, batch)](
-        words,
+        packed_mask,
         starts,
         keys,
         members,
         counted.first_diagonal,
-        words.shape[1],
-        words.shape[2],
+        *packed_mask.shape[1:],
         QUERIES=TILE_QUERIES,
         WORDS=_WORDS,
         num_warps=4,

@@ -14,8 +14,10 @@ import triton
 
 from gsa_kernels import limits
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
-from gsa_kernels.selection.triton_candidates import columns_per_program, write_candidates
-from gsa_kernels.selection.triton_guess import guess_thresholds
+from gsa_kernels.selection.criteria import Criteria, Outputs
+from gsa_kernels.selection.score_chunks import row_blocks
+from gsa_kernels.selection.triton_candidates import Candidates, columns_per_program, write_candidates
+from gsa_kernels.selection.triton_guess import Guesses, guess_thresholds
 from gsa_kernels.selection.triton_narrow import narrow_candidates
 from gsa_kernels.selection.triton_select_long import select_long_rows
 
@@ -29,12 +31,13 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     must not show the sample one phase of it alone. Of the last neighbours there may be none: a key is in the sample
     or not wherever the sequence ends.
     """
-    length = inputs.k_idx.shape[1]
+    length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE
     if _sampled_of(groups) < length:
         groups += 1
-    sampled = _sampled_of(torch.arange(groups, device=inputs.k_idx.device))
-    return replace(inputs, k_idx=inputs.k_idx[:, sampled].contiguous()), sampled.to(torch.int32)
+    sampled = _sampled_of(torch.arange(groups, device=inputs.device))
+    keys = indexer.keys[:, sampled].contiguous()
+    return replace(inputs, indexer=replace(indexer, keys=keys)), sampled.to(torch.int32)
 
 
 def _sampled_of(groups: _Numbers) -> _Numbers:
@@ -51,32 +54,20 @@ def candidate_rows(batch: int, k_max: int, tile: int, chunk_bytes: int) -> int:
 
 
 def select_by_candidates(
-    inputs: ScoreInputs,
-    sample: tuple[ScoreInputs, torch.Tensor],
-    rows: range,
-    blocks: list[tuple[range, int]],
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    words_start: int,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    local_window: int,
+    criteria: Criteria, sample: tuple[ScoreInputs, torch.Tensor], rows: range, outputs: Outputs
 ) -> torch.Tensor:
     """Scores and selection of a chunk of rows.
 
     Args:
         sample: from `sample_keys`
-        blocks: `rows` split where their size, and so the block of registers that holds the sample, doubles
-        outputs: words int32 [B, rows, W] (see `write_candidates`; zeros before the documents), budget int32
-            [B, L], variance fp32 [B, L]
-        words_start: the row of words[:, 0]
+        outputs: its packed mask is written up to the diagonal, but for what comes before the documents: zeros there
 
     Returns:
-        failed: int32 [B, R], 1 for the rows that are left to `select_failed`: their words are 0
+        failed: int32 [B, R], 1 for the rows that are left to `select_failed`: their rows of the packed mask are 0
     """
-    words, budget, variance = outputs
+    inputs = criteria.inputs
     sampled_inputs, sampled = sample
-    batch, device = budget.shape[0], budget.device
-    starts = inputs.document_starts
+    batch, device = inputs.batch, inputs.device
     end = inputs.position(rows.stop - 1) + 1
     sample_scores = torch.empty(
         (batch, len(rows), triton.cdiv(end, limits.CANDIDATE_SAMPLE_STRIDE * 16) * 16),
@@ -86,88 +77,39 @@ def select_by_candidates(
     write_scores(
         sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=limits.CANDIDATE_SAMPLE_STRIDE
     )
-    guesses = torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device)
     tile_rows = score_tiles(inputs).rows
     num_tiles = triton.cdiv(len(rows), tile_rows)
-    tied = torch.zeros((batch, num_tiles), dtype=torch.int32, device=device)
-    for part, block in blocks:
-        guess_thresholds(
-            sample_scores,
-            sampled,
-            inputs.query_start,
-            part,
-            rows.start,
-            block,
-            limits.CANDIDATE_SAMPLE_STRIDE,
-            starts,
-            variance_ema,
-            budget_rule,
-            tile_rows,
-            tied,
-            guesses,
-        )
+    guesses = Guesses(
+        torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device),
+        torch.zeros((batch, num_tiles), dtype=torch.int32, device=device),
+    )
+    for of_block, block in row_blocks(inputs, rows):
+        guess_thresholds(criteria, sample_scores, sampled, rows.start, of_block, block, guesses)
     del sample_scores
 
-    span = columns_per_program(inputs)
-    sums = torch.empty((batch, len(rows), triton.cdiv(end, span), 2), dtype=torch.float32, device=device)
-    room = limits.candidate_room(budget_rule[2])
-    candidates = torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device)
-    counts = torch.zeros((batch, len(rows)), dtype=torch.int32, device=device)
-    write_candidates(inputs, rows, guesses, tied, candidates, counts, words, words_start, sums)
-
-    failed = torch.empty((batch, len(rows)), dtype=torch.int32, device=device)
-    narrow_candidates(
-        candidates,
-        counts,
-        guesses,
-        sums,
-        span,
-        inputs.query_start,
-        rows,
-        words,
-        words_start,
-        (budget, variance),
-        failed,
-        starts,
-        variance_ema,
-        budget_rule,
-        local_window,
+    sums = (batch, len(rows), triton.cdiv(end, columns_per_program(inputs)), 2)
+    room = limits.candidate_room(criteria.rule.k_max)
+    candidates = Candidates(
+        sums=torch.empty(sums, dtype=torch.float32, device=device),
+        entries=torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device),
+        counts=torch.zeros((batch, len(rows)), dtype=torch.int32, device=device),
     )
+    write_candidates(inputs, rows, guesses, candidates, outputs)
+    failed = torch.empty((batch, len(rows)), dtype=torch.int32, device=device)
+    narrow_candidates(criteria, rows, candidates, guesses, outputs, failed)
     return failed
 
 
 def select_failed(
-    inputs: ScoreInputs,
-    rows: range,
-    blocks: list[tuple[range, int]],
-    scores: torch.Tensor,
-    failed: torch.Tensor,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    words_start: int,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    local_window: int,
+    criteria: Criteria, scores: torch.Tensor, rows: range, failed: torch.Tensor, outputs: Outputs
 ) -> None:
     """Select the rows that `select_by_candidates` left, from all their scores.
 
     Args:
-        rows: of the chunk, or some of them; `blocks` are theirs
         scores: fp32 [B, rows, columns], a buffer
+        rows: of the chunk, or some of them
         failed: int32 [B, rows]
     """
-    write_scores(inputs, rows.start, rows.stop, scores, wanted=failed)
-    for part, block in blocks:
-        select_long_rows(
-            scores,
-            rows.start,
-            part,
-            block,
-            outputs,
-            inputs.document_starts,
-            variance_ema,
-            budget_rule,
-            local_window,
-            words_start=words_start,
-            query_start=inputs.query_start,
-            wanted=failed,
-        )
+    write_scores(criteria.inputs, rows.start, rows.stop, scores, wanted=failed)
+    for of_block, block in row_blocks(criteria.inputs, rows):
+        select_long_rows(criteria, scores, rows.start, of_block, block, outputs, wanted=failed)

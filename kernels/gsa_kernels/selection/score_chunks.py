@@ -38,14 +38,13 @@ def row_chunks(
 
 def score_buffer(inputs: ScoreInputs, chunks: list[range]) -> torch.Tensor:
     """A flat fp32 buffer that holds the scores of the largest chunk."""
-    batch = inputs.q_idx.shape[0]
-    size = max((batch * len(rows) * score_columns(inputs, rows) for rows in chunks), default=0)
-    return torch.empty(size, dtype=torch.float32, device=inputs.q_idx.device)
+    size = max((inputs.batch * len(rows) * score_columns(inputs, rows) for rows in chunks), default=0)
+    return torch.empty(size, dtype=torch.float32, device=inputs.device)
 
 
 def chunk_view(buffer: torch.Tensor, inputs: ScoreInputs, rows: range) -> torch.Tensor:
     """The start of the flat `buffer` as [B, rows, columns], columns enough for the last row."""
-    batch, columns = inputs.q_idx.shape[0], score_columns(inputs, rows)
+    batch, columns = inputs.batch, score_columns(inputs, rows)
     return buffer[: batch * len(rows) * columns].view(batch, len(rows), columns)
 
 

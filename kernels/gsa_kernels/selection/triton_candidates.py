@@ -5,6 +5,8 @@ the variance needs, and a list of the candidates with their scores. At 128K toke
 of all scores.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +16,12 @@ from gsa_kernels.indexer.triton_scores import (
     load_queries,
     load_weights,
     score_options,
+    score_tensors,
     score_tiles,
     tile_scores,
 )
+from gsa_kernels.selection.criteria import Outputs
+from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
 
 _COLUMNS, _MAX_REGISTERS = 32, 128
@@ -38,65 +43,58 @@ def columns_per_program(inputs: ScoreInputs) -> int:
     return tiles.cols * tiles.per_program
 
 
-def write_candidates(
-    inputs: ScoreInputs,
-    rows: range,
-    guesses: torch.Tensor,
-    tied: torch.Tensor,
-    candidates: torch.Tensor,
-    counts: torch.Tensor,
-    words: torch.Tensor,
-    words_start: int,
-    sums: torch.Tensor,
-) -> None:
-    """Score `rows` against all keys they see, and keep what reaches guesses[..., 0].
+@dataclass(frozen=True)
+class Candidates:
+    """Of a chunk of rows, from `write_candidates`."""
 
-    Args:
-        guesses: fp32 [B, R, 3]: threshold, centre and last of each row, from `guess_thresholds`. Equal to the
-            threshold suffices up to the last key's tile of columns.
-        tied: int32 [B, tiles of rows], from `guess_thresholds`
-        candidates: int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In
-            any order, which may differ from run to run. Rows with more than C hold nothing of use.
-        counts: int32 [B, R] of zeros; then the number of candidates, which may be above C
-        words: int32 [B, rows, W]: bit s % 32 of word s // 32 of row r - words_start is set if s is a candidate.
-            Written up to the diagonal, except before the documents of all rows of a tile.
-        sums: fp32 [B, R, P, 2]: over the visible keys of the p-th `columns_per_program` columns, the sum of
-            x - centre and of its square; written up to the diagonal, from the documents of a tile's rows on
+    entries: torch.Tensor
+    """int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In any order, which
+    may differ from run to run. Rows with more than C hold nothing of use."""
+
+    counts: torch.Tensor
+    """int32 [B, R]: of zeros at first; then the number of candidates, which may be above C."""
+
+    sums: torch.Tensor
+    """fp32 [B, R, P, 2]: over the causal keys of the p-th `columns_per_program` columns, the sum of x - centre and of
+    its square; written up to the diagonal, from the documents of a tile's rows on."""
+
+
+def write_candidates(
+    inputs: ScoreInputs, rows: range, guesses: Guesses, candidates: Candidates, outputs: Outputs
+) -> None:
+    """Score `rows` against all keys they see, and keep what reaches their guesses.
+
+    Equal to the threshold suffices up to the last key's tile of columns. In the packed mask the bits of the candidates
+    are set. It is written up to the diagonal, except before the documents of all rows of a tile.
     """
-    batch, num_rows, _, dim = inputs.q_idx.shape
-    tiles = score_tiles(inputs)
+    tiles, words = score_tiles(inputs), outputs.packed_mask
+    room = candidates.entries.shape[2]
     assert inputs.query_stride == 1, "row r stands at query_start + r"
-    assert candidates.shape[2] >= _COLUMNS, "a full list takes one more tile's candidates at its start"
+    assert room >= _COLUMNS, "a full list takes one more tile's candidates at its start"
     num_spans = triton.cdiv(inputs.position(rows.stop - 1) + 1, columns_per_program(inputs))
     # Two kernels, since what tiles with many equal scores need costs the others a third of their time.
     for is_tied, spans in ((False, 1), (True, _TIED_SPANS)):
         # Row tiles first: programs that run side by side add to different counts.
-        grid = (triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_spans, spans), batch)
+        grid = (triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_spans, spans), inputs.batch)
         _candidates_kernel[grid](
-            inputs.q_idx,
-            inputs.k_idx,
-            inputs.weight_logits,
-            inputs.score_bias,
-            inputs.weight_bias,
+            *score_tensors(inputs),
             inputs.document_starts,
-            guesses,
-            tied,
-            candidates,
-            counts,
+            guesses.of_rows,
+            guesses.tied,
+            candidates.entries,
+            candidates.counts,
             words,
-            sums,
+            candidates.sums,
             inputs.query_start,
             rows.start,
             rows.stop,
-            words_start,
-            num_rows,
-            inputs.k_idx.shape[1],
-            words.shape[1],
-            words.shape[2],
-            sums.shape[2],
-            candidates.shape[1],
-            candidates.shape[2],
-            dim**-0.5,
+            outputs.first_row,
+            inputs.num_rows,
+            inputs.num_keys,
+            *words.shape[1:],
+            candidates.sums.shape[2],
+            *candidates.entries.shape[1:],
+            inputs.indexer.keys.shape[2] ** -0.5,
             TIED=is_tied,
             SPANS=spans,
             **score_options(inputs, tiles) | _options(inputs),

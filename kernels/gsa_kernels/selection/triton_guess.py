@@ -5,70 +5,74 @@ with just that score those up to it. As ties go to the lower index, what a guess
 if it is enough.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.limits import CANDIDATE_SLACK
+from gsa_kernels import limits
+from gsa_kernels.indexer.triton_scores import score_tiles
+from gsa_kernels.selection.criteria import Criteria
 from gsa_kernels.selection.triton_search import order_key, row_budget, score_of_key
 
 FEWEST_SAMPLES = 64
 """Rows with fewer have no guess: the threshold is -inf. They see few keys, which then all are candidates."""
 
-SLACK = tl.constexpr(CANDIDATE_SLACK)
+SLACK = tl.constexpr(limits.CANDIDATE_SLACK)
 _MOST_ROUNDS = tl.constexpr(12)
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """Of a chunk of rows, from `guess_thresholds`."""
+
+    of_rows: torch.Tensor
+    """fp32 [B, R, 3]: threshold, centre and last. Of the keys whose score is the threshold a row's candidates are those
+    up to `last`, infinite if it is all of them."""
+
+    tied: torch.Tensor
+    """int32 [B, tiles of rows]: 1 for a tile of rows, as the score kernel has them, with one whose `last` is finite; 0
+    before the first guess."""
+
+
 def guess_thresholds(
+    criteria: Criteria,
     sample_scores: torch.Tensor,
     sampled: torch.Tensor,
-    query_start: int,
-    rows: range,
     chunk_start: int,
+    rows: range,
     block: int,
-    key_stride: int,
-    document_starts: torch.Tensor | None,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    tile_rows: int,
-    tied: torch.Tensor,
-    guesses: torch.Tensor,
+    guesses: Guesses,
 ) -> None:
-    """guesses[b, r - chunk_start] = threshold, centre, last for `rows`, whose positions are all below `block`.
-
-    `last`: of the keys whose score is the threshold those up to this one; infinite if it is all of them.
+    """Fill in the guesses of `rows`, whose positions are all below `block`.
 
     Args:
-        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on
-        sampled: int32 [S], positions of the sampled keys, ascending: one of each `key_stride` neighbours
-        query_start: position of row 0
-        document_starts: int32 [B, L], of all rows
-        tied: int32 [B, ceil(R / tile_rows)] of zeros; 1 for a tile of rows with one that has a finite `last`
-        guesses: fp32 [B, R, 3]
+        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on, as the guesses are
+        sampled: int32 [S], positions of the sampled keys, ascending: one of each CANDIDATE_SAMPLE_STRIDE neighbours
     """
-    k_base, k_min, k_max, mode = budget_rule
-    samples = max(block // key_stride, 16)
-    _guess_kernel[(len(rows), sample_scores.shape[0])](
+    inputs, rule = criteria.inputs, criteria.rule
+    samples = max(block // limits.CANDIDATE_SAMPLE_STRIDE, 16)
+    _guess_kernel[(len(rows), inputs.batch)](
         sample_scores,
         sampled,
-        document_starts,
-        variance_ema,
-        tied,
-        guesses,
-        query_start,
+        inputs.document_starts,
+        criteria.variance_ema,
+        guesses.tied,
+        guesses.of_rows,
+        inputs.query_start,
         rows.start,
         chunk_start,
         sample_scores.shape[1],
         sampled.shape[0],
-        0 if document_starts is None else document_starts.shape[1],
-        sample_scores.stride(0),
-        sample_scores.stride(1),
-        k_base,
-        k_min,
-        k_max,
-        MODE=mode,
-        TILE_ROWS=tile_rows,
-        KEY_STRIDE=key_stride,
+        0 if inputs.document_starts is None else inputs.num_rows,
+        *sample_scores.stride()[:2],
+        rule.k_base,
+        rule.k_min,
+        rule.k_max,
+        MODE=rule.mode,
+        TILE_ROWS=score_tiles(inputs).rows,
+        KEY_STRIDE=limits.CANDIDATE_SAMPLE_STRIDE,
         FEWEST=FEWEST_SAMPLES,
         SAMPLES=samples,
         num_warps=min(max(samples // 1024, 1), 16),

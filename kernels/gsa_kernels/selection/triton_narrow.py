@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.selection.criteria import Criteria, Outputs
+from gsa_kernels.selection.triton_candidates import Candidates, columns_per_program
+from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import (
     INT_MIN,
     above_cut,
@@ -21,63 +24,51 @@ _MAX_REGISTERS = 64  # of a thread, so that several rows are at work on a multip
 
 
 def narrow_candidates(
-    candidates: torch.Tensor,
-    counts: torch.Tensor,
-    guesses: torch.Tensor,
-    sums: torch.Tensor,
-    span: int,
-    query_start: int,
+    criteria: Criteria,
     rows: range,
-    words: torch.Tensor,
-    words_start: int,
-    outputs: tuple[torch.Tensor, torch.Tensor],
+    candidates: Candidates,
+    guesses: Guesses,
+    outputs: Outputs,
     failed: torch.Tensor,
-    document_starts: torch.Tensor | None,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    local_window: int,
 ) -> None:
-    """Turn the bits of candidates into the selection of `rows`, the rows of the chunk, at query_start + r.
+    """Turn the bits of candidates into the selection of `rows`, the rows of the chunk.
 
     Args:
-        candidates, counts, words, sums, span: as `write_candidates` leaves them
-        outputs: budget int32 [B, L] and variance fp32 [B, L]
-        failed: int32 [B, R], 1 for a row with fewer than k_t candidates or more than the list holds: its words
-            become 0, and its budget and variance are not written
+        candidates, outputs: as `write_candidates` leaves them
+        failed: int32 [B, R], 1 for a row with fewer than k_t candidates or more than the list holds: its row of the
+            packed mask becomes 0, and its budget and variance are not written
     """
-    budget, variance = outputs
-    k_base, k_min, k_max, mode = budget_rule
+    inputs, rule, words = criteria.inputs, criteria.rule, outputs.packed_mask
     # The number of candidates is known on the device only: all sizes are launched, and each row belongs to one.
-    most = candidates.shape[2]
+    most = candidates.entries.shape[2]
     sizes = [most >> shift for shift in reversed(range(_SIZES)) if most >> shift >= _SMALLEST_SIZE] or [most]
     for above, size in zip([-1, *sizes[:-1]], sizes, strict=True):
-        _narrow_kernel[(len(rows), budget.shape[0])](
-            candidates,
-            counts,
-            guesses,
-            sums,
-            document_starts,
-            variance_ema,
+        _narrow_kernel[(len(rows), inputs.batch)](
+            candidates.entries,
+            candidates.counts,
+            guesses.of_rows,
+            candidates.sums,
+            inputs.document_starts,
+            criteria.variance_ema,
             words,
-            budget,
-            variance,
+            outputs.budget,
+            outputs.variance,
             failed,
-            query_start,
+            inputs.query_start,
             rows.start,
-            words_start,
-            budget.shape[1],
-            counts.shape[1],
-            words.shape[1],
-            words.shape[2],
-            sums.shape[2],
-            candidates.shape[1],
+            outputs.first_row,
+            inputs.num_rows,
+            candidates.counts.shape[1],
+            *words.shape[1:],
+            candidates.sums.shape[2],
+            candidates.entries.shape[1],
             above,
-            k_base,
-            k_min,
-            k_max,
-            local_window,
-            MODE=mode,
-            SPAN=span,
+            rule.k_base,
+            rule.k_min,
+            rule.k_max,
+            criteria.local_window,
+            MODE=rule.mode,
+            SPAN=columns_per_program(inputs),
             SPANS=_SPANS,
             MOST=most,
             SIZE=size,

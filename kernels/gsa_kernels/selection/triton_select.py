@@ -1,11 +1,10 @@
 """Moments, budget and exact top-k of one row of scores, all in one program with the row in registers."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.selection.criteria import Criteria, Outputs
 from gsa_kernels.selection.triton_search import (
     INT_MAX,
     INT_MIN,
@@ -20,67 +19,40 @@ from gsa_kernels.selection.triton_search import (
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 
-class LogSums(NamedTuple):
-    """log sum_{s in S_t} exp(beta I[t, s]), to be written beside a selection."""
-
-    inverse_temperature: torch.Tensor
-    """beta > 0: fp32, one element."""
-    out: torch.Tensor
-    """fp32 [B, R]; -inf for rows without a key."""
-
-
 def select_rows(
-    scores: torch.Tensor,
-    chunk_start: int,
-    rows: range,
-    block: int,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    document_starts: torch.Tensor | None,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    local_window: int,
-    query_stride: int = 1,
-    words_start: int = 0,
-    query_start: int = 0,
-    log_sums: LogSums | None = None,
+    criteria: Criteria, scores: torch.Tensor, chunk_start: int, rows: range, block: int, outputs: Outputs
 ) -> None:
-    """Select for `rows`, all of whose positions, query_start + r * query_stride, are below `block`.
+    """Select for `rows`, all of whose positions are below `block`.
 
     Args:
         scores: fp32 [B, R, columns], the chunk of rows from `chunk_start` on; the row stride a multiple of 16
         block: a power of two
-        outputs: words int32 [B, rows, W] holding zeros, of which row r has [:, r - words_start]; budget int32
-            [B, R], variance fp32 [B, R]
-        document_starts: int32 [B, R]
-        budget_rule: k_base, k_min, k_max, mode
+        outputs: its packed mask holds zeros
     """
-    words, budget, variance = outputs
-    k_base, k_min, k_max, mode = budget_rule
-    _select_rows_kernel[(len(rows), scores.shape[0])](
+    inputs, rule, log_sums = criteria.inputs, criteria.rule, outputs.log_sums
+    _select_rows_kernel[(len(rows), inputs.batch)](
         scores,
-        document_starts,
-        variance_ema,
-        words,
-        budget,
-        variance,
+        inputs.document_starts,
+        criteria.variance_ema,
+        outputs.packed_mask,
+        outputs.budget,
+        outputs.variance,
         None if log_sums is None else log_sums.inverse_temperature,
         None if log_sums is None else log_sums.out,
-        query_start,
+        inputs.query_start,
         rows.start,
         chunk_start,
-        budget.shape[1],
-        words_start,
-        words.shape[1],
-        words.shape[2],
-        scores.stride(0),
-        scores.stride(1),
-        k_base,
-        k_min,
-        k_max,
-        local_window,
-        STRIDE=query_stride,
-        MODE=mode,
-        HAS_WINDOW=local_window > 0,
+        inputs.num_rows,
+        outputs.first_row,
+        *outputs.packed_mask.shape[1:],
+        *scores.stride()[:2],
+        rule.k_base,
+        rule.k_min,
+        rule.k_max,
+        criteria.local_window,
+        STRIDE=inputs.query_stride,
+        MODE=rule.mode,
+        HAS_WINDOW=criteria.local_window > 0,
         BLOCK=block,
         **row_options(block),
     )

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.selection.criteria import Criteria, Outputs
 from gsa_kernels.selection.triton_search import (
     INT_MIN,
     above_cut,
@@ -26,18 +27,12 @@ _SMALLEST_LIST = 64  # groups
 
 
 def select_long_rows(
+    criteria: Criteria,
     scores: torch.Tensor,
     chunk_start: int,
     rows: range,
     block: int,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    document_starts: torch.Tensor | None,
-    variance_ema: torch.Tensor,
-    budget_rule: tuple[int, int, int, str],
-    local_window: int,
-    query_stride: int = 1,
-    words_start: int = 0,
-    query_start: int = 0,
+    outputs: Outputs,
     wanted: torch.Tensor | None = None,
 ) -> None:
     """Select for `rows`, all positions of which are below `block`. The arguments are those of `select_rows`.
@@ -45,39 +40,33 @@ def select_long_rows(
     Args:
         wanted: int32 [B, R], of the chunk; rows where it is 0 are left alone
     """
-    words, budget, variance = outputs
-    k_base, k_min, k_max, mode = budget_rule
-    batch, num_rows = budget.shape
-    grid = (len(rows), batch)
-    padded_groups = _padded_groups(query_start + (rows.stop - 1) * query_stride + 1)
-    list_length = _list_length(k_max)
+    inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
+    batch, grid = inputs.batch, (len(rows), inputs.batch)
+    padded_groups = _padded_groups(inputs.position(rows.stop - 1) + 1)
+    list_length = _list_length(rule.k_max)
     group_keys = torch.empty((batch, len(rows), padded_groups), dtype=torch.int32, device=scores.device)
     group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
     num_groups = max(block // GROUP, 128)
     chunk_rows = 0 if wanted is None else wanted.shape[1]
+    where = (inputs.query_start, rows.start, chunk_start, chunk_rows, inputs.num_rows)
     _best_groups_kernel[grid](
         scores,
-        document_starts,
+        inputs.document_starts,
         wanted,
-        variance_ema,
+        criteria.variance_ema,
         group_keys,
         group_list,
-        budget,
-        variance,
-        query_start,
-        rows.start,
-        chunk_start,
-        chunk_rows,
-        num_rows,
-        scores.stride(0),
-        scores.stride(1),
+        outputs.budget,
+        outputs.variance,
+        *where,
+        *scores.stride()[:2],
         padded_groups,
         list_length,
-        k_base,
-        k_min,
-        k_max,
-        STRIDE=query_stride,
-        MODE=mode,
+        rule.k_base,
+        rule.k_min,
+        rule.k_max,
+        STRIDE=inputs.query_stride,
+        MODE=rule.mode,
         GROUP=GROUP,
         TILE=_TILE,
         NUM_GROUPS=num_groups,
@@ -90,26 +79,20 @@ def select_long_rows(
     for above, size in zip([0, *sizes[:-1]], sizes, strict=True):
         _select_in_groups_kernel[grid](
             scores,
-            document_starts,
+            inputs.document_starts,
             wanted,
             group_list,
-            budget,
-            words,
-            words.view(torch.uint8),
-            query_start,
-            rows.start,
-            chunk_start,
-            chunk_rows,
-            num_rows,
-            words_start,
-            words.shape[1],
-            words.shape[2],
-            scores.stride(0),
-            scores.stride(1),
+            outputs.budget,
+            packed_mask,
+            packed_mask.view(torch.uint8),
+            *where,
+            outputs.first_row,
+            *packed_mask.shape[1:],
+            *scores.stride()[:2],
             list_length,
             above,
-            local_window,
-            STRIDE=query_stride,
+            criteria.local_window,
+            STRIDE=inputs.query_stride,
             GROUP=GROUP,
             SIZE=size,
             **search_options(size * GROUP),

@@ -13,6 +13,7 @@ from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.triton_scores import score_inputs
 from gsa_kernels.indexer_loss import op as kl_op
 from gsa_kernels.indexer_loss.triton_launch import Blocks, Inputs
+from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.model import query_sample
@@ -94,12 +95,12 @@ def test_the_loss_takes_the_sums_that_selection_and_attention_know(monkeypatch: 
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (9, 16), (1, 16), (1, 14), (1, 130)])
 def test_indexers_that_the_kernels_refuse_are_known_before_the_first_step(heads: int, dim: int) -> None:
     config = tiny_config(model={"head_dim": 32}, gsa={"indexer_heads": heads, "indexer_dim": dim})
-    inputs = (torch.zeros(1, 1, heads, dim), torch.zeros(1, 1, dim), torch.zeros(1, 1, heads))
+    indexer = Indexer(torch.zeros(1, 1, heads, dim), torch.zeros(1, 1, dim), torch.zeros(1, 1, heads))
     if not unsupported_by_kernels(config):
-        score_inputs(*inputs)
+        score_inputs(indexer, Geometry())
         return
-    with pytest.raises(ValueError, match="q_idx has"):
-        score_inputs(*inputs)
+    with pytest.raises(ValueError, match=r"indexer\.queries has"):
+        score_inputs(indexer, Geometry())
     baseline = dataclasses.replace(config.gsa, attention="dense")
     assert unsupported_by_kernels(dataclasses.replace(config, gsa=baseline)) == []
 
