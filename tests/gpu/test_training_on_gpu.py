@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.runs import REPOSITORY, SMALL, Run, kill, start
+from helpers.runs import CONFIG, REPOSITORY, SMALL, Run, kill, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +66,7 @@ def test_a_gpu_run_never_loads_the_cpu_backend(tmp_path: Path) -> None:
         "print('no CPU patch')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, "--config", "configs/demo.yaml", *SMALL, f"run.dir={tmp_path}"],
+        [sys.executable, "-c", program, "--config", CONFIG, *SMALL, f"run.dir={tmp_path}"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

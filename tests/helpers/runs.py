@@ -24,7 +24,7 @@ from gsa_train.metrics.record_format import read_records
 from helpers.forked import ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = "configs/demo.yaml"
+CONFIG = "tests/helpers/two_phases.yaml"
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, workers in sessions of their own included."""
 SHARED = "GSA_TEST_SHARED_RUNS"

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gsa_train.cli import parse_arguments
-from gsa_train.config import load_config
+from gsa_train.config import config_to_yaml, load_config
 from gsa_train.model.flops import count_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +76,27 @@ def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> N
         config_path.write_text(yaml_block(DOCS / "how_to/own_config.md"), encoding="utf-8")
     world_size = arguments.world_size if arguments.dry_run else start.world_size
     load_config(config_path, arguments.overrides, world_size, need_data=False)
+
+
+def test_the_few_fields_that_one_sets_are_those_of_the_example() -> None:
+    """And the page does not scare anybody: the rest of a resolved config are defaults."""
+    page = DOCS / "how_to/own_config.md"
+    config = yaml.safe_load(yaml_block(page))
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {
+        section: set(re.findall(r"`(\w+)`", fields))
+        for sections, fields in rows
+        for section in re.findall(r"`(\w+)`", sections)
+        if section in config
+    }
+    assert set(named) == set(config)
+    for section, fields in named.items():
+        entries = config[section] if isinstance(config[section], list) else [config[section]]
+        assert all(fields <= set(entry) for entry in entries), section
+        if section not in ("model", "phases"):
+            assert all(set(entry) == fields for entry in entries), section
+    resolved = config_to_yaml(load_config(ROOT / "configs/demo.yaml")).splitlines()
+    assert abs(len(resolved) - 180) < 20, "the page says how many lines config.yaml has"
 
 
 def test_a_wrong_field_in_a_command_is_found() -> None:
