@@ -13,7 +13,15 @@ from gsa_kernels import api, indexer_scores
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import Geometry, Indexer, RowSample, Selection
 
-FORMS = {"dense": 1, "dense, blocks": 16, "packed mask": 1, "key lists": 1, "shared 16": 16, "shared 64": 64}
+FORMS = {
+    "dense": 1,
+    "dense 16": 16,
+    "dense 128": 128,
+    "packed mask": 1,
+    "key lists": 1,
+    "shared 16": 16,
+    "shared 64": 64,
+}
 """What is attended to, and how many queries share a selection."""
 
 Loss = Callable[[Indexer, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -16,6 +16,7 @@ from loss_problems import FORMS, Problem, assert_same, check, differentiate, mak
 
 from gsa_kernels import api, operations_triton, renormalise_target, sampling
 from gsa_kernels.attention.reference import head_sum_probs
+from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.indexer_loss import triton_launch
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
@@ -66,48 +67,61 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
 @covered(
     "case",
     form=list(FORMS),
-    length=[1, 33, 70],
+    length=[1, 40, 70],
     dtype=[torch.float32, BF16],
     blocks=list(BLOCKS),
+    heads=[(4, 1), (6, 2), (5, 1), (2, 2)],
     indexer=[(1, 16), (3, 24), (4, 16)],
     activation=["sigmoid", "unbiased", "relu"],
     documents=[False, True],
-    query_start=[0, 64],
-    rows=["all", "half", "share"],
+    query_start=[0, 128],
+    rows=["all", "half", "share", "share of half"],
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 in its own blocks, side by side; in fp32 these are tested to more digits. With a packed mask the log-sum is
-    given or not, as there are documents or not."""
-    blocks = BLOCKS[case["blocks"]] if case["dtype"] == torch.float32 else None
-    cut(monkeypatch, blocks, None if case["one_chunk"] else 1)
-    names = ("dtype", "indexer", "activation", "documents", "query_start")
-    options = {name: case[name] for name in names}
-    samples = {"all": RowSample(), "half": RowSample(0.5, seed=3), "share": RowSample(share=(1, 2))}
-    batch = 2 if case["form"] in ("dense", "packed mask") else 1
+    given or not, as there are documents or not. Samples are of three stretches of rows, or of more tiles or blocks."""
+    cut(
+        monkeypatch,
+        BLOCKS[case["blocks"]] if case["dtype"] == torch.float32 else None,
+        None if case["one_chunk"] else 1,
+    )
+    samples = {
+        "all": RowSample(),
+        "half": RowSample(0.5, seed=3),
+        "share": RowSample(share=(1, 2)),
+        "share of half": RowSample(0.5, seed=3, share=(1, 2)),  # begins with the first, so the third
+    }
+    names = ("dtype", "heads", "indexer", "activation", "documents", "query_start")
+    tiles = 1 if case["dtype"] == torch.float32 else 2 if device == "cpu" else 5  # those of bf16 are larger
+    length = case["length"] if case["rows"] == "all" else 70
     problem = make_problem(
-        case["form"], case["length"], device, batch=batch, log_sum=case["documents"], **options
+        case["form"],
+        length * tiles,
+        device,
+        batch=2 if case["form"] in ("dense", "packed mask", "shared 16") else 1,
+        log_sum=case["documents"],
+        beta=0.6 if case["activation"] == "relu" else 1.7,
+        **{name: case[name] for name in names},
     )
     check(problem, samples[case["rows"]])
 
 
 @devices
-@pytest.mark.parametrize("form", ["packed mask", "key lists"])
-@pytest.mark.parametrize("indexer", [(1, 64), (2, 128), (4, 64), (8, 32)], ids=str)
-def test_bf16_of_many_shapes(device: str, form: str, indexer: tuple[int, int]) -> None:
-    """As many tiles as one sequence of 150 tokens has in the block shapes of training."""
-    documents = indexer[0] in (2, 8)
-    check(
-        make_problem(
-            form,
-            150 if form == "packed mask" else 70,
-            device,
-            dtype=BF16,
-            indexer=indexer,
-            batch=1,
-            documents=documents,
-        )
-    )
+@pytest.mark.parametrize(
+    ("form", "indexer", "documents"),
+    [
+        ("packed mask", (1, 64), False),
+        ("packed mask", (2, 128), True),
+        ("packed mask", (4, 64), False),
+        ("packed mask", (8, 32), True),
+        ("key lists", (4, 64), True),
+    ],
+    ids=str,
+)
+def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], documents: bool) -> None:
+    """As wide as one product takes the heads side by side."""
+    check(make_problem(form, 150, device, dtype=BF16, indexer=indexer, batch=1, documents=documents))
 
 
 @devices
@@ -125,6 +139,26 @@ def test_saturated_scores(device: str, form: str, blocks: str, monkeypatch: pyte
         pytest.skip("has one form")
     cut(monkeypatch, BLOCKS[blocks])
     check(make_problem(form, 50, device, size=6.0, beta=5.0, batch=1))
+
+
+@on_gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", range(1, 9))
+def test_groups_of_heads_in_bf16(device: str, group: int, form: str) -> None:
+    """The target is a sum over the query heads of each key-value head."""
+    for heads, head_size in (((2 * group, 2), 128), ((group, 1), 64)):
+        check(
+            make_problem(
+                form,
+                301,
+                device,
+                dtype=BF16,
+                indexer=(4, 64),
+                heads=heads,
+                head_size=head_size,
+                documents=True,
+            )
+        )
 
 
 @on_gpu
@@ -394,6 +428,11 @@ def test_errors_of_key_lists() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             gathered_indexer_loss(indexer, target, lists, block)
+    tiles, given = torch.zeros(1, dtype=torch.int32), (problem.q, problem.k, problem.lse, lists)
+    with pytest.raises(ValueError, match="tiles is"):
+        head_sum_probs_lists(*given, tiles.float())
+    with pytest.raises(ValueError, match="selection_block is 48"):
+        head_sum_probs_lists(*given, tiles, selection_block=48)
     for fraction, seed in ((0.0, 1), (0.4, 1), (0.5, None)):
         with pytest.raises(ValueError, match="fraction"):
             api.indexer_loss(
