@@ -17,7 +17,7 @@ class StepPlan:
     trains: bool
     """Else its batch is read and left out."""
     left_out_through: int | None
-    """Where a stretch of left-out steps begins for this start: its last step in this phase, for the log."""
+    """The last step of the left-out steps that begin here, for the log; None elsewhere."""
     logs: bool
     """Measures the attention, and writes the step's record."""
     validates: bool

@@ -91,8 +91,8 @@ def open_run(
     lock: RunLock,
     parallel: Parallel,
 ) -> Run:
-    """All that training needs, as it was at the start. The run folder comes last: nothing changes it before all that
-    may refuse the start is done. Collective.
+    """All that training needs, as it was at the start. The run folder comes last: a start that is refused
+    has changed nothing in it. Collective.
     """
     ranges, folder = phase_ranges(config.phases), run_dir(config)
     timeout = timedelta(minutes=config.parallel.timeout_minutes)
@@ -189,8 +189,9 @@ def open_phase(
     Raises:
         StateError: the checkpoint's optimizer state is not that of its weights.
     """
-    # All that is here stays: without it in the way, a full collection, of which megatron-core makes one per save, takes
-    # 10 ms instead of 300. The optimizer goes with its phase.
+    # Python's garbage collector leaves frozen objects out. megatron-core asks for a full collection at each save, which
+    # would search the million objects that are here and stay. The phase's optimizer is made after this, since it is
+    # freed with its phase.
     gc.collect()
     gc.freeze()
     phase_optimizer = build_optimizer(model, phase_range.phase, config)

@@ -76,9 +76,9 @@ def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: R
     copies = retried(lambda pulse: find_copies(filesystem, base.rstrip("/"), shards, pulse), root, reading)
     for trouble in copies.values():
         if reading.on_bad_shard == "fail":
+            more = f", and {len(copies) - 1} more such" if len(copies) > 1 else ""
             raise DataFault(
-                f"data folder {root!r} holds a shard twice: {trouble}, and {len(copies) - 1} more such; remove "
-                f"one of the two{reading.or_skip}"
+                f"data folder {root!r} holds a shard twice: {trouble}{more}; remove one of the two{reading.or_skip}"
             )
         warn_once(f"data folder {root!r}: left out, {trouble}")
     return Manifest(

@@ -16,8 +16,8 @@ from gsa_train.batches import load_tokenizer, open_validation_corpus, reading_of
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
+from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.mcore.build import Model, build_model
-from gsa_train.model.projected import IndexerProjections
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step

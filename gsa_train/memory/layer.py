@@ -49,7 +49,8 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes) -> Layer:
 def _attention(config: Config, sizes: Sizes) -> Tensors:
     gsa = config.gsa
     # Under context parallelism attention reads the K and V of the whole sequence, which are the core's; a recomputed
-    # core gathers them again. The fused G2 keeps the gated V in any case, whose memory K shares (prologue/op.py).
+    # core gathers them again. The fused G2 keeps the gated V in any case, whose memory K shares
+    # (fused/split_rotate_gate/op.py).
     reads_own = config.parallel.context == 1 or config.train.recompute == "selective"
     keeps_both = reads_own or (gsa.value_gate and fuses_heads(config))
     kept = {

@@ -161,7 +161,7 @@ class GSASelfAttention(MegatronModule):
                     self.runtime.shared_selection = self.over_chunks.select(
                         self.indexer, indexed, self.variance, attention_mask, attention_pass
                     )
-                projected = Projected(*projected[:5], *indexed)
+                projected = projected._replace(**indexed._asdict())
             selections = self.runtime.shared_selection
 
         attend = partial(self.over_chunks.attend, indexer=self.indexer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -132,14 +132,14 @@ class LayerStats:
 
     def add(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add all elements of `values` to the average `name` of layer `layer` (from 0)."""
-        row = MEANS.index(name)
+        row = _row(MEANS, name)
         place = self._sums.place(row, layer)
         torch.sum(values.detach(), dim=None, dtype=place.dtype, out=place)
         self._counts[row][layer] += values.numel()
 
     def maximum(self, name: str, layer: int, value: torch.Tensor) -> None:
         """Keep the largest of the 0-d `value` and what is there."""
-        self._extremes.place(EXTREMES.index(name), layer).copy_(value.detach())
+        self._extremes.place(_row(EXTREMES, name), layer).copy_(value.detach())
 
     def reset(self) -> None:
         self._sums.set(0.0)
@@ -197,3 +197,9 @@ class LayerStats:
             if any(present):
                 values[name] = [number if there else None for number, there in zip(row, present, strict=True)]
         return values, [*of_device.tolist(), *of_host.tolist()], of_maxima.tolist()
+
+
+def _row(names: Sequence[str], name: str) -> int:
+    if name not in names:
+        raise ValueError(f"{name}: no statistic of the layers; add it to MEANS or EXTREMES (model/stats.py)")
+    return names.index(name)

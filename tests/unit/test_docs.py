@@ -105,6 +105,31 @@ def test_files_of_the_code_tour_exist() -> None:
     assert missing == []
 
 
+def test_the_code_tour_names_every_file() -> None:
+    """But those of the config's sections, which its row takes together."""
+    tour = set(re.findall(r"\w+\.py", (ROOT / "docs/code.md").read_text()))
+    sections = {f"{name}.py" for name in (*SECTIONS, "sections")}
+    files = {file.name for file in (ROOT / "gsa_train").rglob("*.py")} - {"__init__.py"}
+    assert sorted(files - tour - sections) == []
+
+
+def test_files_that_comments_name_exist() -> None:
+    ours = [
+        path
+        for folder in ("gsa_train", "kernels", "data", "launch", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    names = {"/" + path.relative_to(ROOT).as_posix() for path in (*ours, *(ROOT / "tests").rglob("*.py"))}
+    megatrons = {"tensor_parallel/layers.py", "training/arguments.py"}  # of megatron-core and Megatron-LM
+    lost = [
+        f"{path.relative_to(ROOT)}: {named}"
+        for path in ours
+        for named in re.findall(r"\b(?:\w+/)+\w+\.py\b", path.read_text(encoding="utf-8"))
+        if named not in megatrons and not any(name.endswith("/" + named) for name in names)
+    ]
+    assert lost == []
+
+
 def test_metrics_that_are_shown_are_explained() -> None:
     table = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/reference/monitoring.md").read_text(), re.MULTILINE)
     explained = set(re.findall(r"`([\w*]+)`", "\n".join(table)))

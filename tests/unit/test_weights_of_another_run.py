@@ -15,11 +15,11 @@ import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train import train
-from gsa_train.checkpoint.initial_weights import load_initial_main_weights, load_initial_weights
+from gsa_train.checkpoint.initial_weights import MEANING, load_initial_main_weights, load_initial_weights
 from gsa_train.checkpoint.load import StateError
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
-from gsa_train.config import CheckpointConfig, Config
+from gsa_train.config import CheckpointConfig, Config, GSAConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -268,3 +268,13 @@ def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(ResumeError, match="is damaged"):
         start(folder, tiny_config())
+
+
+def test_every_field_of_the_attention_has_been_thought_of() -> None:
+    """A new field that gives weights another meaning must not pass: it belongs in MEANING, or here."""
+    shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
+    reads = {"adaptive_k", "k_base", "k_min", "k_max", "local_window", "selection_block"}  # how much is read
+    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
+    runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
+    known = set(MEANING["gsa"]) | shapes | reads | trains | runs
+    assert {field.name for field in dataclasses.fields(GSAConfig)} == known

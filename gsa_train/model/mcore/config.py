@@ -85,7 +85,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are drawn by name in model/init.py, whatever the layout. megatron-core's own pass must still
+        # Weights are drawn by name in model/mcore/init.py, whatever the layout. megatron-core's own pass must still
         # run: it is what marks the parameters that tensor parallelism splits.
         perform_initialization=True,
         init_method=_keep,

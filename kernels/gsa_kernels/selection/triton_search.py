@@ -129,7 +129,7 @@ def above_cut(keys, indices, threshold, last):
 
 @triton.jit
 def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE: tl.constexpr):
-    """k_t as `budget/reference.py` has it, with the quotient in fp64: int32 scalar."""
+    """k_t as `selection/budget.py` has it, with the quotient in fp64: int32 scalar."""
     base = k_base.to(tl.float64)
     raw = base
     if MODE != "off":

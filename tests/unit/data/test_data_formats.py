@@ -41,11 +41,14 @@ def parquet(columns: dict[str, Any], **options: Any) -> bytes:
 
 def packed_in(form: str, field: str = "text") -> bytes:
     lines = packed_lines(field)
-    if form == ".jsonl.zst":
-        return zstandard.compress(lines)
-    if form == ".jsonl.gz":
-        return gzip.compress(lines[:500]) + gzip.compress(lines[500:]) + bytes(512)  # two members and padding
-    return lines if form == ".jsonl" else parquet({field: [document(number) for number in NUMBERS]})
+    return {
+        ".jsonl": lines,
+        ".jsonl.zst": zstandard.compress(lines),
+        ".jsonl.gz": gzip.compress(lines[:500])
+        + gzip.compress(lines[500:])
+        + bytes(512),  # two members, padding
+        ".parquet": parquet({field: [document(number) for number in NUMBERS]}),
+    }[form]
 
 
 def documents_of(manifest: Manifest, relpath: str, **reading: Any) -> list[Document | str]:
@@ -83,7 +86,8 @@ def test_a_run_on_mixed_formats_resumes_exactly(
         texts = [document(100 * number + i) for i in range(40)]
         lines = b"".join(line(text) + b"\n" for text in texts)
         packed = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines), ".jsonl.zst": zstandard.compress(lines)}
-        (tmp_path / f"s{number}{form}").write_bytes(packed.get(form) or parquet({"text": texts}))
+        packed[".parquet"] = parquet({"text": texts})
+        (tmp_path / f"s{number}{form}").write_bytes(packed[form])
     manifest = build_manifest(str(tmp_path))
     config = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=1, num_workers=num_workers, prefetch_blocks=8)
     whole = read_run(manifest, tokenizer, config, steps=8)
@@ -93,7 +97,7 @@ def test_a_run_on_mixed_formats_resumes_exactly(
     assert rest.state() == whole.state()
 
 
-@pytest.mark.parametrize("form", FORMATS[:3])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != ".parquet"])
 def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
     """As PowerShell and Excel write UTF-8. Behind the first line's beginning it is not one."""
     pack = {".jsonl": bytes, ".jsonl.zst": zstandard.compress, ".jsonl.gz": gzip.compress}[form]
