@@ -151,7 +151,7 @@ def is_correct(
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--query-start", type=int, default=0, help="position of the first query")
     parser.add_argument("--candidates-from", type=int, default=8192, help="keys of the first such row")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")

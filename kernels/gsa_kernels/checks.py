@@ -2,6 +2,9 @@
 
 import torch
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+"""Of what Triton's kernels read. fp16 would need a loss scale in training, which there is not."""
+
 _INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -11,6 +14,14 @@ def compute_dtype(**tensors: torch.Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}; pass a floating-point tensor")
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+
+
+def check_kernel_dtype(
+    name: str, tensor: torch.Tensor, reference: str = "implementation='reference'"
+) -> None:
+    """The kernels do not take the dtype, fp16 for one. `reference`: what does."""
+    if tensor.dtype not in KERNEL_DTYPES:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; pass bfloat16 or float32, or use {reference}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int | None, ...]) -> None:

@@ -101,7 +101,6 @@ def _table() -> tuple[Problem, ...]:
             "ties-off-window": {"ties": True, "mode": "off", "window": 64, **relu},
             "uneven": uneven,
             "fp32": fp32,
-            "fp16": {"dtype": torch.float16},
             "log-sum": {"beta": 1.7, "variant": "log-sum"},
             "wide-indexer": {"indexer_heads": 8, "indexer_dim": 128},
             "small-indexer": {"indexer_heads": 1, "indexer_dim": 32},

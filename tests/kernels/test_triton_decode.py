@@ -191,6 +191,7 @@ def test_refuses() -> None:
     for bad, message in [
         (lambda: case.with_new(lengths=case.lengths.long()).step(), "pass contiguous int32"),
         (lambda: case.with_new(k=case.cache.k.bfloat16()).step(), "pass one dtype"),
+        (lambda: replace(case, q=case.q.half()).step(), "float16; pass bfloat16 or float32"),
         (lambda: case.with_new(workspace=workspace).step(), "make one for 1 of 30"),
         (lambda: case.with_new(workspace=None).step(), "workspace is None"),
         (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),

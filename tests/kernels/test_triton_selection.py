@@ -428,6 +428,11 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        (
+            "queries",
+            lambda x: x.half(),
+            r"dtype torch\.float16; pass bfloat16 or float32, or use implementation",
+        ),
         ("queries", lambda x: x.double(), r"indexer.queries has dtype torch\.float64"),
         (
             "keys",

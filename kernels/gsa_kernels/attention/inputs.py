@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
 from gsa_kernels.devices import interpreted
 from gsa_kernels.fused.gates.rows import grouped
 from gsa_kernels.limits import HEAD_SIZES
 from gsa_kernels.types import Geometry
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 ALL_OF_ONE_SEQUENCE = Geometry()
 
@@ -118,11 +116,3 @@ def checked_inputs(
     if q.device.type != "cuda" and not interpreted():
         raise ValueError(f"q is on {q.device}; pass CUDA tensors (or set TRITON_INTERPRET=1 to test on CPU)")
     return AttentionInputs(q, k, v, grouped(gate_logits, kv_heads))
-
-
-def check_kernel_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a dtype that the kernels do not take, fp16 among them."""
-    if tensor.dtype not in KERNEL_DTYPES:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}; pass bfloat16 or float32, or use implementation='reference'"
-        )

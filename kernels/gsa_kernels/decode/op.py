@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
@@ -24,8 +24,6 @@ from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
 from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.no_grad()
@@ -67,7 +65,7 @@ def decode_select(
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
-            [B, L_max, DI], the cache, those tokens' included; bf16, fp16 or fp32
+            [B, L_max, DI], the cache, those tokens' included; bf16 or fp32
         cache: its selection is overwritten; its workspace is for at least B sequences of L_max tokens
         variance_ema: 0-d fp32, the layer's frozen moving average
         selection_block: b; rows whose position is no multiple of b keep their selection
@@ -121,7 +119,7 @@ def decode_attend(
     A key that is in both counts once. Query head h reads key-value head h // (H / Hkv).
 
     Args:
-        q: [B, H, D], D 32, 64 or 128; bf16, fp16 or fp32
+        q: [B, H, D], D 32, 64 or 128; bf16 or fp32
         cache: the new token's key and value included
         local_window: keys, the query's own included
         gate_logits: [B, H, D], G1 before its sigmoid
@@ -181,8 +179,7 @@ def _check_floats(tensors: dict[str, torch.Tensor]) -> None:
     """One dtype, that of the first."""
     first = next(iter(tensors))
     wanted = tensors[first].dtype
-    if wanted not in _DTYPES:
-        raise ValueError(f"{first} has dtype {wanted}; pass bfloat16, float16 or float32")
+    check_kernel_dtype(first, tensors[first])
     for name, tensor in tensors.items():
         if tensor.dtype != wanted:
             raise ValueError(f"{name} has dtype {tensor.dtype} and {first} {wanted}; pass one dtype")

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
-from gsa_kernels.indexer.triton_scores import HALF_DTYPES, fast_tanh
+from gsa_kernels.indexer.triton_scores import fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
@@ -40,7 +40,7 @@ def score_keys(
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
     max_length = keys.shape[1]
-    half = queries.dtype in HALF_DTYPES
+    bf16 = queries.dtype == torch.bfloat16
     block_d = triton.next_power_of_2(dim)
     _score_kernel[(triton.cdiv(max_length, CHUNK), batch)](
         queries,
@@ -72,11 +72,11 @@ def score_keys(
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
         SIGMOID=indexer.activation == "sigmoid",
         # The interpreter, which runs on the CPU, has no inline assembly.
-        TANH=half and queries.is_cuda,
-        PRECISION="tf32" if half else "ieee",
+        TANH=bf16 and queries.is_cuda,
+        PRECISION="tf32" if bf16 else "ieee",
         CHAINED=chained,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
-        num_warps=_WARPS if half else _FLOAT_WARPS,
+        num_warps=_WARPS if bf16 else _FLOAT_WARPS,
     )
 
 

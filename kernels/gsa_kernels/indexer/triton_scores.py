@@ -1,7 +1,7 @@
 """Indexer scores on the GPU (GSA, equation 7): tiles of [queries, keys] in fp32, causal tiles only.
 
-The arithmetic limits this kernel, not the memory: per (query, key) pair it does HI sigmoids, so for half
-precision inputs sigmoid(z) is 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11).
+The arithmetic limits this kernel, not the memory: per (query, key) pair it does HI sigmoids, so for bf16
+inputs sigmoid(z) is 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11).
 fp32 inputs get the exact sigmoid and IEEE products.
 """
 
@@ -16,13 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_shape, count_queries
+from gsa_kernels.checks import check_kernel_dtype, check_shape, count_queries
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 from gsa_kernels.types import Geometry, Indexer
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Tiles(NamedTuple):
@@ -35,7 +33,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-HALF_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
+BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, stages=3)
 """With the heads side by side in one product. In a step (H200, 8 sequences of 4096) 142 us instead of 158 head by head;
@@ -126,8 +124,7 @@ def check_indexer_dtypes(indexer: Indexer) -> None:
     queries = indexer.queries
     for name, tensor in _tensors(indexer).items():
         # fp64 weights or biases would be rounded to fp32 in silence.
-        if tensor.dtype not in (*HALF_DTYPES, torch.float32):
-            raise ValueError(f"indexer.{name} has dtype {tensor.dtype}; pass bfloat16, float16 or float32")
+        check_kernel_dtype(f"indexer.{name}", tensor)
         if tensor.device != queries.device:
             raise ValueError(
                 f"indexer.{name} is on {tensor.device} and its queries on {queries.device}; pass one device"
@@ -145,7 +142,7 @@ def _tensors(indexer: Indexer) -> dict[str, torch.Tensor]:
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    return HALF_TILES if inputs.indexer.queries.dtype in HALF_DTYPES else FLOAT_TILES
+    return BF16_TILES if inputs.indexer.queries.dtype == torch.bfloat16 else FLOAT_TILES
 
 
 def write_scores(
@@ -197,7 +194,7 @@ def write_scores(
 def can_stack(inputs: ScoreInputs) -> bool:
     """Whether the product of all heads at once has a layout in which a thread has all heads of its rows."""
     queries = inputs.indexer.queries
-    return queries.dtype in HALF_DTYPES and queries.shape[2] in (2, 4) and on_hopper(queries.device)
+    return queries.dtype == torch.bfloat16 and queries.shape[2] in (2, 4) and on_hopper(queries.device)
 
 
 def score_tensors(inputs: ScoreInputs) -> tuple[torch.Tensor | None, ...]:
@@ -210,7 +207,7 @@ def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
     """Constants and launch options that every kernel which calculates scores shares."""
     queries = inputs.indexer.queries
     heads, dim = queries.shape[2:]
-    half = queries.dtype in HALF_DTYPES
+    bf16 = queries.dtype == torch.bfloat16
     return {
         "HI": heads,
         "DI": dim,
@@ -220,8 +217,8 @@ def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
         "TILES": tiles.per_program,
         "SIGMOID": inputs.indexer.activation == "sigmoid",
         # The interpreter, which runs on the CPU, has no inline assembly.
-        "TANH": half and queries.is_cuda,
-        "PRECISION": "tf32" if half else "ieee",
+        "TANH": bf16 and queries.is_cuda,
+        "PRECISION": "tf32" if bf16 else "ieee",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }

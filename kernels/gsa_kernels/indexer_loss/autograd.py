@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gsa_kernels.attention.inputs import check_kernel_dtype
-from gsa_kernels.checks import beta_tensor, count_queries
+from gsa_kernels.checks import beta_tensor, check_kernel_dtype, count_queries
 from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]

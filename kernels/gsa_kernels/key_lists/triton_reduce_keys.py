@@ -139,7 +139,7 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
     """out[b, s] += the sum of the partial rows of key s, in fp32 and in the order of the tiles.
 
     Args:
-        partials: [num_rows, C], contiguous; C a power of two up to 1024; bf16, fp16 or fp32. Rows that no entry
+        partials: [num_rows, C], contiguous; C a power of two up to 1024; bf16 or fp32. Rows that no entry
             owns are not read.
         out: fp32 [B, Lk, C], the last dimension contiguous. A key without hits is left alone.
     """

@@ -52,7 +52,7 @@ def select_keys(
     top-k alone: the windows are the single queries' (`select_block_lists`).
 
     Args:
-        indexer: bfloat16, float16 or float32
+        indexer: bfloat16 or float32
         variance_ema: 0-d fp32, the layer's moving average from before this step
         row_chunk_bytes: size of the buffer of scores; at least one tile of rows is calculated at a time. More bytes
             fill the device better.

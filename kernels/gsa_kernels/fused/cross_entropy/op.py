@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from gsa_kernels.checks import check_shape
+from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient
 
 
@@ -26,8 +26,8 @@ def vocab_parallel_cross_entropy(
     Deterministic. Each rank of `group` gets the same losses and the gradient of its own columns.
 
     Args:
-        logits: [N, V / ranks], this rank's part of the vocabulary in the order of the ranks; bf16, fp16 or
-            fp32, rows contiguous
+        logits: [N, V / ranks], this rank's part of the vocabulary in the order of the ranks; bf16 or fp32,
+            rows contiguous
         targets: int64 [N] in 0 .. V - 1, the same on every rank
         group: ranks that hold the other parts; None: the vocabulary is whole
         overwrite_logits: the backward pass writes the gradient over the logits, which nobody else may need, nor a
@@ -38,8 +38,7 @@ def vocab_parallel_cross_entropy(
     """
     check_shape("logits", logits, "[N, V]", (None, None))
     check_shape("targets", targets, "[N]", (logits.shape[0],))
-    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"logits has dtype {logits.dtype}; pass bfloat16, float16 or float32")
+    check_kernel_dtype("logits", logits, "fused/cross_entropy/reference.py")
     if logits.stride(1) != 1:
         raise ValueError(f"the rows of logits have stride {logits.stride(1)}; make them contiguous")
     if targets.dtype != torch.int64 or targets.device != logits.device:

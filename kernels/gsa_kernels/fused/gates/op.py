@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_shape
+from gsa_kernels.checks import check_kernel_dtype, check_shape
 
 BLOCK, WARPS = 4096, 8
 """Elements and warps of a program: 32 bytes a load and thread in bf16."""
@@ -16,15 +16,14 @@ def fused_sigmoid_gate(x: torch.Tensor, gate_logits: torch.Tensor) -> torch.Tens
     """x * sigmoid(gate_logits), calculated in fp32. The definition is `sigmoid_gate`; differentiable in both.
 
     Args:
-        x: any shape; bf16, fp16 or fp32. Copied where it is not contiguous.
+        x: any shape; bf16 or fp32. Copied where it is not contiguous.
         gate_logits: the shape and dtype of x; for broadcast gates use `sigmoid_gate`
 
     Returns:
         the shape and dtype of x, contiguous
     """
     check_shape("gate_logits", gate_logits, "the shape of x", tuple(x.shape))
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"x has dtype {x.dtype}; pass bfloat16, float16 or float32")
+    check_kernel_dtype("x", x, "fused/gates/reference.py")
     if gate_logits.dtype != x.dtype or gate_logits.device != x.device:
         raise ValueError(
             f"gate_logits is {gate_logits.dtype} on {gate_logits.device}; pass {x.dtype} on {x.device}, as x is"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton
 
-from gsa_kernels.checks import check_shape
+from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.fused.gates.rows import take_projection
 from gsa_kernels.fused.split_rotate_gate.triton_heads import heads_backward_kernel, heads_kernel
 from gsa_kernels.limits import HEAD_SIZES
@@ -30,7 +30,7 @@ def fused_split_rotate_gate(
     cos and sin.
 
     Args:
-        qkv: [L, B, Hkv (G + 2) D], contiguous, D 32, 64 or 128; bf16, fp16 or fp32
+        qkv: [L, B, Hkv (G + 2) D], contiguous, D 32, 64 or 128; bf16 or fp32
         gate_logits: [L, B, Hkv rows], contiguous, dtype of qkv; None without gates
         cos, sin: fp32 [L, D / 2], of the tokens' positions, contiguous
     """
@@ -47,8 +47,7 @@ def fused_split_rotate_gate(
         raise ValueError(
             f"qkv has {width} columns; pass Hkv (G + 2) D with Hkv = {kv_heads}, D = {size}, G >= 1"
         )
-    if qkv.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"qkv has dtype {qkv.dtype}; pass bfloat16, float16 or float32")
+    check_kernel_dtype("qkv", qkv, "fused/split_rotate_gate/reference.py")
     group = width // (kv_heads * size) - 2
     rows = kv_heads * size * (value_gate + group * output_gate)
     if (gate_logits is None) != (rows == 0):

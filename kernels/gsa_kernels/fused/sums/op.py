@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_shape
+from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import launching_on
 
 BLOCK, WARPS = 16384, 16
@@ -42,14 +42,13 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
     """sums[c] += sum over n of rows[n, c], added up in fp32.
 
     Args:
-        rows: [N, C], bf16, fp16 or fp32; copied where it is not contiguous
+        rows: [N, C], bf16 or fp32; copied where it is not contiguous
         sums: [C], fp32, contiguous
     """
     check_shape("rows", rows, "[N, C]", (None, None))
     count, columns = rows.shape
     check_shape("sums", sums, "[C]", (columns,))
-    if rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"rows is {rows.dtype}; pass bf16, fp16 or fp32")
+    check_kernel_dtype("rows", rows, "rows.sum(0)")
     if sums.dtype != torch.float32 or not sums.is_contiguous():
         raise ValueError(f"sums is {sums.dtype} with strides {sums.stride()}; pass fp32, contiguous")
     if count == 0:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.checks import check_kernel_dtype
+
 # Measured on an H200 with [16384, 2 * 5504] in bf16.
 ROWS, COLUMNS, WARPS = 4, 512, 4
 
@@ -14,15 +16,14 @@ def fused_swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of the last dimension. The definition is `swiglu`.
 
     Args:
-        x: [..., 2F], contiguous; bf16, fp16 or fp32
+        x: [..., 2F], contiguous; bf16 or fp32
 
     Returns:
         [..., F]
     """
     if x.dim() == 0 or x.shape[-1] % 2 != 0:
         raise ValueError(f"x has shape {tuple(x.shape)}; pass two halves in the last dimension")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"x has dtype {x.dtype}; pass bfloat16, float16 or float32")
+    check_kernel_dtype("x", x, "fused/swiglu/reference.py")
     return _SwiGLU.apply(x.contiguous())
 
 
