@@ -74,9 +74,12 @@ def chart_of(panel: Panel, runs: list[RunFiles]) -> Chart | None:
             lines += _not_finite(run, key, runs)
     if not lines:
         return None
+    axes = _y_axes(panel, lines)
     lines += [mark for run in runs for mark in _marks(run, runs)]
+    if panel.per_set == "loss" and len(runs) == 1:
+        lines += _baselines(runs[0])
     several = sum(line.get("showlegend", True) for line in lines) > 1
-    return Chart(panel.label, {"data": lines, "layout": _layout(runs, several) | _y_axes(panel, lines)})
+    return Chart(panel.label, {"data": lines, "layout": _layout(runs, several) | axes})
 
 
 def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
@@ -177,6 +180,20 @@ def _not_finite(run: RunFiles, key: str, runs: list[RunFiles]) -> list[Figure]:
     values = {record["step"]: record[key] for record in run.records if record.get(key) is not None}
     bad = [step for step, value in values.items() if not math.isfinite(value)][:MOST_POINTS]
     return [_symbols(run, bad, "not finite", "x", "#c62828", runs)] if bad else []
+
+
+def _baselines(run: RunFiles) -> list[Figure]:
+    """What models of one and of two tokens reach on the same text; the y axis does not reach out for them."""
+    found = []
+    for name, dash in (("unigram", "dot"), ("bigram", "dash")):
+        perplexity = run.summary.get(f"{name}_perplexity")
+        if perplexity is not None:
+            found.append({
+                "type": "scatter", "mode": "lines", "name": f"{name} model", "hoverinfo": "skip",
+                "line": {"color": "#7a7a7a", "width": 1, "dash": dash},
+                "x": [first_step(run.records), run.last_step], "y": [math.log(float(perplexity))] * 2,
+            })  # fmt: skip
+    return found
 
 
 def _marks(run: RunFiles, runs: list[RunFiles]) -> list[Figure]:

@@ -117,7 +117,8 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     if panel.scale == "count":
         ax.set_ylim(bottom=0, top=None if any(values) else 1)
-        ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if max(values, default=0) >= 1000:  # smaller numbers would be 800m
+            ax.yaxis.set_major_formatter(EngFormatter(sep=""))
     ax.set_ylabel(panel.label)
     _legend(ax)
 

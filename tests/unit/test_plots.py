@@ -82,15 +82,34 @@ def test_the_loss_axis_follows_the_later_steps(tmp_path, monkeypatch):
     write_run(tmp_path / "run", steps=200, every=2)
     limits = {}
     finish = plots._finish
-    monkeypatch.setattr(
-        plots,
-        "_finish",
-        lambda f, axes, r, path: limits.update({path.stem: axes[0].get_ylim()}) or finish(f, axes, r, path),
-    )
+
+    def finish_and_note(figure, axes, records, path):
+        limits[path.stem] = axes[0].get_ylim()
+        return finish(figure, axes, records, path)
+
+    monkeypatch.setattr(plots, "_finish", finish_and_note)
     write_plots(tmp_path / "run")
     losses = {step: 8.0 - step / 20 for step in range(2, 201, 2)}
     assert limits["loss"][1] < losses[4]
     assert limits["loss"][0] <= losses[200]
+
+
+def test_small_counts_are_written_out(tmp_path, monkeypatch):
+    """`800m` spikes are no number that anybody reads."""
+    write_run(tmp_path / "run")
+    axes_of = {}
+    finish = plots._finish
+
+    def finish_and_note(figure, axes, records, path):
+        axes_of[path.stem] = axes
+        return finish(figure, axes, records, path)
+
+    monkeypatch.setattr(plots, "_finish", finish_and_note)
+    write_plots(tmp_path / "run")
+    labels = [label.get_text() for ax in axes_of["stability"] for label in ax.get_yticklabels()]
+    assert labels
+    assert not any("m" in label for label in labels)
+    assert "10k" in [label.get_text() for label in axes_of["throughput"][0].get_yticklabels()]
 
 
 def test_a_line_for_each_validation_set_and_source():

@@ -170,9 +170,14 @@ def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
 
 
 def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
+    """Whatever the losses of the n-gram models are."""
     write_run(tmp_path / "a", every=1)
-    _, layout = charts_in(write_report([tmp_path / "a"], tmp_path / "r.html").read_text())[
-        "loss (nats per token)"
+    (tmp_path / "a" / "summary.json").write_text('{"unigram_perplexity": 1e6, "bigram_perplexity": null}')
+    page = write_report([tmp_path / "a"], tmp_path / "r.html").read_text()
+    lines, layout = charts_in(page)["loss (nats per token)"]
+    assert [(line["name"], line["y"][0]) for line in lines] == [
+        ("train", 7.95),
+        ("unigram model", pytest.approx(math.log(1e6))),
     ]
     values = [8.0 - step / 20 for step in range(1, 61)]
     assert layout["yaxis"]["range"] == pytest.approx(shown_range([(range(1, 61), values)]))
