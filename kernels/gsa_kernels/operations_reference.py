@@ -35,9 +35,9 @@ def select(
 ) -> Selection:
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
-    visible = _visible(geometry, positions, num_keys)
+    causal = _causal(geometry, positions, num_keys)
     block, window = geometry.selection_block, geometry.local_window
-    scores, of_rows = _scores(indexer), visible[:, ::block]
+    scores, of_rows = _scores(indexer), causal[:, ::block]
     _, variance = score_moments(scores, of_rows)
     budget = adaptive_budget(
         variance,
@@ -49,7 +49,7 @@ def select(
         mode=rule.mode,
     )
     chosen = expand_block_selection(select_top_k(scores, of_rows, budget), block, len(positions))
-    chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & visible
+    chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
     log_sum = None
     if with_log_sum:
         logits = (scores * indexer.inverse_temperature).masked_fill(~chosen[:, ::block], float("-inf"))
@@ -179,13 +179,13 @@ def decode_step(
     )
 
 
-def _visible(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
+def _causal(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
     """bool [B or 1, L, Lk]: the causal keys of each query's document."""
     keys = torch.arange(num_keys, device=positions.device)
-    visible = (keys <= positions[:, None])[None]
+    causal = (keys <= positions[:, None])[None]
     if geometry.document_starts is None:
-        return visible
-    return visible & (keys >= geometry.document_starts[..., None])
+        return causal
+    return causal & (keys >= geometry.document_starts[..., None])
 
 
 def _attended(
@@ -194,7 +194,7 @@ def _attended(
     """bool [B or 1, L, Lk]: the keys that each query attends to."""
     if selection is None:
         positions = torch.arange(geometry.query_start, k.shape[1], device=q.device)
-        return _visible(geometry, positions, k.shape[1])
+        return _causal(geometry, positions, k.shape[1])
     if selection.packed_mask is not None:
         return unpack_mask(selection.packed_mask, k.shape[1])
     assert selection.key_lists is not None
@@ -202,7 +202,7 @@ def _attended(
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:
-    """I of each row against all keys, visible or not: [B, R, Lk]."""
+    """I of each row against all keys, causal or not: [B, R, Lk]."""
     return indexer_scores(
         indexer.queries,
         indexer.keys,

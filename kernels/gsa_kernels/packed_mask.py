@@ -18,11 +18,11 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     return int32_words(bits.sum(-1))
 
 
-def unpack_mask(words: torch.Tensor, num_keys: int) -> torch.Tensor:
+def unpack_mask(packed_mask: torch.Tensor, num_keys: int) -> torch.Tensor:
     """int32 [..., W] -> bool [..., num_keys]; the inverse of `pack_mask`."""
-    if words.dtype != torch.int32 or words.shape[-1] != -(-num_keys // 32):
+    if packed_mask.dtype != torch.int32 or packed_mask.shape[-1] != -(-num_keys // 32):
         raise ValueError(
-            f"words is {words.dtype} {tuple(words.shape)}; pass int32 [..., ceil({num_keys} / 32)]"
+            f"packed_mask is {packed_mask.dtype} {tuple(packed_mask.shape)}; pass int32 [..., ceil({num_keys} / 32)]"
         )
-    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    bits = (packed_mask[..., None] >> torch.arange(32, dtype=torch.int32, device=packed_mask.device)) & 1
     return bits.bool().flatten(-2)[..., :num_keys]

@@ -180,10 +180,10 @@ class Selection:
         """
         if self.packed_mask is not None:
             return self.packed_mask.index_select(1, rows)
-        from gsa_kernels.key_lists.triton_rows import words_of_rows  # imports Triton
+        from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows  # imports Triton
 
         assert self.key_lists is not None
-        return words_of_rows(self.key_lists, rows)
+        return packed_mask_of_rows(self.key_lists, rows)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer.split_op import split_projection as split
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.key_lists.triton_rows import words_of_rows
+from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
@@ -49,7 +49,7 @@ def selection(p: Problem, x: Tensors) -> Tensors:
     chosen = _select(p, x)
     if p.lists:
         lists = chosen.key_lists
-        bits = words_of_rows(lists, torch.arange(p.length, device=x["k_idx"].device))
+        bits = packed_mask_of_rows(lists, torch.arange(p.length, device=x["k_idx"].device))
         found = {"bits": bits, "entries": lists.counts, "entries_of_all_queries": lists.full}
     else:
         found = {"bits": chosen.packed_mask}

@@ -19,9 +19,9 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, 
 devices = pytest.mark.parametrize("device", [CPU, GPU])
 
 LENGTH = 70
-RUNS = ((0, 41), (41, LENGTH))
+CHUNKS = ((0, 41), (41, LENGTH))
 """Not cut at a tile of queries or keys, which are 16 to 128."""
-BLOCK_RUNS = ((0, 16), (16, LENGTH))
+BLOCK_CHUNKS = ((0, 16), (16, LENGTH))
 """Of blocks of 16."""
 
 
@@ -30,7 +30,7 @@ def draw(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def document_starts(device: str) -> torch.Tensor:
-    """int32 [2, L]; documents begin inside of runs, at their first query, and just behind it."""
+    """int32 [2, L]; documents begin inside of chunks, at their first query, and just behind it."""
     starts = torch.zeros(2, LENGTH, dtype=torch.int32)
     for row, cuts in enumerate(((20, 41, 60), (36, 42))):
         for cut in cuts:
@@ -85,7 +85,7 @@ def indexer(device: str, block: int = 1) -> tuple[torch.Tensor, torch.Tensor, to
     return draw(device, 2, rows, 2, 16), draw(device, 2, LENGTH, 16), draw(device, 2, rows, 2)
 
 
-def of_run(
+def of_chunk(
     inputs: tuple[torch.Tensor, ...], first: int, last: int, block: int = 1
 ) -> tuple[torch.Tensor, ...]:
     q_idx, k_idx, weights = inputs

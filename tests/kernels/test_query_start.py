@@ -1,6 +1,6 @@
-"""Queries that start at a position: a sequence in runs of queries gives what it gives in one call.
+"""Queries that start at a position: a sequence in chunks of queries gives what it gives in one call.
 
-Each operation runs once over all queries and once for each run, with the keys up to the run's end. Rows of results
+Each operation runs once over all queries and once for each chunk, with the keys up to its end. Rows of results
 and of gradients are those of the whole, and the gradients of keys add up to it. In the interpreter (CPU) and, marked
 gpu, on a CUDA device.
 """
@@ -14,10 +14,10 @@ from poison import poison_buffers
 pytest.importorskip("triton")
 
 from query_chunks import (
-    BLOCK_RUNS,
+    BLOCK_CHUNKS,
+    CHUNKS,
     CUDA,
     LENGTH,
-    RUNS,
     assert_near,
     assert_same,
     attend,
@@ -25,7 +25,7 @@ from query_chunks import (
     document_starts,
     draw,
     indexer,
-    of_run,
+    of_chunk,
     random_mask,
     rows_of,
 )
@@ -39,7 +39,7 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists import triton_block_lists
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
-from gsa_kernels.key_lists.triton_rows import words_of_rows
+from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection import op, score_chunks, triton_select_long
@@ -84,7 +84,7 @@ def test_masked_attention(device, kind, documents, dtype, heads):
     everything = SampledRows(0, LENGTH)
     probs = head_sum_probs_rows(q, k, rows[1].transpose(1, 2), words, everything, Geometry(starts))
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in keys]
-    for first, last in RUNS:
+    for first, last in CHUNKS:
         part = {
             "packed_mask": None if words is None else pack_mask(mask[:, first:last, :last]),
             "geometry": Geometry(rows_of(starts, first, last), first),
@@ -114,7 +114,7 @@ def test_block_sum_probs(device):
     lse = draw(device, 2, 2, LENGTH)
     blocks = -(-LENGTH // 16)
     whole = block_sum_probs_rows(q, k, lse, SampledRows(0, blocks), Geometry(starts, 0, 16, 16))
-    for first, last in BLOCK_RUNS:
+    for first, last in BLOCK_CHUNKS:
         got = block_sum_probs_rows(
             q[:, first:last],
             k[:, :last],
@@ -126,7 +126,7 @@ def test_block_sum_probs(device):
 
 
 @devices
-def test_bits_of_a_run_far_from_the_start(device):
+def test_packed_mask_of_a_chunk_far_from_the_start(device):
     """Turned round, and as lists: their programs have 256 and 4096 keys."""
     torch.manual_seed(7)
     mask = (torch.rand(2, 35, 4300) < 0.01).tril(4300 - 35).to(device)
@@ -148,12 +148,12 @@ def test_selection(device, documents, register_keys, monkeypatch):
     length, start = 44, 9  # a program per row is slow to interpret
     starts = document_starts(device)[:, :length] if documents else None
     ema = torch.tensor(0.02, device=device)
-    inputs = of_run(indexer(device), 0, length)
+    inputs = of_chunk(indexer(device), 0, length)
 
     def of_queries(first: int, last: int, select: Any) -> Selection:
         geometry = Geometry(rows_of(starts, first, last), first, local_window=5)
         # Chunks of 32 rows.
-        return select(Indexer(*of_run(inputs, first, last)), RULE, ema, geometry, row_chunk_bytes=2**14)
+        return select(Indexer(*of_chunk(inputs, first, last)), RULE, ema, geometry, row_chunk_bytes=2**14)
 
     whole = of_queries(0, length, select_keys)
     mask = unpack_mask(whole.packed_mask, length)
@@ -170,7 +170,7 @@ def test_selection(device, documents, register_keys, monkeypatch):
     for each in (lists, key_lists_from_packed_mask(packed.packed_mask, length - start, start)):
         assert torch.equal(mask_from_key_lists(each), wanted)
     rows = torch.tensor([0, 3, length - start - 1], device=device)
-    assert torch.equal(words_of_rows(lists, rows), pack_mask(wanted[:, rows]))
+    assert torch.equal(packed_mask_of_rows(lists, rows), pack_mask(wanted[:, rows]))
 
 
 @devices
@@ -183,11 +183,11 @@ def test_block_selection(device, documents):
 
     def of_queries(first: int, last: int) -> Selection:
         geometry = Geometry(rows_of(starts, first, last), first, 16, local_window=20)
-        return select_block_lists(Indexer(*of_run(inputs, first, last, 16)), RULE, ema, geometry)
+        return select_block_lists(Indexer(*of_chunk(inputs, first, last, 16)), RULE, ema, geometry)
 
     whole = of_queries(0, LENGTH)
     mask = mask_from_key_lists(whole.key_lists)
-    for first, last in BLOCK_RUNS:
+    for first, last in BLOCK_CHUNKS:
         rows = slice(first // 16, -(-last // 16))
         shared = of_queries(first, last)
         assert torch.equal(shared.budget, whole.budget[:, rows])
@@ -202,7 +202,9 @@ def test_prologue_takes_the_rows_of_its_tables(device):
     qkv, (cos, sin) = draw(device, 20, 2, 4 * 32), draw(device, 2, 20, 16)
     options: dict[str, Any] = {"kv_heads": 1, "value_gate": False, "output_gate": False}
     whole = fused_split_rotate_gate(qkv, None, cos, sin, **options)[:3]
-    held = torch.tensor([3, 4, 5, 15, 16], device=device)  # two runs, as under zig-zag context parallelism
+    held = torch.tensor(
+        [3, 4, 5, 15, 16], device=device
+    )  # two stretches, as under zig-zag context parallelism
     part = fused_split_rotate_gate(qkv[held], None, cos[held], sin[held], **options)[:3]
     for got, want in zip(part, whole, strict=True):
         assert torch.equal(got, want[:, held])

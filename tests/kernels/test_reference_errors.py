@@ -14,7 +14,7 @@ LIMITS = {"k_base": 4, "k_min": 2, "k_max": 8}
 
 
 def budget(**changes: object) -> torch.Tensor:
-    arguments = {"num_visible": torch.ones(1, 4, dtype=torch.int64), **LIMITS, "mode": "off", **changes}
+    arguments = {"num_causal": torch.ones(1, 4, dtype=torch.int64), **LIMITS, "mode": "off", **changes}
     return ops.adaptive_budget(torch.rand(1, 4), torch.tensor(0.1), **arguments)
 
 
@@ -44,12 +44,12 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "activation is 'gelu'",
     ),
     "integer scores": (lambda: ops.score_moments(ROWS.long(), BOOL), "scores has dtype torch.int64"),
-    "float mask": (lambda: ops.score_moments(ROWS, ROWS), "visible has dtype torch.float32"),
-    "mask shape": (lambda: ops.score_moments(ROWS, BOOL[0]), r"visible has shape \(4, 4\)"),
+    "float mask": (lambda: ops.score_moments(ROWS, ROWS), "causal has dtype torch.float32"),
+    "mask shape": (lambda: ops.score_moments(ROWS, BOOL[0]), r"causal has shape \(4, 4\)"),
     "limits": (lambda: budget(k_min=9), "k_max is 8, below k_min 9"),
     "k_min": (lambda: budget(k_min=0), "k_min is 0"),
     "mode": (lambda: budget(mode="adaptive"), "mode is 'adaptive'"),
-    "float counts": (lambda: budget(num_visible=torch.ones(1, 4)), "num_visible has dtype"),
+    "float counts": (lambda: budget(num_causal=torch.ones(1, 4)), "num_causal has dtype"),
     "float budget": (lambda: ops.select_top_k(ROWS, BOOL, torch.ones(1, 4)), "budget has dtype"),
     "window": (lambda: ops.local_window_mask(4, -1), "window is -1"),
     "block rows": (lambda: ops.expand_block_selection(BOOL, 2, 4), "selected has 4 block rows; pass 2"),

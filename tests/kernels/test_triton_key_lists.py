@@ -12,7 +12,7 @@ from test_triton_selection import DEVICES, FULL_RULE, ON_GPU, RULE, Case, make_c
 from gsa_kernels import limits, packed_mask
 from gsa_kernels.key_lists import triton_build, triton_rows
 from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_from_key_lists
-from gsa_kernels.key_lists.triton_rows import words_of_rows
+from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess
 from gsa_kernels.types import BudgetRule, Selection
 
@@ -116,9 +116,9 @@ def test_packed_mask_of_some_queries(
     mask = make_mask(length, 2, share * queries, 5, documents=True, seed=length)
     lists = lists_of(mask.to(device), queries, share)
     rows = torch.arange(length)[:: 1 + length // 8].to(device)
-    words = words_of_rows(lists, rows)
+    words = packed_mask_of_rows(lists, rows)
     assert torch.equal(words, packed_mask.pack_mask(mask.to(device)[:, rows]))
-    assert words_of_rows(lists, rows[:0]).shape == (2, 0, words.shape[2])
+    assert packed_mask_of_rows(lists, rows[:0]).shape == (2, 0, words.shape[2])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def indexer_scores(
     weight_bias: torch.Tensor | None = None,
     activation: Literal["sigmoid", "relu"] = "sigmoid",
 ) -> torch.Tensor:
-    """Scores of every query against every key, visible or not.
+    """Scores of every query against every key, causal or not.
 
     sigmoid (GSA):  I[t,s] = sum_j sigmoid(w[t,j] + c_j) * sigmoid(q[t,j] . k[s] / sqrt(DI) + b_j),
                     in (0, HI)

@@ -156,7 +156,7 @@ def write_scores(
 ) -> None:
     """out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop.
 
-    Written where key s is visible to row r, and on the rest of such tiles as far as out's last column;
+    Written where row r sees key s, and on the rest of such tiles as far as out's last column;
     elsewhere `out` keeps what it held.
 
     Args:

@@ -1,6 +1,6 @@
-"""Selections as lists: for each tile of adjacent queries the keys that any of them selects, with membership bits.
+"""Key lists per tile (CSR): for each tile of adjacent queries the keys that any selects, with membership words.
 
-The format of the attention and KL kernels for long contexts, where a bit per pair of tokens is too much.
+The format of the attention and loss kernels for long contexts, where a packed mask is too much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class KeyLists:
     attends to the first full[b, i] entries. To a later one attend the queries whose bit is set in
     words[word_starts[b, i] + j - full[b, i]]: bit r stands for query i * queries + r.
 
-    A key stands in a tile's list once. Both parts, the full and the masked, ascend. A word may be 0. Tiles may
+    A key stands in a tile's list once. The full entries ascend, and so do the masked ones. A word may be 0. Tiles may
     share their keys (one selection per block of queries): then their key_starts are equal.
     """
 

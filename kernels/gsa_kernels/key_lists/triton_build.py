@@ -43,7 +43,7 @@ class CountedKeys:
 
 @dataclass(frozen=True)
 class FilledLists:
-    """The lists of adjacent tiles of queries. Fields as in `KeyLists`, the starts from this part's first entry."""
+    """The lists of adjacent tiles of queries. Fields as in `KeyLists`, starts from these tiles' first entry."""
 
     keys: torch.Tensor
     words: torch.Tensor
@@ -120,18 +120,18 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
     return FilledLists(keys, members, tile_starts, tile_counts, counted.host_counts)
 
 
-def join_lists(parts: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
-    """One after the other, the parts of a sequence of `length` queries."""
+def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
+    """One after the other, the tiles of a sequence of `length` queries."""
     starts, first = [], 0
-    for part in parts:
-        starts.append(part.starts + first)
-        first += part.keys.numel()
+    for tiles in filled:
+        starts.append(tiles.starts + first)
+        first += tiles.keys.numel()
     joined = torch.cat(starts, 1)
-    counts = torch.cat([part.counts for part in parts], 1)
-    host_counts = torch.cat([part.host_counts for part in parts], 1)
+    counts = torch.cat([tiles.counts for tiles in filled], 1)
+    host_counts = torch.cat([tiles.host_counts for tiles in filled], 1)
     return KeyLists(
-        keys=torch.cat([part.keys for part in parts]),
-        words=torch.cat([part.words for part in parts]),
+        keys=torch.cat([tiles.keys for tiles in filled]),
+        words=torch.cat([tiles.words for tiles in filled]),
         key_starts=joined,
         word_starts=joined,
         full=torch.zeros_like(counts),

@@ -1,4 +1,4 @@
-"""Some queries of key lists as bits."""
+"""The packed mask of some queries of key lists."""
 
 import torch
 import triton
@@ -11,8 +11,8 @@ from gsa_kernels.key_lists.format import KeyLists
 _ENTRIES = 1024
 
 
-def words_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
-    """S_t of the queries t = rows[i] as bits. Reads the lists of their tiles, once per query.
+def packed_mask_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
+    """S_t of the queries t = rows[i] as a packed mask. Reads the lists of their tiles, once per query.
 
     Args:
         rows: int64 [R], numbers of queries, 0 <= t < lists.length
@@ -23,9 +23,9 @@ def words_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
     check_shape("rows", rows, "[R]", (None,))
     batch, tiles = lists.counts.shape
     columns = triton.cdiv(lists.num_keys, 32)
-    words = torch.zeros(batch, len(rows), columns, dtype=torch.int32, device=lists.keys.device)
+    packed_mask = torch.zeros(batch, len(rows), columns, dtype=torch.int32, device=lists.keys.device)
     if len(rows) == 0:
-        return words
+        return packed_mask
     with launching_on(lists.keys, "lists.keys"):
         _words_kernel[(len(rows), batch)](
             lists.keys,
@@ -35,14 +35,14 @@ def words_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
             lists.full,
             lists.counts,
             rows.contiguous(),
-            words,
+            packed_mask,
             tiles,
             columns,
             QUERIES=lists.queries,
             ENTRIES=_ENTRIES,
             num_warps=4,
         )
-    return words
+    return packed_mask
 
 
 @triton.jit

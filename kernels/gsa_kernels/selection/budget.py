@@ -7,28 +7,28 @@ import torch
 from gsa_kernels.checks import check_budget_rule, check_mask, check_row_counts, check_shape, compute_dtype
 
 
-def score_moments(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and population variance of each row's scores over its visible keys.
+def score_moments(scores: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and population variance of each row's scores over its causal keys.
 
     Two passes, mean((x - mean(x))^2): E[x^2] - E[x]^2 cancels when all scores are nearly equal. The sums
     are accumulated in fp64, so that equal scores have variance 0 and a row's statistics do not depend
-    on how many invisible keys follow it (prefill and decoding agree).
+    on how many later keys follow it (prefill and decoding agree).
 
     Args:
         scores: [B, R, Lk]
-        visible: bool [B or 1, R, Lk]
+        causal: bool [B or 1, R, Lk]
 
     Returns:
         mean [B, R], variance [B, R], in fp32 (fp64 for fp64 scores); both 0 for a row that sees no key.
     """
     check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
     batch, rows, num_keys = scores.shape
-    check_mask("visible", visible, batch, rows, num_keys)
+    check_mask("causal", causal, batch, rows, num_keys)
     dtype = compute_dtype(scores=scores)
     scores = scores.to(dtype)
-    count = visible.sum(-1).clamp(min=1)
-    mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / count).to(dtype)
-    deviation = torch.where(visible, scores - mean[..., None], 0)
+    count = causal.sum(-1).clamp(min=1)
+    mean = (torch.where(causal, scores, 0).sum(-1, dtype=torch.float64) / count).to(dtype)
+    deviation = torch.where(causal, scores - mean[..., None], 0)
     variance = (deviation.square().sum(-1, dtype=torch.float64) / count).to(dtype)
     return mean, variance
 
@@ -36,14 +36,14 @@ def score_moments(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Te
 def adaptive_budget(
     variance: torch.Tensor,
     variance_ema: torch.Tensor,
-    num_visible: torch.Tensor,
+    num_causal: torch.Tensor,
     *,
     k_base: int,
     k_min: int,
     k_max: int,
     mode: Literal["inverse", "direct", "off"],
 ) -> torch.Tensor:
-    """k_t = min(clamp(floor(raw), k_min, k_max), visible keys).
+    """k_t = min(clamp(floor(raw), k_min, k_max), causal keys).
 
     inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
     direct:   raw = k_base * var / ema   (equation 8 as printed)
@@ -56,14 +56,14 @@ def adaptive_budget(
     Args:
         variance: [B, R], per query
         variance_ema: 0-d, the layer's moving average from before this step
-        num_visible: int [B or 1, R]
+        num_causal: int [B or 1, R]
 
     Returns:
         int64 [B, R]
     """
     check_shape("variance", variance, "[B, R]", (None, None))
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
-    check_row_counts("num_visible", num_visible, *variance.shape)
+    check_row_counts("num_causal", num_causal, *variance.shape)
     check_budget_rule(k_base, k_min, k_max, mode)
 
     # fp64: with fp32 statistics the floor is then that of the exact quotient on any device.
@@ -77,4 +77,4 @@ def adaptive_budget(
     raw = torch.where((ema == 0) | raw.isnan(), float(k_base), raw)
     # Clamped before the cast: an infinite float has no defined integer.
     budget = raw.floor().clamp(k_min, k_max).to(torch.int64)
-    return torch.minimum(budget, num_visible.to(torch.int64))
+    return torch.minimum(budget, num_causal.to(torch.int64))

@@ -1,4 +1,4 @@
-"""Which keys a query may see: those at or before it, in its own document."""
+"""The causal keys of a query: those at or before it, in its own document."""
 
 import torch
 
@@ -12,7 +12,7 @@ def causal_mask(
     document_ids: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """visible[b, r, s] = (s <= t_r) and document(t_r) == document(s).
+    """causal[b, r, s] = (s <= t_r) and document(t_r) == document(s).
 
     Args:
         num_keys: Lk, the keys of the sequence, at positions 0 .. Lk - 1.
@@ -33,10 +33,10 @@ def causal_mask(
     check_shape("query_positions", query_positions, "[R]", (None,))
     query_positions = query_positions.to(device=device, dtype=torch.int64)
 
-    visible = (key_positions[None, :] <= query_positions[:, None])[None]
+    causal = (key_positions[None, :] <= query_positions[:, None])[None]
     if document_ids is None:
-        return visible
+        return causal
     check_shape("document_ids", document_ids, "[B, Lk]", (None, num_keys))
     document_ids = document_ids.to(device)
     query_documents = document_ids[:, query_positions]
-    return visible & (query_documents[:, :, None] == document_ids[:, None, :])
+    return causal & (query_documents[:, :, None] == document_ids[:, None, :])

@@ -1,4 +1,4 @@
-"""`causal_mask` as bits, for some of the queries."""
+"""`causal_mask` as a packed mask, for some of the queries."""
 
 import torch
 

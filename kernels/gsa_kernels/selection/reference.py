@@ -11,29 +11,29 @@ from gsa_kernels.checks import (
 )
 
 
-def select_top_k(scores: torch.Tensor, visible: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """S_t = the `budget` visible keys of highest score; ties go to the lower index.
+def select_top_k(scores: torch.Tensor, causal: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """S_t = the `budget` causal keys of highest score; ties go to the lower index.
 
     Args:
-        scores: [B, R, Lk], finite where visible
-        visible: bool [B or 1, R, Lk]
-        budget: int [B or 1, R]; a row whose budget exceeds its visible keys selects all of them
+        scores: [B, R, Lk], finite on causal keys
+        causal: bool [B or 1, R, Lk]
+        budget: int [B or 1, R]; a row whose budget exceeds its causal keys selects all of them
 
     Returns:
-        bool [B, R, Lk], False on every invisible key.
+        bool [B, R, Lk], False on every other key.
     """
     check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
     batch, rows, num_keys = scores.shape
-    check_mask("visible", visible, batch, rows, num_keys)
+    check_mask("causal", causal, batch, rows, num_keys)
     check_row_counts("budget", budget, batch, rows)
     compute_dtype(scores=scores)
     # Adding 0 turns -0.0 into 0.0: the two are a tie, also for a sort that compares bits.
-    ranked = torch.where(visible, scores.detach() + 0.0, float("-inf"))
+    ranked = torch.where(causal, scores.detach() + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within_budget = torch.arange(num_keys, device=scores.device) < budget[..., None]
     selected = torch.zeros_like(ranked, dtype=torch.bool)
     selected.scatter_(-1, order, within_budget.expand(batch, rows, num_keys))
-    return selected & visible
+    return selected & causal
 
 
 def local_window_mask(
@@ -43,7 +43,7 @@ def local_window_mask(
     query_positions: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """near[r, s] = (s <= t_r) and (t_r - s < window). Documents are left to the visible mask.
+    """near[r, s] = (s <= t_r) and (t_r - s < window). Documents are left to the causal mask.
 
     Args:
         num_keys: Lk
@@ -69,8 +69,8 @@ def local_window_mask(
 def expand_block_selection(selected: torch.Tensor, block: int, length: int) -> torch.Tensor:
     """Give every query the selection of its block: out[:, t] = selected[:, t // block].
 
-    The result still needs each query's own window and visibility:
-    `(expand_block_selection(...) | window) & visible`.
+    The result still needs each query's own window and causal keys:
+    `(expand_block_selection(...) | window) & causal`.
 
     Args:
         selected: bool [B, nb, Lk], one row per aligned block of `block` queries

@@ -67,7 +67,7 @@ def write_candidates(
     Equal to the threshold suffices up to the last key's tile of columns. In the packed mask the bits of the candidates
     are set. It is written up to the diagonal, except before the documents of all rows of a tile.
     """
-    tiles, words = score_tiles(inputs), outputs.packed_mask
+    tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
     assert inputs.query_stride == 1, "row r stands at query_start + r"
     assert room >= _COLUMNS, "a full list takes one more tile's candidates at its start"
@@ -83,7 +83,7 @@ def write_candidates(
             guesses.tied,
             candidates.entries,
             candidates.counts,
-            words,
+            packed_mask,
             candidates.sums,
             inputs.query_start,
             rows.start,
@@ -91,7 +91,7 @@ def write_candidates(
             outputs.first_row,
             inputs.num_rows,
             inputs.num_keys,
-            *words.shape[1:],
+            *packed_mask.shape[1:],
             candidates.sums.shape[2],
             *candidates.entries.shape[1:],
             inputs.indexer.keys.shape[2] ** -0.5,

@@ -38,7 +38,7 @@ def narrow_candidates(
         failed: int32 [B, R], 1 for a row with fewer than k_t candidates or more than the list holds: its row of the
             packed mask becomes 0, and its budget and variance are not written
     """
-    inputs, rule, words = criteria.inputs, criteria.rule, outputs.packed_mask
+    inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
     # The number of candidates is known on the device only: all sizes are launched, and each row belongs to one.
     most = candidates.entries.shape[2]
     sizes = [most >> shift for shift in reversed(range(_SIZES)) if most >> shift >= _SMALLEST_SIZE] or [most]
@@ -50,7 +50,7 @@ def narrow_candidates(
             candidates.sums,
             inputs.document_starts,
             criteria.variance_ema,
-            words,
+            packed_mask,
             outputs.budget,
             outputs.variance,
             failed,
@@ -59,7 +59,7 @@ def narrow_candidates(
             outputs.first_row,
             inputs.num_rows,
             candidates.counts.shape[1],
-            *words.shape[1:],
+            *packed_mask.shape[1:],
             candidates.sums.shape[2],
             candidates.entries.shape[1],
             above,

@@ -1,4 +1,4 @@
-"""The statistics of `reference.py` on selections as bits: for a sample of the queries."""
+"""The statistics of `reference.py` on packed masks: for a sample of the queries."""
 
 from dataclasses import dataclass
 
@@ -24,25 +24,25 @@ class SelectionStatistics:
 
 
 def statistics_of_packed_mask(
-    words: torch.Tensor, neighbours: torch.Tensor, grouped: torch.Tensor, group: int
+    packed_mask: torch.Tensor, neighbours: torch.Tensor, grouped: torch.Tensor, group: int
 ) -> SelectionStatistics:
     """In one launch: logged steps have hundreds of them, and the host must stay ahead of the device.
 
     Args:
-        words: int32 [B, R, ceil(Lk / 32)]; bit s % 32 of word s // 32 in row i set = query i selects key s
+        packed_mask: int32 [B, R, ceil(Lk / 32)]
         neighbours: int64 [P]: the pairs are queries i and i + 1, of which i + 1 is t
         grouped: int64 [G * group], the queries of the groups, group after group
         group: at least 1
     """
-    batch, rows, columns = words.shape
+    batch, rows, columns = packed_mask.shape
     pairs, groups = len(neighbours), len(grouped) // group
-    sizes = torch.empty(batch, rows, dtype=torch.int32, device=words.device)
-    overlaps = torch.empty(batch, pairs, device=words.device)
-    union_ratios = torch.empty(batch, groups, device=words.device)
+    sizes = torch.empty(batch, rows, dtype=torch.int32, device=packed_mask.device)
+    overlaps = torch.empty(batch, pairs, device=packed_mask.device)
+    union_ratios = torch.empty(batch, groups, device=packed_mask.device)
     if batch * rows > 0:
-        with launching_on(words, "words"):
+        with launching_on(packed_mask, "packed_mask"):
             _statistics_kernel[(rows + pairs + groups, batch)](
-                words.contiguous(),
+                packed_mask.contiguous(),
                 neighbours,
                 grouped,
                 sizes,
@@ -54,7 +54,7 @@ def statistics_of_packed_mask(
                 columns,
                 group,
                 COLUMNS=min(_COLUMNS, triton.next_power_of_2(columns)),
-                ASM=words.is_cuda,
+                ASM=packed_mask.is_cuda,
                 num_warps=4,
             )
     return SelectionStatistics(sizes, overlaps, union_ratios)

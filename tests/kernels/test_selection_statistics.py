@@ -1,4 +1,4 @@
-"""Statistics on bits equal the same statistics on masks."""
+"""Statistics of packed masks equal the same statistics of masks."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from query_chunks import devices
 
 from gsa_kernels import adjacent_overlap, causal_mask, union_ratio
-from gsa_kernels.selection import triton_statistics as words_room
+from gsa_kernels.selection import triton_statistics
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
 
@@ -38,12 +38,12 @@ def to_words(mask: torch.Tensor) -> torch.Tensor:
         (70, 0.02, 3, 2),
     ],
 )
-def test_bits_and_masks_give_the_same(
+def test_packed_masks_and_masks_give_the_same(
     device: str, length: int, density: float, group: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = random_mask(length, 100, density)
     words = to_words(mask).to(device)
-    monkeypatch.setattr(words_room, "_COLUMNS", columns)
+    monkeypatch.setattr(triton_statistics, "_COLUMNS", columns)
     neighbours = torch.arange(0, length - 1, 2)
     grouped = torch.arange(length % group, length)
     found = statistics_of_packed_mask(words, neighbours.to(device), grouped.to(device), group)
@@ -62,7 +62,7 @@ def test_of_no_queries() -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_visible_bits_are_those_of_the_mask(documents: bool) -> None:
+def test_the_causal_packed_mask_is_that_of_the_mask(documents: bool) -> None:
     length, positions = 100, torch.tensor([0, 1, 31, 32, 63, 64, 70, 99])
     ids = starts = None
     if documents:
