@@ -50,7 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def one_rank(name: str) -> list[dict[str, Any]]:
     """The same config without layout or recomputation, trained in this process."""
     case = CASES[name]
-    key = f"{case.sections} {case.steps}"
+    key = f"{case.sections} {case.layers} {case.steps}"
     if key not in _one_rank:
         with pytest.MonkeyPatch.context() as patch, measured_margins() as margins:
             for constant, value in SAMPLE.items():

@@ -83,12 +83,17 @@ class Case:
     steps: int = STEPS
     """Of each phase."""
 
+    @property
+    def layers(self) -> int:
+        """Enough for the stages; where there are none, so few that two differ. The text of `SELECTED` is for four."""
+        return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
+
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
         """With `parallel`, for that layout instead of the case's."""
         dense = self.sections is BASELINE
         sections = {
             **self.sections,
-            "model": {"num_layers": 4, "init_std": 0.1, **self.sections.get("model", {})},
+            "model": {"num_layers": self.layers, "init_std": 0.1, **self.sections.get("model", {})},
             "train": {
                 "seq_len_tokens": LENGTH,
                 "micro_batch_size": 1,
@@ -170,6 +175,10 @@ class Reshard:
     readers: list[dict[str, Any]]
     sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
     phase: PhaseConfig = SPARSE
+
+    @property
+    def layers(self) -> int:
+        return 4 if any("pipeline" in layout for layout in (self.writer, *self.readers)) else 2
 
 
 RESHARDED = {
@@ -353,7 +362,11 @@ def main(folder: Path) -> None:
     for name, case in RESHARDED.items():
         for number, layout in enumerate((case.writer, *case.readers)):
             pairs = {"context", "tensor"} & layout.keys() and "pipeline" not in layout
-            config = Case(layout, case.sections).config(**(PAIRS if pairs else {}))
+            sections = {
+                **case.sections,
+                "model": {"num_layers": case.layers, **case.sections.get("model", {})},
+            }
+            config = Case(layout, sections).config(**(PAIRS if pairs else {}))
             parallel = init_parallel(config.parallel, seed=1)
             records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
             resumed.setdefault(name, []).append([str(layout), records])
