@@ -67,7 +67,8 @@ def chart_of(panel: Panel, runs: list[RunFiles]) -> Chart | None:
             name = own.lines[key] if len(runs) == 1 else f"{run.name}: {own.lines[key]}"
             look = _look(number, kind, len(runs))
             if panel.overlapping:
-                look["width"] = 1.5 + 2.5 * (len(drawn) - 1 - kind)
+                above = (len(runs) - number) * len(drawn) - kind - 1
+                look["width"] = 1.5 + above * min(2.5, 8 / max(1, len(runs) * len(drawn) - 1))
             if panel.band and kind == 0 and all(has(run.records, edge) for edge in panel.band):
                 lines += _band(run, panel.band, runs, look["color"])
             lines.append(_line(run, key, name, runs, look))
@@ -244,7 +245,8 @@ def _layout(runs: list[RunFiles], legend: bool) -> Figure:
             "tickformat": "~s" if x_axis(runs) == "tokens" else ",d", "zeroline": False, "showline": True,
             "unifiedhovertitle": {"text": f"{x_axis(runs)} %{{x}}"},
         },
-        "showlegend": legend, "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
+        "showlegend": legend,
+        "legend": {"orientation": "h", "traceorder": "normal", "y": -0.18, "yanchor": "top", "x": 0},
         "shapes": lines, "annotations": names,
     }  # fmt: skip
 

@@ -196,6 +196,12 @@ def test_learning_rates_that_coincide_are_all_seen(tmp_path):
     widths = [line["line"]["width"] for line in rates]
     assert all(below >= above + 2 for below, above in itertools.pairwise(widths))
     assert len({line["line"]["color"] for line in rates}) == 3
+    write_run(tmp_path / "b")
+    (tmp_path / "b" / "metrics.jsonl").write_text((tmp_path / "a" / "metrics.jsonl").read_text())
+    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "r.html").read_text()
+    widths = [line["line"]["width"] for line in lines_of(page, "learning rate")]
+    assert len(widths) == 6
+    assert all(below >= above + 1 for below, above in itertools.pairwise(widths))
 
 
 def test_the_head_says_what_ran_on_what_for_how_long(tmp_path):
