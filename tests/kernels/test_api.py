@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gsa_kernels import api, limits, sampling
+from gsa_kernels import api, limits, operations_triton, sampling
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
@@ -35,18 +35,14 @@ class Case:
     rows: RowSample = dataclasses.field(default_factory=RowSample)
 
 
+HALF, SHARE = RowSample(0.5, seed=1), RowSample(0.5, seed=3, share=(0, 2))
 CASES = {
-    "packed mask": Case(),
-    "packed mask, documents, later queries": Case(documents=True, query_start=16, local_window=3),
-    "packed mask, relu": Case(kernel="masked", activation="relu"),
-    "packed mask, a share of the rows": Case(rows=RowSample(0.5, seed=3, share=(0, 2)), query_start=32),
-    "key lists": Case(kernel="gathered", activation="relu"),
-    "key lists, documents, later queries": Case(kernel="gathered", documents=True, query_start=16),
-    "key lists, half of the rows": Case(kernel="gathered", rows=RowSample(0.5, seed=1)),
+    "packed mask, a share of the rows": Case(rows=SHARE, query_start=32),
+    "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),
+    "key lists, documents, relu": Case("gathered", 16, documents=True, activation="relu"),
+    "key lists, half of the rows": Case("gathered", rows=HALF),
     "shared": Case(selection_block=16, local_window=16),
-    "shared, documents, later queries": Case(
-        selection_block=16, local_window=20, documents=True, query_start=16
-    ),
+    "shared, documents, later queries": Case("auto", 16, True, selection_block=16, local_window=20),
     "dense": Case(dense=True, documents=True),
     "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
     "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
@@ -121,14 +117,10 @@ def mask_of(selection: Selection, num_keys: int) -> torch.Tensor:
     return unpack_mask(selection.packed_rows(torch.arange(LENGTH, device=DEVICE)), num_keys)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES.values() if not case.dense], ids=str)
-def test_selections_agree(case: Case) -> None:
-    given = problem(case)
-    ours, wanted = (select(case, given, implementation) for implementation in ("triton", "reference"))
+def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
     assert ours.format == (
         "key_lists" if case.kernel == "gathered" or case.selection_block > 1 else "packed_mask"
     )
-    num_keys = given.k.shape[1]
     assert torch.equal(mask_of(ours, num_keys), mask_of(wanted, num_keys))
     assert torch.equal(ours.budget, wanted.budget)
     torch.testing.assert_close(ours.variance, wanted.variance)
@@ -172,11 +164,13 @@ def results(
     return {"out": out, "lse": lse, "loss": loss, "rows": rows} | dict(zip(leaves, gradients, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=str)
-def test_attention_and_loss_agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)  # two stretches of the short sequence
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")
+    if selection is not None:
+        assert_selections_agree(case, selection, select(case, given, "reference"), given.k.shape[1])
     ours, wanted = (
         results(case, given, selection, implementation) for implementation in ("triton", "reference")
     )
@@ -210,7 +204,7 @@ def _chosen(case: Case) -> tuple[Selection, api.Implementation]:
 def test_the_loss_in_attentions_backward_pass_agrees(documents: bool) -> None:
     case = Case(documents=documents, query_start=16)
     given = problem(case, torch.bfloat16)
-    selection = select(case, given, "triton")
+    selection = select(case, given, "reference")
     assert api.can_fuse_indexer_loss(given.q, given.k, selection)
 
     def gradients(implementation: api.Implementation) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -242,16 +236,16 @@ def test_the_loss_in_attentions_backward_pass_agrees(documents: bool) -> None:
 
 def test_no_selection_no_half_floats_no_fusion() -> None:
     given = problem(Case())
-    selection = select(Case(), given, "triton")
+    selection = select(Case(), given, "reference")
     assert not api.can_fuse_indexer_loss(given.q, given.k, selection)
     half = problem(Case(), torch.bfloat16)
     assert not api.can_fuse_indexer_loss(half.q, half.k, None)
-    assert not api.can_fuse_indexer_loss(half.q, half.k, select(Case("gathered"), half, "triton"))
+    assert not api.can_fuse_indexer_loss(half.q, half.k, select(Case("gathered"), half, "reference"))
 
 
 def test_log_sums_of_some_queries() -> None:
     given = problem(Case())
-    selection = select(Case(), given, "triton")
+    selection = select(Case(), given, "reference")
     rows = torch.tensor([3, 4, 21, 39], device=DEVICE)
     mask = selection.packed_rows(rows)
     ours, wanted = (
@@ -405,19 +399,29 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice of `auto`, at small lengths."""
+    """The choice of `auto`, at small lengths; a named kernel is taken whatever the density."""
     given, case = problem(Case()), Case()
-    assert select(case, given, "triton").format == "packed_mask"
+    short = select(case, given, "triton")
+    assert (short.format, short.density) == ("packed_mask", None)
+    mask = mask_of(short, LENGTH)
+    monkeypatch.setattr(operations_triton, "select_keys", lambda *given, **options: short)  # it takes long
+    named = select(Case("gathered"), given, "triton")
+    assert named.format == "key_lists"
+    # Counted by hand: keys that any query of a tile of 32 selects, over the keys that its last query sees.
+    tiles = [mask[:, start : start + 32].any(1).sum().item() for start in range(0, LENGTH, 32)]
+    assert named.density == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
+
     monkeypatch.setattr(limits, "MEASURED_FROM_TOKENS", LENGTH)
-    measured = select(case, given, "triton")
-    assert measured.density is not None
     for bound, wanted in ((0.0, "packed_mask"), (1.1, "key_lists")):
         monkeypatch.setattr(limits, "GATHERED_BELOW_DENSITY", bound)
         found = select(case, given, "triton")
-        assert (found.format, found.density) == (wanted, measured.density)
+        assert (found.format, found.density) == (wanted, named.density)
+    assert select(Case("masked"), given, "triton").format == "packed_mask"
+
+    # A long sequence never has a bit for each pair.
     monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
-    long = api.select(
-        given.indexer, RULE, torch.tensor(EMA, device=DEVICE), given.geometry, implementation="triton"
-    )
-    assert long.format == "key_lists"
-    assert torch.equal(mask_of(long, LENGTH), mask_of(measured, LENGTH))
+    monkeypatch.setattr(operations_triton, "select_keys", None)
+    ema = torch.tensor(EMA, device=DEVICE)
+    long = api.select(given.indexer, RULE, ema, given.geometry, implementation="triton")
+    assert (long.format, long.density) == ("key_lists", named.density)
+    assert torch.equal(mask_of(long, LENGTH), mask)
