@@ -16,7 +16,7 @@ from gsa_kernels.types import Geometry, Indexer, RowSample, Selection
 FORMS = {
     "dense": 1,
     "dense 16": 16,
-    "dense 128": 128,
+    "dense 64": 64,
     "packed mask": 1,
     "key lists": 1,
     "shared 16": 16,

@@ -66,43 +66,48 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
 @devices
 @covered(
     "case",
-    form=list(FORMS),
+    attended=[
+        *("dense", "dense, documents", "dense 16, documents", "dense 64"),
+        *("packed mask", "packed mask, documents, log-sum"),
+        *("key lists, documents", "shared 16, documents", "shared 64"),
+    ],
+    kernels=["bf16", "own", "small", "side by side"],
     length=[1, 40, 70],
-    dtype=[torch.float32, BF16],
-    blocks=list(BLOCKS),
     heads=[(4, 1), (6, 2), (5, 1), (2, 2)],
     indexer=[(1, 16), (3, 24), (4, 16)],
     activation=["sigmoid", "unbiased", "relu"],
-    documents=[False, True],
-    query_start=[0, 128],
+    query_start=[0, 64],
     rows=["all", "half", "share", "share of half"],
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 in its own blocks, side by side; in fp32 these are tested to more digits. With a packed mask the log-sum is
-    given or not, as there are documents or not. Samples are of three stretches of rows, or of more tiles or blocks."""
-    cut(
-        monkeypatch,
-        BLOCKS[case["blocks"]] if case["dtype"] == torch.float32 else None,
-        None if case["one_chunk"] else 1,
-    )
+    """bf16 in its own blocks, side by side; the others are fp32, which shows more digits. Samples are of three
+    stretches of rows, or of more."""
+    form, *options = case["attended"].split(", ")
+    bf16, block = case["kernels"] == "bf16", FORMS[form]
+    cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
     samples = {
         "all": RowSample(),
         "half": RowSample(0.5, seed=3),
         "share": RowSample(share=(1, 2)),
         "share of half": RowSample(0.5, seed=3, share=(1, 2)),  # begins with the first, so the third
     }
-    names = ("dtype", "heads", "indexer", "activation", "documents", "query_start")
-    tiles = 1 if case["dtype"] == torch.float32 else 2 if device == "cpu" else 5  # those of bf16 are larger
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64 if bf16 else 32)
     length = case["length"] if case["rows"] == "all" else 70
+    if (
+        bf16 and length + block > 2
+    ):  # its tiles are larger, and over few rows its roundings do not average out
+        length = 150 if device == "cpu" else 350
     problem = make_problem(
-        case["form"],
-        length * tiles,
+        form,
+        length + (2 * block if block > 1 else 0),  # the first block's row has one key
         device,
-        batch=2 if case["form"] in ("dense", "packed mask", "shared 16") else 1,
-        log_sum=case["documents"],
+        dtype=BF16 if bf16 else torch.float32,
+        batch=2 if form in ("dense", "packed mask", "shared 16") else 1,
+        documents="documents" in options,
+        log_sum="log-sum" in options,
         beta=0.6 if case["activation"] == "relu" else 1.7,
-        **{name: case[name] for name in names},
+        **{name: case[name] for name in ("heads", "indexer", "activation", "query_start")},
     )
     check(problem, samples[case["rows"]])
 
@@ -227,14 +232,13 @@ def test_temperature_scale_and_frozen_tensors(
 
 
 @devices
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("form", ["packed mask", "key lists", "shared 16"])
 def test_chunks_and_repetitions_change_nothing(
-    device: str, form: str, documents: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit: tiles are added in the same order, whatever chunk they are in. Over key lists the sums of the
     keys' gradients are cut at the chunks."""
-    problem = make_problem(form, 70, device, documents=documents, batch=1)
+    problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 
     def counted(name: str) -> None:
@@ -355,9 +359,8 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
     for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, seed=3)):
         options: dict[str, Any] = {"rows": sample, "blocks": blocks}
         want = differentiate(problem, of_target(problem, target, row_sum, **options))
-        for chunk_bytes in (1, 2**20):
-            loss = of_target(problem, of_rows, row_sum, row_chunk_bytes=chunk_bytes, **options)
-            assert_same(differentiate(problem, loss), want)
+        loss = of_target(problem, of_rows, row_sum, row_chunk_bytes=1, **options)
+        assert_same(differentiate(problem, loss), want)
 
 
 def test_errors() -> None:
