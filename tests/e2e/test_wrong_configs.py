@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from helpers.forked import ForkedAgent
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
 
 # Runs the launcher and then says which of the heavy packages it loaded.
@@ -158,18 +159,12 @@ def test_a_dry_run_prints_what_the_run_would_be():
     [(["gsa.k_min=100"], 1, "gsa.k_min = 100: above"), (["--dry-run"], 0, "demo on 2 ranks")],
     ids=["wrong config", "dry run"],
 )
-def test_two_ranks_speak_with_one_voice(arguments, code, line):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run(
-        [*torchrun, "launch/pretrain.py", "--config", CONFIG, *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == code  # torchrun's own: 1 when a rank failed
-    assert (result.stdout + result.stderr).count(line) == 1
+def test_two_ranks_speak_with_one_voice(arguments, code, line, tmp_path):
+    command = ["launch/pretrain.py", "--config", CONFIG, *arguments]
+    environment, log = {**os.environ, **ENVIRONMENT}, tmp_path / "log"
+    agent = ForkedAgent(("--standalone", "--nproc_per_node=2"), command, REPOSITORY, environment, {}, log)
+    assert agent.wait(300) == code  # torchrun's own: 1 when a rank failed
+    assert log.read_text().count(line) == 1
 
 
 def test_under_torchrun_the_message_comes_once_and_last():

@@ -162,7 +162,7 @@ def test_no_kernel_stumbles_over_nan(variant: str, part: str) -> None:
         [SPARSE],
         model={"num_layers": gsa.get("selection_reuse", 1), "head_dim": 32, "init_std": 0.2},
         gsa={"indexer_dim": 16, "indexer_heads": 2, **gsa},
-        train={"seq_len_tokens": 24, "global_batch_size": 2},
+        train={"seq_len_tokens": 24, "micro_batch_size": 1, "global_batch_size": 1},
     )
     model = tiny_model(config, variance_ema=0.02)
     for attention in model.attentions:
