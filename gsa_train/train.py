@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gsa_train.batches import load_tokenizer, shared_validation_sets
 from gsa_train.checkpoint.initial_weights import load_initial_main_weights, load_initial_weights
@@ -34,6 +37,7 @@ from gsa_train.parallel import Parallel, collective_timeout, init_parallel
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
+from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
 from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.run.folder import RunFolder, open_run_folder
 from gsa_train.run.hang_watchdog import HangWatchdog
@@ -45,6 +49,8 @@ from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
 from gsa_train.trainer import run_phase, save_the_end
 
+logger = logging.getLogger(__name__)
+
 
 def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     """Train a checked config to the end, from the start or from where its run folder's checkpoint stands.
@@ -55,6 +61,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         CorruptionFound: a device or a weight is not what it should be; the process group is left.
     """
     parallel = init_parallel(config.parallel, config.run.seed)
+    warn_of_cpus(config, parallel)
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     ranges = phase_ranges(config.phases)
     lock = RunLock(run_dir(config), parallel)
@@ -81,6 +88,13 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     lock.close()
     run.services.stop_vote.close()
     leave_world(run.services.watchdog)
+
+
+def warn_of_cpus(config: Config, parallel: Parallel) -> None:
+    if parallel.is_main and parallel.device.type == "cpu":
+        said = cpu_warning(config, cores_of_the_job(parallel.world_size, torch.get_num_threads()))
+        if said is not None:
+            logger.warning(said)
 
 
 def open_run(

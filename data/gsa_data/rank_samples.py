@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import multiprocessing
 import os
 import signal
 import threading
@@ -26,6 +28,9 @@ TOKENS_PER_GROUP = 1 << 16
 
 # A reader that is silent for this much longer than its longest read, with all retries, hangs.
 HANG_SECONDS = 60.0
+
+# Between two looks of a reader whether its training process is there.
+LOOK_SECONDS = 5.0
 
 
 class Position(NamedTuple):
@@ -116,18 +121,25 @@ def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Blo
         for group in samples:
             yield from group
     group_blocks = group_blocks_of(config)
-    groups: Any = iter(
-        DataLoader(
-            samples,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)),
-            timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
-            collate_fn=_as_is,
-            worker_init_fn=partial(_obey_only, os.getpid()),
-            generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
-        )
+    loader = DataLoader(
+        samples,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=max(1, config.prefetch_blocks // (workers * group_blocks)),
+        timeout=config.reading.longest_wait_seconds + HANG_SECONDS,
+        collate_fn=_as_is,
+        worker_init_fn=partial(_obey_only, os.getpid()),
+        generator=torch.Generator(),  # else it draws from, and so shifts, the training process's RNG
     )
+    try:
+        multiprocessing.Lock()  # as queues have, in /dev/shm; where torch fails to make one, it also prints a traceback
+        groups: Any = iter(loader)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        remedy = "make room in /dev/shm (a container's: --shm-size=1g)" if full else "look at `ulimit -a`"
+        raise DataFault(
+            f"data readers cannot be started ({error}); {remedy}, or set data.num_workers=0"
+        ) from error
     while True:
         round_of_groups = [_next_group(groups) for _ in range(workers)]
         for row in zip(*round_of_groups, strict=True):
@@ -159,14 +171,18 @@ def _next_group(groups: Any) -> list[Block]:
 def _obey_only(trainer: int, _worker_id: int) -> None:
     """Torchrun and Slurm send SIGTERM to readers, too, while the training process still needs text to stop well.
 
-    Only the SIGTERM of that process ends a reader; torch ends one whose training process is gone. By its id: with a
-    fork server it is not the reader's parent.
+    Only the SIGTERM of that process ends a reader, and its death. By its id: with a fork server it is not the reader's
+    parent. torch, too, ends a reader whose training process is gone, but not one whose queue is full: that waits for
+    someone to empty it, and each reader keeps the others' queues open.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     def wait() -> None:
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != trainer:
-            pass
+        while (got := signal.sigtimedwait([signal.SIGTERM], LOOK_SECONDS)) is None or got.si_pid != trainer:
+            try:
+                os.kill(trainer, 0)  # sends nothing
+            except ProcessLookupError:
+                break
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -30,7 +30,6 @@ from gsa_train.run.start_header import first_line
 from gsa_train.run.stop_signals import (
     Stopped,
     StopRequest,
-    end_at_interrupt,
     find_deadline,
     job_start_time,
 )
@@ -43,6 +42,11 @@ LIBRARIES_WARNINGS = (
 )
 """On every rank, about what is as it should be: they hid those that a user can act upon."""
 
+SHARED_MEMORY_REMEDY = (
+    "/dev/shm is too small or full for NCCL: make room there (df -h /dev/shm; a container's: --shm-size=8g, or "
+    "--ipc=host), or set NCCL_SHM_DISABLE=1, which is slower"
+)
+
 
 def main() -> int:
     try:
@@ -54,7 +58,8 @@ def main() -> int:
 
 def run_command() -> int:
     """Everything from the command line to the exit code."""
-    end_at_interrupt()
+    request = StopRequest()
+    request.watch()
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -80,7 +85,6 @@ def run_command() -> int:
         if is_main:
             print(describe(config, arguments.world_size, arguments.device, arguments.mfu))
         return 0
-    request = StopRequest()
     request.deadline = find_deadline(
         config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, job_start_time()
     )
@@ -90,7 +94,6 @@ def run_command() -> int:
         print(first_line(config, arguments), flush=True)
     prepare_connections([config.parallel], os.environ, compute_capability())
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
-    from gsa_data.faults import DataFault
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
@@ -135,9 +138,21 @@ def run_command() -> int:
             say_last(str(error))
         return exit_codes.SAVE_FAILED
     except RuntimeError as error:
-        # The second: torch reports a dead reader by a signal, wherever this process stands.
-        if not isinstance(error, DataFault) and not str(error).startswith("DataLoader worker"):
+        words = known_failure(error)
+        if words is None:
             raise
-        say_last(f"rank {os.environ.get('RANK', '0')}: the text failed: {error}")
+        say_last(f"rank {os.environ.get('RANK', '0')}: {words}")
         return exit_codes.FAILED
     return 0
+
+
+def known_failure(error: RuntimeError) -> str | None:
+    """What to say of an error that no traceback would explain better; None for any other."""
+    from gsa_data.faults import DataFault
+
+    # torch reports a dead reader by a signal, wherever this process stands.
+    if isinstance(error, DataFault) or str(error).startswith("DataLoader worker"):
+        return f"the text failed: {error}"
+    if "shared memory segment" in str(error):  # NCCL's, one for each pair of GPUs
+        return f"{error}\n{SHARED_MEMORY_REMEDY}"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,18 +44,13 @@ def reason_in_words(reason: int) -> str:
     return "the time limit" if reason == TIME_LIMIT else signal.Signals(reason).name
 
 
-def end_at_interrupt() -> None:
-    """Until `StopRequest.listen`, Ctrl-C ends this process at once, with a line instead of a traceback."""
-    signal.signal(signal.SIGINT, lambda number, frame: _end_at_once("interrupted before the first step"))
-
-
 def _end_at_once(said: str) -> None:
     _say(said)
     os._exit(INTERRUPTED)
 
 
 def _say(line: str) -> None:
-    """To stderr, on the main rank. In a handler of signals, where `print` may have been interrupted in itself."""
+    """To stderr, on the main rank. Not by `print`: the main thread may be in it, and hold its lock."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
@@ -67,7 +63,7 @@ class StopRequest:
         self.deadline: float | None = None
         """Time (of `time.time`) from which on the run stops."""
         self._signal = 0
-        self._process = os.getpid()
+        self._listens = False
         self._interrupted_at: float | None = None
 
     @property
@@ -77,30 +73,52 @@ class StopRequest:
             return self._signal
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
+    def watch(self) -> None:
+        """From now on a thread looks after Ctrl-C: before `listen` it ends this process at once, with a line.
+
+        Python's own handlers wait until the main thread returns from torch, which may take minutes of a backward pass.
+        """
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # children share the pipe
+        signal.signal(signal.SIGINT, self._note)
+
+        def wait() -> None:
+            while number := os.read(reading, 1):
+                self._heed(number[0])
+
+        threading.Thread(target=wait, name="Ctrl-C", daemon=True).start()
+
     def listen(self) -> None:
         """From now on a stop signal is noted, and ends nothing: not a save, nor a step. Forked children inherit it.
 
-        Only who presses Ctrl-C twice ends this process at once.
+        Only who presses Ctrl-C twice ends this process at once, if it watches.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
+        self._listens = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signal = int(number)
-        if os.getpid() != self._process:
-            return  # a reader of text, which ends with its rank
-        # torchrun passes the first Ctrl-C on as such, and ends its ranks by SIGTERM at the second.
-        if self._interrupted_at is not None and number in (signal.SIGINT, signal.SIGTERM):
-            if number == signal.SIGINT and time.monotonic() - self._interrupted_at < ONE_PRESS_SECONDS:
-                return
+
+    def _heed(self, number: int) -> None:
+        """Answer Ctrl-C, of which torchrun passes the first on as such, and ends its ranks by SIGTERM at the second."""
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        now = time.monotonic()
+        if number == signal.SIGINT and not self._listens:
+            _end_at_once("interrupted before the first step")
+        elif self._interrupted_at is None:
+            if number == signal.SIGINT:
+                self._interrupted_at = now
+                _say(
+                    "interrupted: the step under way is finished and saved, then the run ends"
+                    f"{_torchruns_patience()}; press Ctrl-C again to end at once"
+                )
+        elif number == signal.SIGTERM or now - self._interrupted_at >= ONE_PRESS_SECONDS:
             _end_at_once(
                 "interrupted again: ended at once; the same command goes on from the last checkpoint"
-            )
-        if number == signal.SIGINT:
-            self._interrupted_at = time.monotonic()
-            _say(
-                "interrupted: the step under way is finished and saved, then the run ends"
-                f"{_torchruns_patience()}; press Ctrl-C again to end at once"
             )
 
 

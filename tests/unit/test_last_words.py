@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from gsa_data.faults import DataFault
 from gsa_train.commands import pretrain
 from gsa_train.run.last_words import say_last
 
@@ -53,6 +54,16 @@ def test_where_torchrun_will_print_no_summary_on_stderr(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file / "no" / "folder"))
     say_last("still none")
     assert capsys.readouterr().err == "still none\n"
+
+
+def test_a_full_shared_memory_gets_its_remedy() -> None:
+    nccl = "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)"
+    said = pretrain.known_failure(RuntimeError(nccl))
+    assert said is not None
+    assert said.startswith(f"{nccl}\n/dev/shm is too small or full for NCCL: make room there")
+    assert "--shm-size" in said
+    assert pretrain.known_failure(RuntimeError("CUDA error: an illegal memory access")) is None
+    assert pretrain.known_failure(DataFault("no text")) == "the text failed: no text"
 
 
 def test_an_error_of_ours_has_its_last_line_in_the_summary(

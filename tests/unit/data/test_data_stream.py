@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from data_corpus import Run, document, line, read_run, write_corpus, write_shard
@@ -345,6 +350,67 @@ def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:
     assert stream.consumed_samples == 2
     with pytest.raises(ValueError, match="closed"):
         stream.next_blocks(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (errno.ENOSPC, "make room in /dev/shm (a container's: --shm-size=1g), or set data.num_workers=0"),
+        (errno.EMFILE, "look at `ulimit -a`, or set data.num_workers=0"),
+    ],
+)
+def test_readers_that_cannot_be_started_are_said_in_a_line(
+    corpus: Manifest, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, error: int, remedy: str
+) -> None:
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", fail)  # a file in /dev/shm
+    stream = BlockStream(corpus, tokenizer, replace(CONFIG, num_workers=1), 0, 1)
+    with pytest.raises(DataFault) as caught:
+        stream.next_blocks(2)
+    reason = f"data readers cannot be started ([Errno {error}] {os.strerror(error)})"
+    assert str(caught.value) == f"{reason}; {remedy}"
+
+
+KILLED = """
+import array, fcntl, os, sys, termios, time
+from gsa_data import BlockStream, StreamConfig, Tokenizer, build_manifest
+sample = sys.argv[1]
+# A group is 64K tokens, of which a pipe holds a part, so that each reader is left in the middle of one.
+config = StreamConfig(seq_len_tokens=8192, num_lanes=2, seed=1, num_workers=2, prefetch_blocks=64)
+stream = BlockStream(build_manifest(f"{sample}/train"), Tokenizer(f"{sample}/tokenizer.model"), config, 0, 1)
+stream.next_blocks(1)
+
+def waits_in_a_pipe(descriptor):
+    count = array.array("i", [0])
+    try:
+        fcntl.ioctl(int(descriptor), termios.FIONREAD, count)
+    except OSError:  # no pipe
+        return False
+    return count[0] > 1000
+
+while not any(map(waits_in_a_pipe, os.listdir("/proc/self/fd"))):
+    time.sleep(0.05)
+os.write(1, b"ready\\n")
+sys.stdin.read()
+"""
+
+
+def test_readers_end_with_a_training_process_that_is_killed() -> None:
+    sample = str(Path(__file__).parents[3] / "data" / "sample")
+    process = psutil.Popen(
+        [sys.executable, "-c", KILLED, sample], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    readers = process.children()
+    assert len(readers) == 2
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(readers, timeout=100)
+    for reader in alive:
+        reader.kill()
+    assert alive == []
 
 
 # Faults in the data
