@@ -64,8 +64,6 @@ class Sinks:
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Belongs into every checkpoint, so that a restart continues the same W&B run."""
-        self.wandb_place: list[str] = wandb.place() if wandb else []
-        """In lines for the console."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
         self._tensorboard = tensorboard
         self._wandb = wandb

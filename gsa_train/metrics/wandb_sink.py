@@ -60,14 +60,14 @@ class WandbSink:
         if record.get("event") == "checkpoint":
             self._log_checkpoint(record)
 
-    def place(self) -> list[str]:
+    def place(self) -> tuple[str, ...]:
         """Where the run is, in lines for the console."""
         if self._run is None:  # its service failed, which was said
-            return []
+            return ()
         if not self._run.offline:
-            return [f"{self._run.url}"]
+            return (f"{self._run.url}",)
         # Each start has a folder of its own.
-        return [f"kept offline; to send it: wandb sync {self._run_dir}/wandb/offline-run-*-{self.id}"]
+        return (f"kept offline; to send it: wandb sync {self._run_dir}/wandb/offline-run-*-{self.id}",)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The config of this start, without credentials."""

@@ -153,9 +153,9 @@ def _goes_on_without(run: Run, what: str) -> Iterator[None]:
 
 
 def _say_where_wandb_is(run: Run) -> None:
-    sinks = run.services.log.sinks
-    for line in sinks.wandb_place if sinks is not None else []:
-        run.services.log.message(f"W&B: {line}")
+    log = run.services.log
+    for line in log.wandb_place:
+        log.message(f"W&B: {line}")
 
 
 def _close(run: Run, exit_code: int) -> None:

@@ -48,6 +48,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
     """
     folder = run_dir(config)
     sinks = console = hang = None
+    place: tuple[str, ...] = ()
     shared: list[str | None] = [None, None]
     if parallel.is_main:
         try:
@@ -55,12 +56,13 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
         except WandbRefused as error:
             shared[1] = str(error)
         else:
-            sinks, console, hang = _open_files(config, start, parallel, wandb)
+            place = wandb.place() if wandb else ()
+            sinks, console, hang = _open_files(config, start, parallel, wandb, place)
             shared[0] = sinks.wandb_run_id
     dist.broadcast_object_list(shared, src=0)
     if shared[1] is not None:
         raise WandbRefused(shared[1])
-    log = RunLog(sinks, console, wandb_run_id=shared[0], writes_late=parallel.device.type == "cuda")
+    log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
     return RunFolder(folder / "checkpoints", log, hang)
 
 
@@ -74,7 +76,7 @@ def _open_wandb(config: Config, start: Start) -> WandbSink | None:
 
 
 def _open_files(
-    config: Config, start: Start, parallel: Parallel, wandb: WandbSink | None
+    config: Config, start: Start, parallel: Parallel, wandb: WandbSink | None, wandb_place: tuple[str, ...]
 ) -> tuple[Sinks, Progress, str | None]:
     """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
@@ -106,7 +108,7 @@ def _open_files(
     (folder / STOPPED).unlink(missing_ok=True)
     (folder / MONITOR_STOP).unlink(missing_ok=True)
     console = Progress(total_steps, start.step)
-    console.message(start_header(config, parallel.describe(), folder, sinks.wandb_place))
+    console.message(start_header(config, parallel.describe(), folder, wandb_place))
     if start.checkpoint is not None:
         console.message(f"resuming from {start.checkpoint} at step {start.step}")
     if start.state is not None:

@@ -18,6 +18,8 @@ class RunLog:
     console: Progress | None
     wandb_run_id: str | None
     """On every rank: checkpoints keep it, so that a restart continues the same W&B run."""
+    wandb_place: tuple[str, ...] = ()
+    """On the main rank: where the W&B run is, in lines for the console."""
     writes_late: bool = False
     """A step's record is written once the next step's work is queued: on a GPU, which would otherwise wait while the
     host writes."""

@@ -46,8 +46,12 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
     config = {"run": {"name": "test"}, "data": {"train_dir": address}, "phases": [{"name": "sparse"}]}
     logging = LoggingConfig(tensorboard=False, wandb="offline", wandb_project="unit")
 
+    places = []
+
     def open_run(resume_step, wandb_run_id):
         wandb_sink = open_wandb(logging, tmp_path, "test", config, wandb_run_id)
+        assert wandb_sink is not None
+        places.append(wandb_sink.place())
         return open_sinks(logging, tmp_path, ["sparse"], resume_step, wandb_sink)
 
     with open_run(None, None) as sinks:
@@ -55,8 +59,6 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
         sinks.log(step_record(1, loss=math.nan, layer_recall=[0.5]))
         sinks.log(step_record(2))
     assert run_id
-    place = f"{tmp_path}/wandb/offline-run-*-{run_id}"
-    assert sinks.wandb_place == [f"kept offline; to send it: wandb sync {place}"]
     assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id}"))
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
@@ -67,6 +69,7 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
         sinks.log(event("spike", 2, signal="loss", value=math.inf, threshold=2.0, action="log"))
         sinks.finish({"steps": 2})
 
+    assert places == [(f"kept offline; to send it: wandb sync {tmp_path}/wandb/offline-run-*-{run_id}",)] * 2
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
     assert len(folders) == 2
     reference = f"file://{tmp_path}/checkpoints/step_00000002/manifest.json".encode()
@@ -84,6 +87,14 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
             path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
         ]
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_online_run_is_where_its_address_says_and_a_failed_one_nowhere(tmp_path):
+    run = Mock(id="abc", offline=False, url="https://wandb.ai/team/project/runs/abc")
+    sink = WandbSink(run, tmp_path, Alerts(1.5))
+    assert sink.place() == ("https://wandb.ai/team/project/runs/abc",)
+    sink.close(0)
+    assert sink.place() == ()
 
 
 def test_a_start_that_fails_names_the_remedy(tmp_path):
