@@ -105,8 +105,9 @@ def check_rows_of_whole(found: Selection, whole: Selection, start: int) -> None:
     rows = slice(start, start + found.budget.shape[1])
     assert found.packed_mask is not None
     assert whole.packed_mask is not None
-    mask = packed_mask.unpack_mask(whole.packed_mask[:, rows], 32 * whole.packed_mask.shape[2])
-    assert torch.equal(found.packed_mask, packed_mask.pack_mask(mask[..., : rows.stop]))
+    mask, words = whole.packed_mask[:, rows], found.packed_mask.shape[2]
+    assert torch.equal(found.packed_mask, mask[..., :words])
+    assert not mask[..., words:].any()
     assert torch.equal(found.budget, whole.budget[:, rows])
 
 
