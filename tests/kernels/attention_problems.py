@@ -58,7 +58,7 @@ def check(inputs, mask, *attends):
     """Every result of each is within twice the error of the same calculation in torch, both against fp64."""
     grad = torch.randn_like(inputs[0])
     wanted, other = reference(inputs, mask, grad), plain(inputs, mask, grad)
-    # Where torch's error vanishes (a single key has probability exactly 1) the rounding of products over the head remains.
+    # Where torch's error vanishes (a single key has probability exactly 1) the rounding of sums over the head remains.
     floor = (
         max(4.0, inputs[0].shape[-1] ** 0.5)
         * torch.finfo(inputs[0].dtype).eps
