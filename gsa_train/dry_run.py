@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from gsa_train.config import Config
 from gsa_train.config.file_checks import check_files
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.layout_checks import data_parallel_size
 from gsa_train.config.pipeline_layout import stage_chunks, stage_layers
 from gsa_train.memory.estimate import checkpoint_bytes, estimate_memory, fields_of
@@ -172,6 +173,8 @@ def _time(
         return [
             f"give --mfu, such as --mfu 0.3: none has been measured for {parameters:,} parameters on this device"
         ]
+    if mfu is None and plain_torch_reasons(config):
+        return ["give --mfu: attention runs in plain torch (see Memory), whose speed has not been measured"]
     share = measured if mfu is None else mfu
     assert share is not None
     source = (
@@ -203,7 +206,17 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
             parts = fields_of(estimate)
             rows = rows or [["phase", "stage", *parts]]
             rows.append([phase.name, str(stage), *(f"{part / unit:.2f}" for part in parts.values())])
-    return [f"recompute: {config.train.recompute}", *_table(rows)]
+    plain = [
+        f"attention in plain torch, with L x L tensors: {reason}" for reason in plain_torch_reasons(config)
+    ]
+    return [*plain, f"recompute: {config.train.recompute}", *_table(rows)]
+
+
+def plain_torch_reasons(config: Config) -> list[str]:
+    """Why the attention of a GPU run is not the fused kernels; empty where it is."""
+    if config.gsa.attention_impl == "reference":
+        return ["gsa.attention_impl = reference"]
+    return unsupported_by_kernels(config)
 
 
 def _peak_bytes(config: Config, world_size: int) -> list[float]:

@@ -30,6 +30,11 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         reasons.append(
             f"gsa.selection_block = {gsa.selection_block}: the kernels have {_listed(limits.SELECTION_BLOCKS)}"
         )
+    if gsa.indexer_activation not in limits.INDEXER_ACTIVATIONS:
+        reasons.append(
+            f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have "
+            f"{' and '.join(limits.INDEXER_ACTIVATIONS)}"
+        )
     if gsa.indexer_heads not in limits.INDEXER_HEADS:
         reasons.append(
             f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have {_range(limits.INDEXER_HEADS)}"

@@ -2,6 +2,8 @@
 
 import torch
 
+from gsa_kernels.limits import INDEXER_ACTIVATIONS
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 """Of what Triton's kernels read. fp16 would need a loss scale in training, which there is not."""
 
@@ -56,6 +58,16 @@ def check_row_counts(name: str, counts: torch.Tensor, batch: int, rows: int) -> 
 def check_at_least(name: str, value: int, minimum: int) -> None:
     if value < minimum:
         raise ValueError(f"{name} is {value}; pass a number of at least {minimum}")
+
+
+def kernels_use_sigmoid(activation: str) -> bool:
+    """Which of their two activations the kernels run; another one is refused, and never taken for one of these."""
+    if activation not in INDEXER_ACTIVATIONS:
+        raise ValueError(
+            f"activation is {activation!r}, which the kernels do not have; pass one of {INDEXER_ACTIVATIONS}, or "
+            "implementation='reference'"
+        )
+    return activation == "sigmoid"
 
 
 def check_activation(activation: str, heads: int, **biases: torch.Tensor | None) -> None:

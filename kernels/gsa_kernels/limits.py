@@ -18,6 +18,9 @@ HEAD_SIZES = (32, 64, 128)
 """D of attention's q, k and v. A tile of D columns is an operand of a matrix product, so D is a power of two; 256 does
 not fit the registers (attention/triton_forward.py, decode/triton_attend.py, fused/split_rotate_gate)."""
 
+INDEXER_ACTIVATIONS = ("sigmoid", "relu")
+"""Of the indexer's scores (indexer/triton_scores.py, indexer_loss/triton_scores.py, decode/triton_score.py)."""
+
 INDEXER_HEADS = range(1, 9)
 """HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
 

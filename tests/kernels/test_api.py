@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gsa_kernels import api, limits, operations_triton, sampling
+from gsa_kernels import api, limits, operations_triton, sampling, types
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
@@ -425,3 +425,23 @@ def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> N
     long = api.select(given.indexer, RULE, ema, given.geometry, implementation="triton")
     assert (long.format, long.density) == ("key_lists", named.density)
     assert torch.equal(mask_of(long, LENGTH), mask)
+
+
+def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the reference alone has, as `check_activation` would let it pass, is refused."""
+    monkeypatch.setattr(types, "check_activation", lambda *_, **__: None)
+    given = problem(Case())
+    selection = select(Case(), given, "triton")
+    _, lse = api.sparse_attention(
+        given.q, given.k, given.v, selection, given.geometry, implementation="triton"
+    )
+    object.__setattr__(given.indexer, "activation", "softplus")
+    ema = torch.tensor(EMA, device=DEVICE)
+    for call in (
+        lambda: api.select(given.indexer, RULE, ema, given.geometry, implementation="triton"),
+        lambda: api.indexer_loss(
+            given.indexer, given.q, given.k, lse, selection, given.geometry, implementation="triton"
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"activation is 'softplus', which the kernels do not have"):
+            call()

@@ -224,3 +224,11 @@ def test_long_contexts_come_with_their_baseline() -> None:
         assert gsa.model == standard.model
         assert gsa.parallel == standard.parallel
         assert gsa.parallel.context > 1
+
+
+@pytest.mark.parametrize("override", ["gsa.attention_impl=reference", "gsa.indexer_heads=9"])
+def test_attention_in_plain_torch_is_told(override: str) -> None:
+    report = describe(load_config(GSA, [override], world_size=8, need_data=False), 8)
+    assert f"attention in plain torch, with L x L tensors: {override.replace('=', ' = ')}" in report
+    assert "give --mfu: attention runs in plain torch" in report
+    assert "attention in plain torch" not in describe(load_config(GSA, world_size=8, need_data=False), 8)

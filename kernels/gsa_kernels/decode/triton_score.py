@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
 from gsa_kernels.indexer.triton_scores import fast_tanh
@@ -70,7 +71,7 @@ def score_keys(
         SAMPLE=SAMPLE,
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
-        SIGMOID=indexer.activation == "sigmoid",
+        SIGMOID=kernels_use_sigmoid(indexer.activation),
         # The interpreter, which runs on the CPU, has no inline assembly.
         TANH=bf16 and queries.is_cuda,
         PRECISION="tf32" if bf16 else "ieee",

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape, count_queries
+from gsa_kernels.checks import check_kernel_dtype, check_shape, count_queries, kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
@@ -215,7 +215,7 @@ def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_COLS": tiles.cols,
         "TILES": tiles.per_program,
-        "SIGMOID": inputs.indexer.activation == "sigmoid",
+        "SIGMOID": kernels_use_sigmoid(inputs.indexer.activation),
         # The interpreter, which runs on the CPU, has no inline assembly.
         "TANH": bf16 and queries.is_cuda,
         "PRECISION": "tf32" if bf16 else "ieee",

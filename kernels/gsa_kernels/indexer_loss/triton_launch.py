@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels import sampling
+from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.hopper.triton_stacked_stats import stacked_stats_kernel
@@ -401,7 +402,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
     """Which form of the score the kernels compute (see triton_scores): exact for fp32, fast for bf16."""
     constant: tl.constexpr
-    if activation == "relu":
+    if not kernels_use_sigmoid(activation):
         constant = kinds.RELU
     elif dtype == torch.float32:
         constant = kinds.SIGMOID
