@@ -34,7 +34,7 @@ def select(
     kernel: Kernel = "auto",
     with_log_sum: bool = False,
 ) -> Selection:
-    """S_t = the k_t keys of highest score that query t sees, ties to the lower index, and the last `local_window` keys.
+    """S_t = the k_t causal keys of highest score, ties to the lower index, and the last `local_window` keys.
 
     Without gradient. By Triton the top-k is exact for the scores that the kernels calculate, which differ from the
     reference by rounding; equal inputs give equal bits.
@@ -82,7 +82,7 @@ def sparse_attention(
     gate_logits; deterministic.
 
     Args:
-        q: [B, L, H, D], D one of limits.HEAD_SIZES
+        q: [B, L, H, D], D one of limits.HEAD_SIZES; by Triton bf16 or fp32
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, D]
         selection: S_t of these queries; None: dense attention to all causal keys of the query's document

@@ -73,7 +73,7 @@ class Indexer:
 class BudgetRule:
     """How many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
 
-    k_t = clamp(floor(raw), k_min, k_max), and no more than the keys that the query sees. `inverse`: raw = k_base *
+    k_t = clamp(floor(raw), k_min, k_max), and no more than the query has causal keys. `inverse`: raw = k_base *
     ema / var, with var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var /
     ema. `off`: raw = k_base.
     """
@@ -89,11 +89,11 @@ class BudgetRule:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the queries stand, what they see, and which of them share a selection."""
+    """Where the queries stand, which keys are theirs to select, and which of them share a selection."""
 
     document_starts: torch.Tensor | None = None
-    """int32 [B, L], never decreasing: the position at which the query's document begins. Query t sees the keys
-    document_starts[b, i] <= s <= t. One document per sequence if None."""
+    """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of
+    query t are document_starts[b, i] <= s <= t. One document per sequence if None."""
     query_start: int = 0
     """Position of the first query, a multiple of `selection_block`; not 0 under context parallelism only."""
     selection_block: int = 1
@@ -113,7 +113,7 @@ class Geometry:
         if 1 < self.selection_block > self.local_window:
             raise ValueError(
                 f"local_window is {self.local_window}, below selection_block {self.selection_block}; pass at least "
-                f"{self.selection_block}, so that each query sees the keys of its own block"
+                f"{self.selection_block}, so that each query attends to the keys of its own block"
             )
         starts = self.document_starts
         if starts is not None:
@@ -157,7 +157,7 @@ class Selection:
     budget: torch.Tensor
     """int32 [B, R]: k_t. The local window may add keys."""
     variance: torch.Tensor
-    """fp32 [B, R]: population variance of the row's scores over the keys that it sees."""
+    """fp32 [B, R]: population variance of the row's scores over its causal keys."""
     density: float | None = None
     """Keys in the lists over the causal keys of their tiles; None where the lists were not made for their data."""
     log_sum: torch.Tensor | None = None
