@@ -37,7 +37,7 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         "1,730,508,992",
         "1,048,576 tokens per step",
         "104,857,600,000",
-        "warmup",
+        "warm-up",
         "dense equivalent",
         "22.56; while it is written, about 2.82 of each rank's host memory",
         "data.train_dir",
@@ -64,7 +64,7 @@ def test_the_time_follows_from_a_given_mfu():
     assert lines[1] == "  MFU 50% of 312 TFLOP/s (bf16): as given"
     assert lines[2].split() == ["phase", "tokens/s", "hours", "GPU-days"]
     rows = table_of(lines[3:])
-    assert list(rows) == ["warmup", "sparse", "total"]
+    assert list(rows) == ["warm-up", "sparse", "total"]
     seconds = 0.0
     for phase in config.phases:
         flops = flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens).total
