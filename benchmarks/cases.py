@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import harness  # noqa: F401 - finds the checkout's packages
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
