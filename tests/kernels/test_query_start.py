@@ -145,7 +145,7 @@ def test_selection(device, documents, register_keys, monkeypatch):
     """Bits, lists, and some of the lists' queries as bits. One kernel has a row in registers, one goes by groups."""
     torch.manual_seed(2)
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    length, start = 44, 9  # a program per row is slow to interpret
+    length, start = 40, 25  # a program per row is slow to interpret
     starts = document_starts(device)[:, :length] if documents else None
     ema = torch.tensor(0.02, device=device)
     inputs = of_chunk(indexer(device), 0, length)
@@ -157,9 +157,6 @@ def test_selection(device, documents, register_keys, monkeypatch):
 
     whole = of_queries(0, length, select_keys)
     mask = unpack_mask(whole.packed_mask, length)
-    begin = of_queries(0, start, select_keys)
-    assert torch.equal(begin.packed_mask, pack_mask(mask[:, :start, :start]))
-
     packed, listed = (of_queries(start, length, select) for select in (select_keys, select_key_lists))
     wanted = mask[:, start:]
     assert torch.equal(packed.packed_mask, pack_mask(wanted))

@@ -267,7 +267,7 @@ RULES = {
 @covered(
     "options",
     rule=list(RULES),
-    length=[1, 17, 45],  # rows below 32 never go by groups
+    length=[1, 17, 37],  # rows below 32 never go by groups
     method=[BY_REGISTERS, BY_GROUPS],
     documents=[False, True],
     window=[0, 37],
@@ -341,7 +341,7 @@ def negative_relu(case: Case) -> None:
 @both_methods
 @pytest.mark.parametrize("make", [two_levels, all_equal, saturated, negative_relu])
 def test_ties_and_degenerate_rows(device: str, make: Any, method: None) -> None:
-    case = make_case(device, 40)
+    case = make_case(device, 36)
     make(case)
     selection = case.select()
     check(case, selection)
@@ -374,7 +374,7 @@ def check_no_bit_changes(case: Case, cut: int, **options: Any) -> None:
 
 @both_methods
 def test_future_tokens_chunks_and_repetition_change_no_bit(device: str, method: None) -> None:
-    check_no_bit_changes(make_case(device, 44), 37)
+    check_no_bit_changes(make_case(device, 38), 33)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 4096), (3, 1000), (1, 131072), (2, 40001)])
