@@ -67,9 +67,14 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
     expected, reference = train(config_of(None))
     assert max(norm for _, norm, *_ in expected) > TRAIN["grad_clip"]  # clipping acts
     plain = {(name, type(value)) for each in reference.gpt.modules() for name, value in each.__dict__.items()}
-    without = [(stage, offload, "none") for stage in (1, 2, 3) for offload in (False, True)]
+    without = [(stage, offload, "none") for stage in (1, 2) for offload in (False, True)]
     # Parts of the attention's forward pass run in the backward pass, where DeepSpeed brings only what it expects.
-    for stage, offload, recompute in (*without, (3, False, "selective"), (3, True, "full")):
+    for stage, offload, recompute in (
+        *without,
+        (3, True, "none"),
+        (3, False, "selective"),
+        (3, True, "full"),
+    ):
         found, model = train(config_of(stage, offload, recompute))
         for step, (record, other) in enumerate(zip(found, expected, strict=True)):
             assert record == pytest.approx(other, rel=1e-6), (stage, offload, recompute, step)

@@ -173,7 +173,7 @@ def test_the_fused_core_draws_the_rows_of_the_reference(monkeypatch: pytest.Monk
     config = tiny_config(
         model={"head_dim": 32, "init_std": 0.2},
         gsa={"indexer_dim": 16, "indexer_heads": 2, "indexer_loss_row_fraction": 0.5},
-        train={"seq_len_tokens": 80, "global_batch_size": 2},
+        train={"seq_len_tokens": 80, "micro_batch_size": 1, "global_batch_size": 1},
     )
     found = []
     for fused in (False, True):
