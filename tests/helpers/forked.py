@@ -34,6 +34,8 @@ import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = "gsa_train.train"
+OF_WANDB = "wandb.sdk.launch"
+"""What W&B imports in each run that begins, two CPU seconds; passed over where it is not installed."""
 WAS_PRELOADED = HEAVY in sys.modules
 """Whether the process that imports this file, or the one that it was forked from, had imported the heavy part."""
 
@@ -168,7 +170,7 @@ def _start(
     target: Callable[..., None], arguments: tuple[object, ...], environment: Mapping[str, str], log: Path
 ) -> ForkServerProcess:
     log.touch()
-    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", __name__])
+    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", OF_WANDB, __name__])
     process = CONTEXT.Process(target=target, args=arguments)
     # The server imports from where this process does; on Python 3.11 it is not told by other means.
     with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
