@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import uuid
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 
 from helpers.forked import ForkedAgent
-from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, faulty_launcher, processes_of
+from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, faulty_launcher, inherited, processes_of
 
 
 def launch(
@@ -35,7 +34,7 @@ def launch(
     log = run_dir / f"agent-{uuid.uuid4().hex[:8]}.log"
     script, of_faults = faulty_launcher(run_dir, faults)
     command = [script, "--config", CONFIG, f"run.dir={run_dir}", "run.name=run", *overrides]
-    of_agent = {**os.environ, **ENVIRONMENT, **of_faults, **(environment or {})}
+    of_agent = {**inherited(), **ENVIRONMENT, **of_faults, **(environment or {})}
     if not real:
         forked = ForkedAgent(torchrun, command, REPOSITORY, of_agent, {MARK: mark}, log)
         return Run(run_dir / "run", forked, log, mark)

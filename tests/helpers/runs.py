@@ -38,6 +38,13 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
 }
 
+
+def inherited() -> dict[str, str]:
+    """The environment of the tests, without the W&B service that a test in this process may have begun: it keeps a run
+    that was killed for one that goes on."""
+    return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+
+
 SMALL = (
     "train.seq_len_tokens=128",
     "train.micro_batch_size=1",
@@ -212,7 +219,7 @@ def start(
     log = run_dir / f"{name}-{mark[MARK][:8]}.log"
     script, of_faults = faulty_launcher(run_dir, faults)
     command = [script, "--config", config, f"run.dir={run_dir}", f"run.name={name}", *overrides]
-    environment = {**os.environ, **ENVIRONMENT, **of_faults}
+    environment = {**inherited(), **ENVIRONMENT, **of_faults}
     standalone = ("--standalone", f"--nproc_per_node={ranks}")
     if agent:
         assert launcher == "torchrun"
@@ -258,7 +265,7 @@ def run_script(
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Another file than the launcher, on forked ranks, to its end with this exit code; returns what it printed."""
-    environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
+    environment = {**inherited(), **ENVIRONMENT, **(environment or {})}
     forked = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks, rendezvous=launcher == "torchrun")
     code = forked.wait(LONGEST_WAIT_SECONDS)
     assert code == expected, f"exit code {code}, expected {expected}:\n{log.read_text()[-5000:]}"

@@ -212,7 +212,7 @@ def test_bench_long_reads_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(indexers[3].inputs.q_idx, inputs.q_idx[:, ::32])
     selection = indexers[3].select()
     assert selection.budget.shape == (1, 3)
-    assert selection.lists.length == 72
+    assert selection.key_lists.length == 72
 
     monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
     files = [str(tmp_path / "layers.pt")] * 2
