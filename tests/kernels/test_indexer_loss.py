@@ -348,8 +348,9 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
     shares = target[:, None] * shares / shares.sum(1, keepdim=True)
     if blocks is not SMALL:
         shares = shares.half()
-    # As the kernels add: in order, and in the type of the parts.
-    target = reduce(torch.add, shares.unbind(1)).float()
+    # As the kernels add: in order, and in the type of the parts. As fp32 the sum would lie in other registers, and a
+    # row's total, added up in another order, could differ in its last bit.
+    target = reduce(torch.add, shares.unbind(1))
     shares = shares.masked_fill(~problem.mask[:, None], float("nan"))
 
     def of_rows(rows: SampledRows) -> torch.Tensor:
