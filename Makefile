@@ -5,10 +5,10 @@ BIN := .venv/bin
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && echo 1 || echo 2)
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
-# Processes for the quick tests. For all tests two more, since those that start ranks often wait; a file goes to one
+# Processes for the quick tests. For all tests one more, since those that start ranks often wait; a file goes to one
 # process, in the order of tests/conftest.py, so that no long file is left for the end.
 CORES ?= $(shell nproc)
-WORKERS ?= $(shell echo $$(( $(CORES) + 2 )))
+WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
 CONFIG ?= configs/demo.yaml
 ARGS ?=
