@@ -30,7 +30,7 @@ class ProbsTiles(NamedTuple):
 def gathered_probs_tiles(dtype: torch.dtype) -> ProbsTiles:
     if dtype == torch.float32:
         return ProbsTiles(32, 1, 8, 1)
-    # 20.2 ms on an H200 at L = 128K, k = 2048, r = 4, 16/4 heads of 128: 128 entries and 8 warps took 23.3.
+    # Faster than 128 entries and 8 warps (docs/kernels.md, Tuning).
     return ProbsTiles(64, 4, 4, 2)
 
 

@@ -7,9 +7,8 @@ it is counted from the spans' totals and the list, so that no program waits for 
 timing, the result does not. Many equal scores, or a floor that was too high, make a long list, which costs time
 and nothing else.
 
-Each kernel lets the next one start when about half of its own work is done. At once, a step of 131072 keys takes
-25.4 us instead of 23.6 (H200), likely because programs that wait hold registers, more of them on one multiprocessor
-than on another.
+Each kernel lets the next one start when about half of its own work is done. At once is slower (docs/kernels.md,
+Tuning), likely because programs that wait hold registers, more of them on one multiprocessor than on another.
 """
 
 import torch
@@ -27,7 +26,7 @@ _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
 _LAST_BIN = tl.constexpr(BINS - 1)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the multiprocessors of an H200: 131072 keys take 1.0 us less in twice as many programs."""
+"""About the multiprocessors of an H200: with fewer programs, twice as many of half the size are faster."""
 
 
 def _span(batch: int, max_length: int) -> int:

@@ -214,7 +214,7 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 def _assembly() -> str:
     """Of `store_sums`: $0 and $1 are results that nothing reads, $2 to $9 places, $10 to $17 low, $18 to $25 high.
 
-    Two stores of 8 bytes: with one of 16, which waits for all sums, the kernel takes 4% longer.
+    Two stores of 8 bytes: one of 16 waits for all sums, and is slower.
     """
     pairs = range(4)
     exchanges = [

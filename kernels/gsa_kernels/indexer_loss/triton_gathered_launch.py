@@ -80,9 +80,8 @@ class GatheredOutputs:
 def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
     """Block shapes that fit registers and shared memory.
 
-    Those for bf16 are the fastest of five measured on an H200 at L = 128K, k = 2048, r = 4, 4 heads of 64: the
-    first pass took 5.6 ms (6.3 with 128 entries and 8 warps), the second 20.7 (21.9 with two stages; 23.4 with half
-    the rows at a time, so that less is spilled). The others are chosen by their shared memory.
+    Those for bf16 are the fastest of five measured (docs/kernels.md, Tuning). The others are chosen by their shared
+    memory.
     """
     dtype = inputs.q_idx.dtype
     size = inputs.padded_heads * inputs.rows * inputs.block_d

@@ -125,11 +125,8 @@ of the scores came out empty and the KL infinite, while the same mask on the tar
 
 
 STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
-"""For 4 heads of 64 in bf16 and a target in four parts (H200, each of 8 sequences of 4096 tokens): 48 us for the
-gradients, 55 with the KL, 14 for the reductions. Others, with the KL and the reductions, when these took 66: 32 keys in
-168 registers, for a third program, 69; 64 rows and 8 warps 65; 32 keys 66; two stages 69 (now 8 us more); segments of
-512 and 2048 keys 70 and 62. With 2048 a single sequence makes fewer programs than the device takes at once, which was
-not measured."""
+"""The fastest measured for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments
+are faster for several sequences; a single one then makes fewer programs than the device takes at once."""
 
 BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
 """For bf16, head by head."""

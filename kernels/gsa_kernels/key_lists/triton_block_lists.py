@@ -16,8 +16,7 @@ from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
 _ALIGNMENT = 32  # entries: 128 bytes
-# Of a block's row, and of its window, at a time. On an H200, with 8 warps and L = 32768, 256 words take 25 us,
-# 512 take 31 and 1024 take 34; at 131072 they are alike.
+# Of a block's row, and of its window, at a time; more words are slower (docs/kernels.md, Tuning).
 _WORDS, _COLUMNS = 256, 128
 
 

@@ -59,8 +59,8 @@ def select_rows(
 
 
 def row_options(block: int) -> dict[str, int]:
-    """With 32 keys a thread 96 registers do, and more rows share a multiprocessor. On an H200, each of 8 sequences of
-    4096 rows: 9.7 us for the first 2048 and 27.6 for the others. With 64 keys a thread 35% more."""
+    """With 32 keys a thread 96 registers do, and more rows share a multiprocessor than with 64 (docs/kernels.md,
+    Tuning)."""
     if block > 4096:
         return search_options(block)
     return {"num_warps": 2 if block <= 2048 else 4, "maxnreg": 96}

@@ -11,11 +11,10 @@ from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import launching_on
 
 BLOCK, WARPS = 16384, 16
-"""Elements that the one program of `add_total` takes at a time, 32 a thread: 4 us for 32,768 (H200)."""
+"""Elements that the one program of `add_total` takes at a time, 32 a thread."""
 
 ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
-"""Tile of `add_column_sums`: eight loads of 16 bytes a thread in bf16. In a step 51 us for 32,768 x 2560, where torch's
-sum takes 63 (H200)."""
+"""Tile of `add_column_sums`: eight loads of 16 bytes a thread in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
 """About as many as an H200 holds at once, for all columns together; of one column as many as a thread has room for."""
