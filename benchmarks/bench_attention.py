@@ -2,7 +2,7 @@
 
     python benchmarks/bench_attention.py [--lengths 4096 8192] [--shapes 1.7B 7B]
 
-masked: every query selects a random k = 2048 of its visible keys. dense: the same kernels without words.
+masked: every query selects a random k = 2048 of its causal keys. dense: the same kernels without a mask.
 TFLOP/s count the causal half of dense attention for all rows: 2 products forward, 7 forward and backward.
 Times are of CUDA graphs, without the launches: medians, in ms.
 """
@@ -23,8 +23,8 @@ CHECKED_LENGTH = 1024
 TOLERANCE = 1e-2
 
 
-def random_words(batch: int, length: int, selected: int) -> torch.Tensor:
-    """int32 [B, L, ceil(L / 32)]: each visible key with probability selected / (t + 1), and always key 0."""
+def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
+    """int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
     keys = torch.arange(length, device="cuda")
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large
@@ -39,34 +39,34 @@ class Ours:
     """The masked kernels, in the form of `cases.Dense`."""
 
     inputs: AttentionInputs
-    words: torch.Tensor | None
+    packed_mask: torch.Tensor | None
 
     def forward(self) -> torch.Tensor:
-        return masked_attention(self.inputs.q, self.inputs.k, self.inputs.v, self.words)[0]
+        return masked_attention(self.inputs.q, self.inputs.k, self.inputs.v, self.packed_mask)[0]
 
     def both(self) -> tuple[torch.Tensor, ...]:
         out, x = self.forward(), self.inputs
         return out, *torch.autograd.grad(out, [x.q, x.k, x.v], x.grad)
 
 
-def worst_error(shape: Shape, words: torch.Tensor | None) -> float:
+def worst_error(shape: Shape, packed_mask: torch.Tensor | None) -> float:
     """Largest relative error of output and gradients against fp64, at a length where fp64 is affordable."""
     inputs = cases.attention_inputs(shape, 1, CHECKED_LENGTH)
     exact = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    if words is None:
+    if packed_mask is None:
         mask = torch.ones(1, CHECKED_LENGTH, CHECKED_LENGTH, dtype=torch.bool, device="cuda").tril()
     else:
-        mask = unpack_mask(words, CHECKED_LENGTH)
+        mask = unpack_mask(packed_mask, CHECKED_LENGTH)
     q, k, v = exact
     out = sparse_attention(q, k, v, mask).out
     wanted = [out, *torch.autograd.grad(out, exact, inputs.grad.double())]
-    return max(map(harness.relative_error, Ours(inputs, words).both(), wanted))
+    return max(map(harness.relative_error, Ours(inputs, packed_mask).both(), wanted))
 
 
 def measure(report: harness.Report, shape: Shape, length: int, selected: int) -> None:
     inputs = cases.attention_inputs(shape, 1, length)
     attentions: dict[str, Ours | cases.Dense] = {
-        "masked": Ours(inputs, random_words(1, length, selected)),
+        "masked": Ours(inputs, random_packed_mask(1, length, selected)),
         "dense": Ours(inputs, None),
         "torch cuDNN": cases.cudnn(inputs),
         "torch flash": cases.flash(inputs),
@@ -105,9 +105,9 @@ def main() -> int:
     report = harness.Report("bench_attention", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:
-        some = random_words(1, CHECKED_LENGTH, CHECKED_LENGTH // 2)
-        for name, words in (("masked", some), ("dense", None)):
-            error = worst_error(shape, words)
+        some = random_packed_mask(1, CHECKED_LENGTH, CHECKED_LENGTH // 2)
+        for name, packed_mask in (("masked", some), ("dense", None)):
+            error = worst_error(shape, packed_mask)
             report.row(shape=shape.name, length=CHECKED_LENGTH, attention=name, relative_error=error)
             if not error < TOLERANCE:
                 report.fail(f"{name}, {shape.name}: relative error {error:.1e}, at most {TOLERANCE:g}")

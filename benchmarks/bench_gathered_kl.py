@@ -71,10 +71,10 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
         keys = attention.k[0, :, head * shape.kv_heads // shape.heads].double()
         logits = attention.q[0, :, head].double() @ keys.T * cases.HEAD_SIZE**-0.5
         target[0] += torch.where(mask[0], (logits - attention.lse[0, head, :, None].double()).exp(), 0)
-    support = mask[:, ::block]
+    attended = mask[:, ::block]
     leaves = [leaf.detach().double().requires_grad_() for leaf in x.leaves]
     scores = indexer_scores(*leaves[:3], score_bias=leaves[3], weight_bias=leaves[4])
-    wanted = indexer_kl(scores, renormalise_target(sum_over_blocks(target, block), support), support).sum()
+    wanted = indexer_kl(scores, renormalise_target(sum_over_blocks(target, block), attended), attended).sum()
     for name, value, want in zip(
         ("loss", "q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias"),
         (loss, *gradients),

@@ -1,13 +1,13 @@
 """Times the indexer KL, value and all gradients, on one CUDA device, and checks both before.
 
-    python benchmarks/bench_kl.py [--lengths 4096 16384] [--support sparse]
+    python benchmarks/bench_kl.py [--lengths 4096 16384] [--attended sparse]
     python benchmarks/bench_kl.py --lengths 4096 --blocks 64,64,4,32,4,256,2,2 --blocks 128,...
 
-The target stands ready in memory: the kernel that makes it belongs to the attention. Support `sparse`: each visible
-key with probability 2048 / L. total_ms: value and gradients. graph_ms: the same as a CUDA graph, without the host's
-share, which shows while a launch takes longer than a kernel. value_only_ms: without gradients. stats_ms, gradients_ms
-and reduce_ms: the kernels for the last last_chunk_rows rows. floor_ms: the products and the special functions of an
-H200, one after the other.
+The target stands ready in memory: the kernel that makes it belongs to the attention. Attended set `sparse`: each
+causal key with probability 2048 / L. total_ms: value and gradients. graph_ms: the same as a CUDA graph, without the
+host's share, which shows while a launch takes longer than a kernel. value_only_ms: without gradients. stats_ms,
+gradients_ms and reduce_ms: the kernels for the last last_chunk_rows rows. floor_ms: the products and the special
+functions of an H200, one after the other.
 
 Up to `--check-up-to` tokens value and gradients are compared with torch in fp64: relative errors.
 """
@@ -62,17 +62,17 @@ class Case:
         return masked_indexer_loss(indexer, target, Attended(self.inputs.packed_mask), blocks=self.blocks)[0]
 
 
-def make_case(args: argparse.Namespace, length: int, support: str, blocks: Blocks | None) -> Case:
+def make_case(args: argparse.Namespace, length: int, attended: str, blocks: Blocks | None) -> Case:
     """`blocks`: those of `choose_blocks` if None"""
     leaves = make_leaves(length, args.heads, args.dim, getattr(torch, args.dtype))
     q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (leaf.detach() for leaf in leaves.values())
-    packed_mask = make_packed_mask(length, 2048 / length) if support == "sparse" else None
+    packed_mask = make_packed_mask(length, 2048 / length) if attended == "sparse" else None
     kind = score_kind(q_idx.dtype, "sigmoid", beta.device)
     biases = (score_bias, weight_bias)
     inputs = Inputs(q_idx, k_idx, weight_logits, *biases, beta.reshape(1), packed_mask, None, kind)
     chosen = blocks or choose_blocks(inputs)
     shown = ",".join(str(int(value)) for value in astuple(chosen))  # as --blocks takes them
-    labels = {"length": length, "support": support, "dtype": args.dtype, "blocks": shown}
+    labels = {"length": length, "attended": attended, "dtype": args.dtype, "blocks": shown}
     return Case(leaves, inputs, make_target(length), chosen, labels)
 
 
@@ -106,7 +106,7 @@ def make_target(length: int) -> torch.Tensor:
 
 
 def make_packed_mask(length: int, share: float) -> torch.Tensor:
-    """int32 [1, L, ceil(L / 32)]: each visible key with probability `share`, and always the query's own."""
+    """int32 [1, L, ceil(L / 32)]: each causal key with probability `share`, and always the query's own."""
     rng = torch.Generator("cuda").manual_seed(2)
     keys = torch.arange(length, device="cuda")
     parts = []
@@ -125,9 +125,9 @@ def exact_results(case: Case) -> dict[str, torch.Tensor]:
     gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
     for start in range(0, length, 512):
         rows = slice(start, start + 512)
-        support = (keys <= keys[rows, None])[None]
+        attended = (keys <= keys[rows, None])[None]
         if packed_mask is not None:
-            support = support & unpack_mask(packed_mask[:, rows], length)
+            attended = attended & unpack_mask(packed_mask[:, rows], length)
         scores = indexer_scores(
             leaves["q_idx"][:, rows],
             leaves["k_idx"],
@@ -135,8 +135,8 @@ def exact_results(case: Case) -> dict[str, torch.Tensor]:
             score_bias=leaves["score_bias"],
             weight_bias=leaves["weight_bias"],
         )
-        target = renormalise_target(case.target[:, rows].double(), support)
-        loss = indexer_kl(scores, target, support, leaves["inverse_temperature"]).sum()
+        target = renormalise_target(case.target[:, rows].double(), attended)
+        loss = indexer_kl(scores, target, attended, leaves["inverse_temperature"]).sum()
         value += loss.detach()
         for total, part in zip(gradients, torch.autograd.grad(loss, list(leaves.values())), strict=True):
             total += part
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--support", choices=["all", "sparse", "both"], default="both")
+    parser.add_argument("--attended", choices=["all", "sparse", "both"], default="both")
     parser.add_argument(
         "--blocks", type=read_blocks, action="append", help="the fields of Blocks, separated by commas"
     )
@@ -203,13 +203,13 @@ def main() -> int:
     harness.require_cuda()
 
     report = harness.Report("bench_kl", args)
-    supports = ["all", "sparse"] if args.support == "both" else [args.support]
-    cases = list(product(args.lengths, supports, args.blocks or [None]))
-    for length, support, blocks in cases:
+    attended_sets = ["all", "sparse"] if args.attended == "both" else [args.attended]
+    cases = list(product(args.lengths, attended_sets, args.blocks or [None]))
+    for length, attended, blocks in cases:
         if length <= args.check_up_to:
-            check(report, make_case(args, length, support, blocks))
-    for length, support, blocks in cases:
-        measure(report, make_case(args, length, support, blocks))
+            check(report, make_case(args, length, attended, blocks))
+    for length, attended, blocks in cases:
+        measure(report, make_case(args, length, attended, blocks))
     return report.finish()
 
 

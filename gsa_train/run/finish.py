@@ -148,7 +148,7 @@ def _goes_on_without(run: Run, what: str) -> Iterator[None]:
     """The other ranks wait at the end, and the exit code says what to do next: no file is worth either."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ImportError) as error:  # a full disk; a checkout newer than the packages beside it
         run.services.log.message(f"{what} cannot be written: {error}")
 
 

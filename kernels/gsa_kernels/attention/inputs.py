@@ -94,10 +94,8 @@ def checked_inputs(
         floats["gate_logits"] = gate_logits
     given = {name: tensor for name, tensor in integers.items() if tensor is not None}
     if "packed_mask" in given:
-        packed_mask = -(-num_keys // 32)
-        check_shape(
-            "packed_mask", given["packed_mask"], "[B, L, ceil(Lk / 32)]", (batch, length, packed_mask)
-        )
+        of_mask = (batch, length, -(-num_keys // 32))
+        check_shape("packed_mask", given["packed_mask"], "[B, L, ceil(Lk / 32)]", of_mask)
     if "document_starts" in given:
         check_shape("document_starts", given["document_starts"], "[B, L]", (batch, length))
     for name, tensor in floats.items():
