@@ -18,6 +18,7 @@ parser, and what `float()` and JavaScript's `Number()` accept. `read_records` tu
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Collection
@@ -28,6 +29,8 @@ from gsa_train.files import write_atomically
 from gsa_train.report.panels import tag_of
 
 Record = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 TEXTS = frozenset(
     "phase event validation_set signal action reason file checkpoint_name checkpoint_error".split()  # noqa: SIM905
@@ -82,37 +85,53 @@ def validation_prefixes(record: Record) -> dict[str, str]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All complete records of a metrics.jsonl, in order; the run may still be writing it."""
-    return [_numbers_back(record) for _, record in _read_lines(path)]
+    """All intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are named."""
+    lines, damaged = _read_lines(path)
+    if damaged:
+        logger.warning("%s: %s; left out", path, damaged)
+    return [_numbers_back(record) for _, record in lines]
 
 
-def _read_lines(path: Path) -> list[tuple[str, Record]]:
-    """(line, its object). A last line that is cut off, as a kill or a full disk leaves it, is dropped."""
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
+def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
+    """(line, its object) of the intact ones, and what is wrong with the others, empty where nothing is. A last line
+    that is cut off, as a kill or a full disk leaves it, is dropped."""
+    lines = [line for line in path.read_bytes().split(b"\n") if line]
     parsed: list[tuple[str, Record]] = []
+    wrong: list[str] = []
     for number, line in enumerate(lines, start=1):
-        wrong = None
         try:
-            record = json.loads(line)
-            if isinstance(record, dict):
-                parsed.append((line, record))
+            record = json.loads(line.decode("utf-8"))
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                parsed.append((line.decode("utf-8"), record))
             else:
-                wrong = "an object"
-        except json.JSONDecodeError as error:
+                wrong.append(f"record {number} of {len(lines)} is not an object with a step")
+        except ValueError as error:  # of JSON and of UTF-8
             if number < len(lines):
-                wrong = f"JSON ({error})"
-        if wrong is not None:
-            raise ValueError(
-                f"{path}: record {number} of {len(lines)} is not {wrong}. A killed run leaves only its last record cut "
-                "off; delete this line, or move the file away to go on without it."
-            )
-    return parsed
+                wrong.append(f"record {number} of {len(lines)} is not JSON ({error})")
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return parsed, f"{wrong[0]}{more}" if wrong else ""
+
+
+def set_damaged_aside(path: Path) -> None:
+    """Keep a metrics.jsonl with damaged records as `*.damaged`, and go on with the intact ones."""
+    lines, damaged = _read_lines(path)
+    if not damaged:
+        return
+    kept, count = path.with_name(f"{path.name}.damaged"), 1
+    while kept.exists():
+        count += 1
+        kept = path.with_name(f"{path.name}.damaged.{count}")
+    kept.write_bytes(path.read_bytes())
+    write_atomically(path, "".join(f"{line}\n" for line, _ in lines))
+    logger.warning("%s: %s; kept as %s, the run goes on with the intact records", path, damaged, kept.name)
 
 
 def keep_after(path: Path, step: int) -> None:
-    dropped = [line for line, record in _read_lines(path) if record["step"] > step]
+    dropped = [line for line, record in _read_lines(path)[0] if record["step"] > step]
     kept = path.with_name("metrics_rewound.jsonl")
-    before = [line for line, _ in _read_lines(kept)] if kept.exists() else []
+    if kept.exists():
+        set_damaged_aside(kept)
+    before = [line for line, _ in _read_lines(kept)[0]] if kept.exists() else []
     write_atomically(kept, "".join(f"{line}\n" for line in [*before, *dropped]))
 
 
@@ -127,7 +146,7 @@ def drop_after(path: Path, step: int, with_validation: bool = False) -> None:
         again = with_validation and record["step"] == step and record.get("event") == "validation"
         return bool(record["step"] <= step) and not again
 
-    write_atomically(path, "".join(f"{line}\n" for line, record in _read_lines(path) if stays(record)))
+    write_atomically(path, "".join(f"{line}\n" for line, record in _read_lines(path)[0] if stays(record)))
 
 
 def to_json(record: Record, indent: int | None = None) -> str:

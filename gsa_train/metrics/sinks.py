@@ -10,7 +10,14 @@ from types import TracebackType
 from gsa_train.config import LoggingConfig
 from gsa_train.files import write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
-from gsa_train.metrics.record_format import Record, drop_after, keep_after, to_json, to_scalars
+from gsa_train.metrics.record_format import (
+    Record,
+    drop_after,
+    keep_after,
+    set_damaged_aside,
+    to_json,
+    to_scalars,
+)
 from gsa_train.metrics.tensorboard_sink import TensorBoardSink
 from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import tag_of
@@ -38,6 +45,7 @@ def open_sinks(
     if resume_step is None:
         _move_aside(run_dir)
     elif metrics_path.exists():
+        set_damaged_aside(metrics_path)
         if keeps_later:
             keep_after(metrics_path, resume_step)
         drop_after(metrics_path, resume_step, with_validation=validates_again)
@@ -108,6 +116,7 @@ class Sinks:
         self.write_late()
         self._metrics.close()
         path = self.run_dir / "metrics.jsonl"
+        set_damaged_aside(path)
         keep_after(path, step)
         drop_after(path, step)
         self._metrics = MetricsFile(path, to_json, self._metrics.lost)

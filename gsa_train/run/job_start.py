@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -15,6 +17,8 @@ from gsa_train.run.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
 """In the run folder: which job opened it last, and when (Unix seconds)."""
+
+logger = logging.getLogger(__name__)
 
 SUBMISSION = "GSA_SUBMISSION"
 """Environment variable of launch/slurm/job.sh: what submit.py submitted. All jobs of a chain count as one."""
@@ -58,5 +62,14 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
     path = run_folder / JOB_START
     if not path.is_file():
         return None, 0.0
-    job, *at = path.read_text(encoding="utf-8").splitlines()
-    return job, float(at[0]) if at else 0.0  # folders from before the time was noted have none
+    try:
+        job, *at = path.read_text(encoding="utf-8").splitlines()
+        opened_at = float(at[0]) if at else 0.0  # folders from before the time was noted have none
+        if not math.isfinite(opened_at):
+            raise ValueError(f"{at[0]} is no time")
+    except ValueError as error:  # also of a text that is empty or not UTF-8
+        logger.warning(
+            "%s is damaged (%s): this start counts as the first of its job, and writes it again", path, error
+        )
+        return None, 0.0
+    return job, opened_at

@@ -78,3 +78,14 @@ def test_a_folder_without_the_time_is_anothers(tmp_path: Path, environment: pyte
     for name, value in NAMED.items():
         environment.setenv(name, value)
     assert not is_restart(tmp_path, single_rank())
+
+
+@pytest.mark.parametrize("content", [b"", b"ab\nnever\n", b"ab\nnan\n", b"\xff\n100.0\n"])
+def test_a_damaged_note_is_named_and_ends_nothing(
+    content: bytes, tmp_path: Path, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / JOB_START).write_bytes(content)
+    for name, value in NAMED.items():
+        environment.setenv(name, value)
+    assert not is_restart(tmp_path, single_rank())
+    assert f"{tmp_path / JOB_START} is damaged" in caplog.text

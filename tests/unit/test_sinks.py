@@ -206,16 +206,19 @@ def test_half_written_last_line_is_dropped(tmp_path, tail):
     assert [record["step"] for record in read_strictly(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_damage_in_the_middle_is_an_error_that_names_the_place(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: record 2 of 3 is not JSON"):
-        open_run(tmp_path, resume_step=3)
-
-
-def test_a_record_that_is_no_object_is_an_error_too(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[2]\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: record 2 of 2 is not an object"):
-        read_records(tmp_path / "metrics.jsonl")
+@pytest.mark.parametrize("damage", [b'{"step": ', b"[2]", b'{"step": 2, "loss": "\xff"}', b'{"loss": 1.0}'])
+def test_damaged_records_are_named_and_kept_and_the_others_go_on(tmp_path, caplog, damage):
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"step": 1}\n' + damage + b'\n{"step": 3}\n'
+    path.write_bytes(before)
+    assert [record["step"] for record in read_records(path)] == [1, 3]
+    assert re.search(r"metrics\.jsonl: record 2 of 3 is not .*; left out", caplog.text)
+    for _ in range(2):  # the second resume finds nothing
+        with open_run(tmp_path, resume_step=3):
+            pass
+    assert steps_of(tmp_path) == [1, 3]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    assert caplog.text.count("kept as metrics.jsonl.damaged") == 1
 
 
 def test_resume_into_a_new_folder(tmp_path):
