@@ -23,6 +23,7 @@ from gsa_train.parallel import Parallel
 from gsa_train.resume import Start, run_dir, set_damaged_aside
 from gsa_train.run.hang_watchdog import newest_hang
 from gsa_train.run.job_start import note_job_start
+from gsa_train.run.lock import RunFolderError
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.start_header import start_header
 from gsa_train.run.starts import note_start, read_starts
@@ -45,11 +46,12 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
 
     Raises:
         WandbRefused: on all ranks alike, and then an old folder's files are as they were.
+        RunFolderError: a file cannot be written or read, as on a full disk; on all ranks alike.
     """
     folder = run_dir(config)
     sinks = console = hang = None
     place: tuple[str, ...] = ()
-    shared: list[str | None] = [None, None]
+    shared: list[str | None] = [None, None, None]
     if parallel.is_main:
         try:
             wandb = _open_wandb(config, start)
@@ -57,11 +59,19 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
             shared[1] = str(error)
         else:
             place = wandb.place() if wandb else ()
-            sinks, console, hang = _open_files(config, start, parallel, wandb, place)
-            shared[0] = sinks.wandb_run_id
+            try:
+                sinks, console, hang = _open_files(config, start, parallel, wandb, place)
+                shared[0] = sinks.wandb_run_id
+            except OSError as error:
+                shared[2] = (
+                    f"the run folder {folder} cannot be opened: {error}; make room on its disk, or mend what is said, "
+                    "and start the same command again: nothing of the run is lost"
+                )
     dist.broadcast_object_list(shared, src=0)
     if shared[1] is not None:
         raise WandbRefused(shared[1])
+    if shared[2] is not None:
+        raise RunFolderError(shared[2])
     log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
     return RunFolder(folder / "checkpoints", log, hang)
 

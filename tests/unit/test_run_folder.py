@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.resume import Start
+from gsa_train.run import folder as run_folder
 from gsa_train.run import lock as run_lock
 from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run.lock import FILE, RunFolderError, RunLock
@@ -172,3 +174,17 @@ def test_a_validation_that_is_made_up_for_again_is_there_once(
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     open_at(6, config, validation_due=due)
     assert read_records(run_dir / "metrics.jsonl") == records[: 1 if due else 2]
+
+
+@pytest.mark.parametrize("writer", ["note_start", "write_atomically", "open_sinks"])
+def test_a_full_disk_at_a_start_is_one_line_with_path_and_remedy(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "file"))
+
+    monkeypatch.setattr(run_folder, writer, full)
+    with pytest.raises(RunFolderError, match=r"run cannot be opened: .*No space left.*/run/file'; make room"):
+        open_at(6, config)
+    monkeypatch.undo()
+    open_at(6, config)
