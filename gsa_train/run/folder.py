@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from gsa_train.run.run_log import RunLog
 from gsa_train.run.start_header import start_header
 from gsa_train.run.starts import note_start, read_starts
 from gsa_train.run.stop_signals import children_keep_running
+
+logger = logging.getLogger(__name__)
 
 STOPPED = "stopped.json"
 """Says that, when and why the run was stopped; gone while it runs and when it is complete. For job scripts."""
@@ -150,8 +153,14 @@ def _go_back_to_older(checkpoint: Path | None) -> bool:
 def _keep_summary(folder: Path) -> None:
     """That of a run which now goes on, as its phases became longer, is not this one's: it would look complete."""
     path = folder / "summary.json"
-    if path.is_file():
-        path.rename(folder / f"summary_{json.loads(path.read_text())['steps']:08d}.json")
+    if not path.is_file():
+        return
+    try:
+        name = f"summary_{json.loads(path.read_text(encoding='utf-8'))['steps']:08d}.json"
+    except (ValueError, KeyError, TypeError) as error:
+        name = "summary.json.damaged"
+        logger.warning("%s is damaged (%r); kept as %s", path, error, name)
+    path.rename(folder / name)
 
 
 def config_changes(saved_yaml: str, config: Config) -> list[str]:

@@ -188,3 +188,15 @@ def test_a_full_disk_at_a_start_is_one_line_with_path_and_remedy(
         open_at(6, config)
     monkeypatch.undo()
     open_at(6, config)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"steps": "x"}', b"\xff"])
+def test_a_damaged_summary_is_named_and_kept(
+    config: Config, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_bytes(content)
+    open_at(6, config)
+    assert "summary.json is damaged" in caplog.text
+    assert (tmp_path / "run" / "summary.json.damaged").read_bytes() == content
+    assert not (tmp_path / "run" / "summary.json").exists()
