@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,8 @@ from gsa_train.report.events import events_of
 from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots, tokens_at
 from gsa_train.run.starts import read_starts
 
+logger = logging.getLogger(__name__)
+
 
 class RunFiles:
     """Of a run under way, complete or killed; what is not known is None."""
@@ -24,8 +27,8 @@ class RunFiles:
         self.records = [flat(record) for record in records_of(folder)]
         self.steps = [record for record in self.records if "event" not in record]
         self.starts = read_starts(folder)
-        self.summary: Record = _read_json(folder / "summary.json")
-        self.stopped: Record = _read_json(folder / "stopped.json")
+        self.summary: Record = _read_json(folder / "summary.json", "steps")
+        self.stopped: Record = _read_json(folder / "stopped.json", "reason")
         self.config_path = folder / "config.yaml"
         self.config_yaml = self.config_path.read_text(encoding="utf-8") if self.config_path.exists() else ""
         self.phases = phase_starts(self.records)
@@ -96,5 +99,20 @@ class RunFiles:
         return statistics.median(values) if values else None
 
 
-def _read_json(path: Path) -> Record:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+def _read_json(path: Path, key: str) -> Record:
+    """Empty where there is none, or a damaged one, which is named.
+
+    Args:
+        key: what an intact one has.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and key in found:
+            return found
+        fault = f"it is no object with {key}"
+    except ValueError as error:  # of JSON and of UTF-8
+        fault = str(error)
+    logger.warning("%s is damaged (%s); left out", path, fault)
+    return {}

@@ -20,6 +20,7 @@ from gsa_train.report.charts import thin
 from gsa_train.report.events import KINDS
 from gsa_train.report.page import MOST_EVENTS, write_report
 from gsa_train.report.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
+from gsa_train.report.run_files import RunFiles
 from gsa_train.report.run_series import shown_range, token_knots, tokens_at
 from gsa_train.run.starts import command_line, read_starts, source_commit
 
@@ -172,7 +173,7 @@ def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
 def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
     """Whatever the losses of the n-gram models are."""
     write_run(tmp_path / "a", every=1)
-    (tmp_path / "a" / "summary.json").write_text('{"unigram_perplexity": 1e6, "bigram_perplexity": null}')
+    (tmp_path / "a" / "summary.json").write_text('{"steps": 60, "unigram_perplexity": 1e6, "bigram_perplexity": null}')
     page = write_report([tmp_path / "a"], tmp_path / "r.html").read_text()
     lines, layout = charts_in(page)["loss (nats per token)"]
     assert [(line["name"], line["y"][0]) for line in lines] == [
@@ -361,3 +362,12 @@ def test_a_run_that_hung_before_its_first_step(tmp_path):
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "restart after a hang" in without_plotly(page)
     assert charts_in(page) == {}
+
+
+@pytest.mark.parametrize("name", ["summary.json", "stopped.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
+def test_a_damaged_file_is_named_and_left_out(tmp_path, caplog, name, content):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(content)
+    assert RunFiles("run", tmp_path / "run").state == "running, or killed"
+    assert f"{name} is damaged" in caplog.text
