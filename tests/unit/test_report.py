@@ -173,7 +173,9 @@ def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
 def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
     """Whatever the losses of the n-gram models are."""
     write_run(tmp_path / "a", every=1)
-    (tmp_path / "a" / "summary.json").write_text('{"steps": 60, "unigram_perplexity": 1e6, "bigram_perplexity": null}')
+    (tmp_path / "a" / "summary.json").write_text(
+        '{"steps": 60, "unigram_perplexity": 1e6, "bigram_perplexity": null}'
+    )
     page = write_report([tmp_path / "a"], tmp_path / "r.html").read_text()
     lines, layout = charts_in(page)["loss (nats per token)"]
     assert [(line["name"], line["y"][0]) for line in lines] == [
