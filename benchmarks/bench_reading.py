@@ -179,7 +179,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[0, 1, 2], help="reader processes; 0 reads here"
     )
-    parser.add_argument("--lanes", type=int, default=8, help="a multiple of each number of workers")
+    parser.add_argument(
+        "--lanes", type=int, default=8, help="else than a multiple of the workers, they share lanes"
+    )
     parser.add_argument("--stream-epochs", type=int, default=1, help="passes over the corpus when streamed")
     parser.add_argument("--mapped-epochs", type=int, default=20, help="passes over the corpus when mapped")
     parser.add_argument("--json", type=Path, help="write all rounds and the medians into this file")

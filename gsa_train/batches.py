@@ -177,6 +177,14 @@ class TrainBatches:
             if self._parallel.is_main:
                 logger.warning("--accept-new-data: the text starts at its beginning, as the %s", error)
             return open_stream(carried_counters=state["counters"])
+        if stream.readers_per_lane > 1 and self._parallel.is_main:
+            logger.info(
+                "data.num_lanes = %d: readers share lanes, %d to each, and each makes %d sequences for one that it "
+                "hands out; the order of the text is the same",
+                self._config.data.num_lanes,
+                stream.readers_per_lane,
+                stream.readers_per_lane,
+            )
         weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
         if state is not None and weights != before and self._parallel.is_main:
             logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)

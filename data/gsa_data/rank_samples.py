@@ -44,26 +44,39 @@ START = Position(LANE_START, EMPTY_POOL)
 
 
 class Block(NamedTuple):
-    lane: int
+    sample: int  # of all ranks
     tokens: Tokens
     next_position: Position
     counters: dict[str, int]  # what was counted between this block and the one before
 
 
+def last_sample(lane: int, consumed_samples: int, num_lanes: int) -> int:
+    """The lane's last global sample among those consumed; below 0 if it has none there."""
+    return consumed_samples - 1 - (consumed_samples - 1 - lane) % num_lanes
+
+
 class RankSamples(IterableDataset[list[Block]]):
-    """One rank's samples. Worker w of W yields every W-th of them from the w-th on, in groups."""
+    """One rank's samples. Worker w of W yields every W-th of them from the w-th on, in groups.
+
+    Where ranks x workers does not divide num_lanes, a lane is shared: each of its readers makes all of its blocks, as
+    where one begins follows from all before it, and drops what is another's, with what was counted on the way. Every
+    block is thus handed out and counted once.
+    """
 
     def __init__(
         self,
         reader: ShardReader,
         config: StreamConfig,
-        first_sample: int,
+        consumed_samples: int,
+        rank: int,
         world_size: int,
         positions: list[Position],
     ) -> None:
+        """`positions`: of all lanes, after `consumed_samples` global samples."""
         self.reader = reader
         self.config = config
-        self.first_sample = first_sample
+        self.consumed_samples = consumed_samples
+        self.first_sample = consumed_samples + (rank - consumed_samples) % world_size
         self.world_size = world_size
         self.positions = positions
 
@@ -75,6 +88,7 @@ class RankSamples(IterableDataset[list[Block]]):
             self.reader, config.num_lanes, config.seed, config.shuffle_documents, config.source_weights
         )
         lanes: dict[int, Iterator[tuple[Tokens, Position]]] = {}
+        next_samples: dict[int, int] = {}  # of each lane, what its iterator yields next
         sample = self.first_sample + worker_id * self.world_size
         group_blocks = group_blocks_of(config)
         while True:
@@ -82,10 +96,17 @@ class RankSamples(IterableDataset[list[Block]]):
             for _ in range(group_blocks):
                 lane = sample % config.num_lanes
                 if lane not in lanes:
-                    number = sample // config.num_lanes
+                    next_samples[lane] = (
+                        last_sample(lane, self.consumed_samples, config.num_lanes) + config.num_lanes
+                    )
+                    number = next_samples[lane] // config.num_lanes
                     lanes[lane] = _lane_blocks(reader, lane, self.positions[lane], number, config)
+                for _ in range(next_samples[lane], sample, config.num_lanes):
+                    next(lanes[lane])
+                    reader.take_counters()
                 tokens, position = next(lanes[lane])
-                group.append(Block(lane, tokens, position, reader.take_counters()))
+                next_samples[lane] = sample + config.num_lanes
+                group.append(Block(sample, tokens, position, reader.take_counters()))
                 sample += self.world_size * num_workers
             yield group
 

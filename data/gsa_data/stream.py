@@ -1,15 +1,16 @@
 """Blocks of tokens for one data-parallel rank, in an order that survives any change of ranks and workers.
 
 Global sample i is block i // num_lanes of lane i % num_lanes, and rank r of D takes the samples with
-i % D == r. Each block travels with the position of its lane's next block: a cursor and, with best_fit packing, the
-documents that wait in the lane's pool. The main process keeps the positions after the blocks that were handed out, so
-what workers have read ahead never enters a saved state:
+i % D == r, for any D: where it does not divide num_lanes, ranks share lanes. Each block travels with the position of
+its lane's next block: a cursor and, with best_fit packing, the documents that wait in the lane's pool. The main process
+keeps the positions after the blocks that were handed out, so what workers have read ahead never enters a saved state:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections import Counter
@@ -22,7 +23,7 @@ from gsa_data.best_fit import pool_of
 from gsa_data.corpus import Corpus, check_sources, shard_reader
 from gsa_data.lanes import ORDER_VERSION
 from gsa_data.pack import LANE_START, Cursor, Tokens
-from gsa_data.rank_samples import START, Block, Position, RankSamples, blocks_in_order
+from gsa_data.rank_samples import START, Block, Position, RankSamples, blocks_in_order, last_sample
 from gsa_data.stream_config import StreamConfig as StreamConfig
 from gsa_data.tokenize import Tokenizer
 
@@ -39,9 +40,9 @@ class StateMismatch(ValueError):
 class BlockStream:
     """The endless blocks of one data-parallel rank, from the start or from a merged state.
 
-    Raises ValueError when num_lanes does not divide among ranks and workers, StateMismatch when `state` was saved with
-    another corpus, tokenizer, order or packing, and DataFault when the corpus does not know its sources or not those
-    that have weights. Data faults surface from `next_blocks` as DataFault.
+    Raises StateMismatch when `state` was saved with another corpus, tokenizer, order or packing, and DataFault when the
+    corpus does not know its sources or not those that have weights. Data faults surface from `next_blocks` as
+    DataFault.
 
     Args:
         carried_counters: counters of a run that starts anew on other data, to go on with. Not beside `state`.
@@ -59,13 +60,6 @@ class BlockStream:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
-        readers = world_size * max(1, config.num_workers)
-        if config.num_lanes % readers:
-            raise ValueError(
-                f"num_lanes={config.num_lanes} must be a multiple of {readers} (data-parallel ranks "
-                f"{world_size} x workers {max(1, config.num_workers)}); change num_workers, or start a new "
-                f"run with num_lanes={-(-config.num_lanes // readers) * readers}"
-            )
         self.config = config
         self.rank = rank
         self.world_size = world_size
@@ -100,11 +94,15 @@ class BlockStream:
             self._counters.update(carried_counters or {})
             if state is None and reader.manifest.duplicates:
                 self._counters["shards_duplicate"] += len(reader.manifest.duplicates)
-        self._positions = {lane: positions[lane] for lane in range(rank, config.num_lanes, world_size)}
-        first_sample = self._start_samples + (rank - self._start_samples) % world_size
-        self._first_sample = first_sample
+        self._last_samples: dict[int, int] = {}
+        self._positions: dict[int, Position] = {}
+        every = math.gcd(world_size, config.num_lanes)
+        for lane in range(rank % every, config.num_lanes, every):
+            self._last_samples[lane] = last_sample(lane, self._start_samples, config.num_lanes)
+            self._positions[lane] = positions[lane]
         self._last_blocks: Tokens | None = None
-        samples = RankSamples(reader, config, first_sample, world_size, positions)
+        samples = RankSamples(reader, config, self._start_samples, rank, world_size, positions)
+        self._first_sample = samples.first_sample
         self._blocks: Generator[Block, None, None] | None = blocks_in_order(samples, config)
 
     def next_blocks(self, count: int) -> Tokens:
@@ -115,7 +113,9 @@ class BlockStream:
         blocks = [next(self._blocks) for _ in range(count)]
         self.wait_seconds += time.perf_counter() - began
         for block in blocks:
-            self._positions[block.lane] = block.next_position
+            lane = block.sample % self.config.num_lanes
+            self._last_samples[lane] = block.sample
+            self._positions[lane] = block.next_position
             self._counters.update(block.counters)
         self._taken += count
         self._last_blocks = np.stack([block.tokens for block in blocks])
@@ -130,6 +130,12 @@ class BlockStream:
     def counters(self) -> dict[str, int]:
         """What was read and left out up to the blocks handed out: this rank's share, rank 0's with what was saved."""
         return dict(self._counters)
+
+    @property
+    def readers_per_lane(self) -> int:
+        """How many readers make the same blocks, each to hand out others of them: 1 where readers divide num_lanes."""
+        readers = self.world_size * max(1, self.config.num_workers)
+        return readers // math.gcd(readers, self.config.num_lanes)
 
     def checksum(self) -> int:
         """Of the blocks last handed out: the sum of each one's CRC-32, begun with the number of its global sample.
@@ -156,6 +162,7 @@ class BlockStream:
             "seq_len_tokens": self.config.seq_len_tokens,
             "source_weights": dict(self.config.source_weights),
             "consumed_samples": self.consumed_samples,
+            "last_samples": dict(self._last_samples),
             "cursors": {lane: list(position.cursor) for lane, position in self._positions.items()},
             "pools": {lane: position.pool.tolist() for lane, position in self._positions.items()},
             "counters": dict(self._counters),
@@ -174,9 +181,10 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
     packing_pool_documents (of best_fit), seq_len_tokens, source_weights, consumed_samples, counters, cursors
     ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools ([num_lanes][waiting documents][the same]).
-    Raises ValueError when ranks are missing or disagree.
+    Of a lane that ranks share, the one that had its last block knows the position. Raises ValueError when ranks are
+    missing or disagree.
     """
-    of_one_rank = ("cursors", "pools", "counters")
+    of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}
     cursors: dict[int, list[int]] = {}
     pools: dict[int, list[list[int]]] = {}
@@ -188,10 +196,11 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                     f"data state: ranks disagree on {key} ({value} and {local[key]}); save only when every "
                     "rank has taken the same number of blocks"
                 )
-        cursors.update(local["cursors"])
-        pools.update(local["pools"])
+        for lane, sample in local["last_samples"].items():
+            if sample == last_sample(lane, merged["consumed_samples"], merged["num_lanes"]):
+                cursors[lane], pools[lane] = local["cursors"][lane], local["pools"][lane]
         counters.update(local["counters"])
-    if sorted(cursors) != list(range(merged["num_lanes"])):
+    if len(cursors) != merged["num_lanes"]:
         raise ValueError(
             f"data state: {len(cursors)} of {merged['num_lanes']} lanes present; pass the states of all ranks"
         )

@@ -17,8 +17,9 @@ class StreamConfig:
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. May change between a save and a resume: no token is lost."""
     num_lanes: int
-    """Fixed for the run; a multiple of data-parallel ranks x workers, at every number of ranks ever used.
-    More lanes mix more documents into a batch. With few shards keep it small (8)."""
+    """Fixed for the run. More lanes mix more documents into a batch. With few shards keep it small (8). Readers
+    (data-parallel ranks x workers) may be any number; they make readers / gcd(readers, num_lanes) times the blocks
+    that they hand out."""
     seed: int
     shuffle_documents: bool = True
     """Permute the documents inside each shard (shards themselves are always permuted)."""

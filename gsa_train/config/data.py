@@ -28,8 +28,9 @@ class DataConfig:
     seed: int = 0
     """Seed of the order of shards and documents, and of which documents a source weight leaves out."""
     num_lanes: int = 8
-    """Interleaved streams of documents that fix the global order; a multiple of data-parallel ranks x workers. Fixed
-    for a run."""
+    """Interleaved streams of documents that fix the global order. Fixed for a run, at any number of data-parallel
+    ranks. Cheapest to read as a multiple of ranks x workers; else readers share lanes, and each reads a shared one
+    whole."""
     shuffle_documents: bool = True
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})

@@ -232,7 +232,7 @@ def _check_pipeline(config: Config, world_size: int) -> list[str]:
 
 
 def _check_batch(config: Config, world_size: int) -> list[str]:
-    train, data, lines = config.train, config.data, []
+    train, lines = config.train, []
     replicas = data_parallel_size(config, world_size)
     unit = train.micro_batch_size * replicas
     if train.global_batch_size > 0 and unit > 0 and train.global_batch_size % unit != 0:
@@ -243,18 +243,6 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
                 f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
                 "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
                 f"set it to {nearest(train.global_batch_size, unit)}",
-            )
-        )
-    readers = replicas * max(1, data.num_workers)
-    if data.num_lanes > 0 and readers > 0 and data.num_lanes % readers != 0:
-        lines.append(
-            problem_line(
-                "data.num_lanes",
-                data.num_lanes,
-                f"not a multiple of {replicas} data-parallel ranks x {max(1, data.num_workers)} readers each "
-                f"(data.num_workers = {data.num_workers}; "
-                "world size / parallel.tensor / parallel.context / parallel.pipeline)",
-                f"set it to {nearest(data.num_lanes, readers)}",
             )
         )
     return lines

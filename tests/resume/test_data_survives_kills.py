@@ -21,7 +21,7 @@ TINY = (
     *SMALL,
     *TINY_MODEL,
     "model.num_layers=1",
-    "data.num_lanes=24",  # a multiple of ranks x workers in every layout below
+    "data.num_lanes=24",  # enough that no readers of the layouts below share one
     f"phases.1.steps={STEPS - 10}",
     "phases.1.min_lr=0",
     "checkpoint.every_steps=3",

@@ -256,7 +256,6 @@ def test_all_mistakes_are_reported_at_once(write):
         "model.head_dim = 63: odd",
         "gsa.k_min = 9000: above gsa.k_base",
         "train.global_batch_size = 8: not a multiple",
-        "data.num_lanes = 8: not a multiple",
         "phases.0.min_lr = 1.0: above phases.0.lr",
     ]
     assert len(found) == len(expected)

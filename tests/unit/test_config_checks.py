@@ -11,7 +11,6 @@ from gsa_train.config.layout_checks import data_parallel_size
 BASE = """
 model: {num_layers: 8, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}
 train: {global_batch_size: 24}
-data: {num_lanes: 24}
 phases:
   - {name: warmup, steps: 10, attention: dense, train: indexer, lr: 1.0e-3, min_lr: 1.0e-3}
   - {name: sparse, steps: 10}
@@ -128,8 +127,6 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["train.micro_batch_size=2"],
         ["train.global_batch_size = 24", "train.micro_batch_size = 2", "16 or 32"],
     ),
-    (["data.num_lanes=12"], ["data.num_lanes = 12", "8 data-parallel ranks", "8 or 16"]),
-    (["data.num_workers=2"], ["data.num_lanes = 24", "data.num_workers = 2", "16 or 32"]),
     (
         ["parallel.overlap_param_gather=true"],
         ["parallel.overlap_param_gather = true", "overlap_grad_reduce = false"],

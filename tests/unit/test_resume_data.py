@@ -255,3 +255,12 @@ def test_names_that_the_config_repeats() -> None:
         data = DataConfig(read_retries=retries, read_timeout_seconds=7.0)
         assert longest_read_seconds(data) == reading.longest_wait_seconds
     assert Reading().longest_wait_seconds == longest_read_seconds(DataConfig())
+
+
+@pytest.mark.parametrize(("workers", "is_said"), [(2, False), (3, True)])
+def test_readers_that_share_lanes_are_said(
+    config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, workers: int, is_said: bool
+) -> None:
+    caplog.set_level("INFO")
+    opened(with_data(config, num_workers=workers), None, tokenizer).close()
+    assert ("readers share lanes, 3 to each" in caplog.text) == is_said

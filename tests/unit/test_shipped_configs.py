@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train.config import load_config
+from gsa_train.config import ConfigError, load_config
 from gsa_train.config.file_checks import check_data
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,6 +24,26 @@ def test_shipped_configs_need_only_their_data(name):
         "data.validation_dir",
         "data.tokenizer",
     }
+
+
+@pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
+def test_every_number_of_gpus_that_divides_the_batch_is_accepted(name):
+    """Of its own, and of one that all of them divide; what is refused is the batch, in one line."""
+    accepted = []
+    for gpus in (8, 16, 24, 48, 64, 96, 128, 256, 384, 512):
+        for batch in ([], ["train.global_batch_size=1536"]):
+            overrides = [*batch, "train.micro_batch_size=1"]
+            try:
+                load_config(CONFIGS / f"{name}.yaml", overrides, world_size=gpus, need_data=False)
+            except ConfigError as error:
+                (problem,) = str(error).splitlines()[1:]
+                assert "train.global_batch_size = " in problem
+                assert not batch
+            else:
+                accepted.append((gpus, bool(batch)))
+    powers_of_2 = [8, 16, 64, 128, 256] + [512] * (name == "gsa_7b")
+    assert [gpus for gpus, given in accepted if not given] == powers_of_2
+    assert sum(given for _, given in accepted) == 10
 
 
 @pytest.mark.parametrize("size", ["1.7b", "7b"])

@@ -222,6 +222,51 @@ def test_change_of_sequence_length_keeps_the_token_stream(corpus: Manifest, toke
         assert streams[0] == streams[1]
 
 
+# Any number of ranks
+
+
+@pytest.mark.parametrize(
+    ("packing", "counts"), [("concatenate", (3, 512, 24, 96, 1, 48)), ("best_fit", (3, 96, 48))]
+)
+def test_ranks_from_1_to_512_resume_each_other(
+    corpus: Manifest, tokenizer: Tokenizer, packing: Any, counts: tuple[int, ...]
+) -> None:
+    """64 lanes, as in the shipped configs: all counts above 1 share them. Each starts where the one before stopped."""
+    config = replace(CONFIG, num_lanes=64, seq_len_tokens=4, packing=packing, packing_pool_documents=3)
+    samples: dict[int, list[int]] = {}
+    state = None
+    for ranks in counts:
+        run = read_run(corpus, tokenizer, config, ranks, 1, 2 * ranks if ranks > 3 else 96, state)
+        assert not samples.keys() & run.samples.keys()
+        samples |= run.samples
+        state = copy.deepcopy(run.state())
+    reference = read_run(corpus, tokenizer, config, 1, 1, len(samples))
+    assert samples == reference.samples
+    assert state == reference.state()
+
+
+def test_readers_that_share_lanes_keep_order_state_and_counters(
+    corpus: Manifest, tokenizer: Tokenizer, reference: Run
+) -> None:
+    """Six readers of eight lanes, and then seven ranks, from a number of samples that neither divides."""
+    first = read_run(corpus, tokenizer, replace(CONFIG, num_workers=2), 3, steps=4, global_batch_size=18)
+    second = read_run(corpus, tokenizer, CONFIG, 7, steps=5, global_batch_size=14, state=first.state())
+    third = read_run(
+        corpus, tokenizer, replace(CONFIG, num_workers=1), 5, 5, global_batch_size=10, state=second.state()
+    )
+    assert first.samples | second.samples | third.samples == reference.samples
+    assert third.state() == reference.state()
+
+
+def test_a_shared_lane_needs_the_rank_that_had_its_last_block(corpus: Manifest, tokenizer: Tokenizer) -> None:
+    run = read_run(corpus, tokenizer, CONFIG, 3, steps=2, global_batch_size=12)
+    states = [stream.local_state() for stream in run.streams]
+    for missing in range(3):
+        with pytest.raises(ValueError, match=r"[56] of 8 lanes present; pass the states of all ranks"):
+            merge_states(states[:missing] + states[missing + 1 :])
+    assert merge_states(states[::-1]) == merge_states(states)
+
+
 # Negative controls: these tests must be able to fail
 
 
@@ -283,9 +328,7 @@ def test_state_of_another_run_is_refused(corpus: Manifest, tokenizer: Tokenizer,
         BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
 
 
-def test_lanes_must_divide_among_ranks_and_workers(corpus: Manifest, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"num_lanes=8 must be a multiple of 6 .*ranks 3 x workers 2.*=12"):
-        BlockStream(corpus, tokenizer, replace(CONFIG, num_workers=2), rank=0, world_size=3)
+def test_a_rank_is_below_the_number_of_ranks(corpus: Manifest, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="rank=2"):
         BlockStream(corpus, tokenizer, CONFIG, rank=2, world_size=2)
 
