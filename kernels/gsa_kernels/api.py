@@ -7,6 +7,10 @@
 Every function takes the implementation by name, and never replaces it: `triton`, the fused kernels, which need a CUDA
 device, or `reference`, plain torch on any device. Both give the same results up to rounding, and the same gradients.
 `limits.py` says what the kernels can do. Letters in shapes are those of `types.py`.
+
+A NaN in the indexer's inputs is not hidden: a row that sees it has a NaN variance, the base budget, that many visible
+keys, which ones is not said, and a NaN KL if it chose the bad key; so has the loss. Of infinite inputs only the
+selection's size and visibility are promised. Rows that do not see them keep their results to the last bit.
 """
 
 from __future__ import annotations

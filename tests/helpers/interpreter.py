@@ -1,4 +1,4 @@
-"""Triton's interpreter for the tests of kernels: without its detours, in a third of its time, and right in bf16.
+"""Triton's interpreter for the tests of kernels: without its detours, in a third of its time, right in bf16 and NaN.
 
 Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and multiplying integers again in 64 bits, to
 look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
@@ -8,6 +8,9 @@ yet, builds the table of numpy's types at each operation, and describes the shap
 bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers. Here
 products, casts and operations of two tensors are right; functions of one tensor and sums along an axis need fp32, as on
 a GPU.
+
+Of a number and a NaN its maximum and minimum give the NaN, where a GPU gives the number, unless the kernel asks for
+the NaN: a test in the interpreter would then hold for other code.
 
 Products of matrices it leaves to numpy, in which a row's last bits depend on how many rows there are, on some
 processors: on an AMD EPYC without AVX-512 16 tests failed that compare bits.
@@ -39,6 +42,7 @@ def mend_interpreter() -> None:
     _remember_shapes()
     _multiply_in_fp64()
     _calculate_bf16()
+    _compare_as_a_gpu()
 
 
 def _remember_numpy_types() -> None:
@@ -137,6 +141,24 @@ def _calculate_bf16() -> None:
     builder.cast_impl = cast
     builder.create_fp_to_fp = cast_between_floats
     builder.binary_op = binary
+
+
+def _compare_as_a_gpu() -> None:
+    """Of a number and a NaN, the number (PTX: max.f32, min.f32); create_maximumf and create_minimumf keep the NaN.
+    Reductions along an axis do so in Triton itself."""
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
+    builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+    reinterpret = builder.create_bitcast
+
+    def bitcast(self: Any, source: Any, to_type: Any) -> Any:
+        """A GPU's arithmetic gives one NaN, 0x7FFFFFFF; a CPU's has either sign."""
+        if source.dtype.scalar == core.float32:
+            bits = np.where(np.isnan(source.data), np.uint32(0x7FFFFFFF), source.data.view(np.uint32))
+            source = interpreter.TensorHandle(bits.view(np.float32), core.float32)
+        return reinterpret(self, source, to_type)
+
+    builder.create_bitcast = bitcast
 
 
 def _in_fp32(handle: Any) -> Any:

@@ -1,4 +1,5 @@
-"""bf16 in Triton's interpreter, as the tests mend it (helpers/interpreter.py): else they would test other numbers."""
+"""bf16 and NaN in Triton's interpreter, as the tests mend it (helpers/interpreter.py): else they would test other
+numbers."""
 
 import pytest
 import torch
@@ -51,3 +52,24 @@ def test_products_of_bf16() -> None:
     out = torch.empty(32, 32)
     _product_kernel[(1,)](a, b, out, SIZE=32)
     torch.testing.assert_close(out, a.float() @ b.float().T)
+
+
+@triton.jit
+def _extremes_kernel(x, y, out, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    left, right = tl.load(x + place), tl.load(y + place)
+    tl.store(out + place, tl.maximum(left, right))
+    tl.store(out + SIZE + place, tl.minimum(left, right))
+    tl.store(out + 2 * SIZE + place, tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 3 * SIZE + place, tl.minimum(left, right, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 4 * SIZE + place, tl.max(left, 0) + tl.zeros([SIZE], tl.float32))
+    tl.store(out + 5 * SIZE + place, tl.min(left, 0) + tl.zeros([SIZE], tl.float32))
+
+
+def test_extremes_of_a_number_and_a_nan_are_those_of_a_gpu() -> None:
+    nan = float("nan")
+    x, y = torch.tensor([nan, 1.0, nan, 3.0]), torch.tensor([2.0, nan, nan, 4.0])
+    out = torch.empty(6, 4)
+    _extremes_kernel[(1,)](x, y, out, SIZE=4)
+    wanted = [[2, 1, nan, 4], [2, 1, nan, 3], [nan, nan, nan, 4], [nan, nan, nan, 3], [3] * 4, [1] * 4]
+    torch.testing.assert_close(out, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)

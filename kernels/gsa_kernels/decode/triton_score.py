@@ -187,7 +187,9 @@ def _score_kernel(
     mean = total_sum / count
     slot = batch * (columns // CHUNK) + chunk
     tl.store(means_ptr + slot, origin + mean)
-    tl.store(squares_ptr + slot, tl.maximum(squares_sum - total_sum * mean, 0.0))
+    tl.store(
+        squares_ptr + slot, tl.maximum(squares_sum - total_sum * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    )
 
 
 @triton.jit
@@ -202,7 +204,8 @@ def _score_tile(
     """fp32 [N] scores of keys [N, BLOCK_D] for queries [BLOCK_D, BLOCK_H], weights and bias [BLOCK_H]."""
     logits = tl.dot(keys, queries, input_precision=PRECISION) * scale + bias[None, :]
     if not SIGMOID:
-        activated = tl.maximum(logits, 0.0)
+        # NaN stays NaN: a plain maximum on a GPU returns the number.
+        activated = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif TANH:  # sigmoid(z) = 1/2 + 1/2 tanh(z/2)
         activated = 0.5 + 0.5 * fast_tanh(logits * 0.5)
     else:

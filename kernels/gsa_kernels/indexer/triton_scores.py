@@ -326,7 +326,8 @@ def tile_scores(
             logits += biases[head]
             activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
         else:
-            activated = tl.maximum(logits, 0.0)
+            # NaN stays NaN: a plain maximum on a GPU returns the number.
+            activated = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
         scores += weights[head][:, None] * activated
     return scores
 

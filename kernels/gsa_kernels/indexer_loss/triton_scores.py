@@ -47,7 +47,8 @@ def activate(product, scale, bias, KIND: tl.constexpr):
     elif KIND == TANH_PLAIN:
         a = 2.0 * tl.sigmoid(product * scale + bias) - 1.0
     else:
-        a = tl.maximum(product * scale, 0.0)
+        # NaN stays NaN: a plain maximum on a GPU returns the number.
+        a = tl.maximum(product * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return a
 
 

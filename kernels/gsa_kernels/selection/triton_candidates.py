@@ -229,7 +229,8 @@ def _candidates_kernel(
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
     threshold = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
-    threshold = tl.maximum(threshold, _LOWEST)
+    # A NaN guess becomes the lowest one too, so that no NaN score is above or below it by chance.
+    threshold = tl.where(threshold > _LOWEST, threshold, _LOWEST)
     centre = tl.load(guesses_ptr + chunk_row * 3 + 1, mask=row_ok, other=0.0)
     if TIED:
         last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
@@ -279,8 +280,10 @@ def _candidates_kernel(
                 scores = tl.where(visible, scores, float("-inf"))
 
             if TIED:
-                # Beyond the last of the equal scores the next higher one is asked for.
-                threshold = tl.where(col > last, score_of_key(order_key(threshold) + 1), threshold)
+                # Beyond the last of the equal scores the next higher one is asked for. What follows infinity is a NaN,
+                # which nothing is below: keys that the row does not see would be candidates.
+                higher = score_of_key(order_key(threshold) + 1)
+                threshold = tl.where((col > last) & (threshold < float("inf")), higher, threshold)
                 last = tl.where(col > last, float("inf"), last)
             # Not below, rather than at or above: a NaN stays a candidate.
             reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])

@@ -177,7 +177,8 @@ def _narrow_kernel(
         square = tl.sum(squares) / divisor
         # The centre is the mean of a sample, a part p of the row: (mean - centre)^2 <= variance (1 - p) / p, so
         # that no more than five bits cancel.
-        variance = tl.maximum(square - mean * mean, 0.0)
+        # NaN stays NaN: a plain maximum on a GPU returns the number.
+        variance = tl.maximum(square - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
     words_ptr += (batch * words_rows + row - words_start) * words_per_row
     fits = (count <= SIZE) & (count >= tl.where(everything, num_visible, k))

@@ -192,7 +192,8 @@ def _best_groups_kernel(
         best = tl.max(tl.where(visible, x, float("-inf")), axis=1)
         tl.store(group_keys_ptr + groups, order_key(best), mask=groups < end_group)
     mean = tl.sum(sums) / divisor
-    variance = tl.maximum(tl.sum(squares) / divisor - mean * mean, 0.0)
+    # NaN stays NaN: a plain maximum on a GPU returns the number.
+    variance = tl.maximum(tl.sum(squares) / divisor - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
     tl.store(budget_ptr + token, k)
     tl.store(variance_ptr + token, variance)

@@ -1,0 +1,195 @@
+"""NaN and infinities in the indexer's inputs: interpreted on the CPU by a GPU's rule for extremes, or on a CUDA device.
+
+`api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many visible keys,
+and a NaN KL; a row that does not see it keeps its bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import test_api
+from covering import covered
+from decode_cases import RULE as DECODE_RULE
+from decode_cases import make_case as make_decode_case
+from test_api import Case, Problem, mask_of, problem
+from test_triton_candidates import guessed, short_rows  # noqa: F401 - pytest finds them here
+from test_triton_selection import DEVICES, make_case
+from test_triton_selection import RULE as LONG_RULE
+from test_triton_selection import Case as LongCase
+
+from gsa_kernels import api
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.selection import op
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.types import Geometry, Indexer
+
+BAD = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
+PLACES = ("queries", "keys", "head_weight_logits")
+CASES = {
+    "packed mask": Case("masked", documents=True, local_window=3),
+    "packed mask, relu": Case("masked", 16, activation="relu"),
+    "key lists": Case("gathered"),
+    "key lists, relu": Case("gathered", 16, documents=True, activation="relu"),
+    "shared": Case(selection_block=16, local_window=16),
+    "shared, relu": Case(selection_block=16, local_window=16, activation="relu"),
+}
+POSITION = 21
+"""Of the bad token in the first sequence; of the queries of a block, the block around it."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def spoil(indexer: Indexer, place: str, value: float, row: int) -> Indexer:
+    """One token's vector in one of the tensors, in the first sequence."""
+    tensor = getattr(indexer, place).detach().clone()
+    tensor[0, row, ..., 0] = value
+    return dataclasses.replace(indexer, **{place: tensor.requires_grad_()})
+
+
+def spoiled(case: Case, place: str, value: float) -> Problem:
+    given = problem(case)
+    row = POSITION if place == "keys" else POSITION // case.selection_block
+    return dataclasses.replace(given, indexer=spoil(given.indexer, place, value, row))
+
+
+def of_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of selections -> queries."""
+    return rows.repeat_interleave(case.selection_block, 1)[:, : test_api.LENGTH]
+
+
+@covered("options", case=list(CASES), value=list(BAD), place=list(PLACES))
+def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
+    case, value, place = CASES[options["case"]], BAD[options["value"]], options["place"]
+    clean, bad = problem(case), spoiled(case, place, value)
+    before, after = (test_api.select(case, given, "triton") for given in (clean, bad))
+    wanted_before, wanted = (test_api.select(case, given, "reference") for given in (clean, bad))
+    seen = ~(wanted.variance == wanted_before.variance)  # NaN counts as changed
+    assert 0 < seen.sum() < seen.numel()
+    if math.isnan(value):
+        assert wanted.variance[seen].isnan().all()
+    assert torch.equal(after.variance.isnan(), wanted.variance.isnan())
+    assert torch.equal(after.budget[wanted.variance.isnan()], wanted.budget[wanted.variance.isnan()])
+    for name in ("variance", "budget"):
+        assert torch.equal(getattr(after, name)[~seen], getattr(before, name)[~seen]), name
+
+    num_keys = clean.k.shape[1]
+    masks, old_masks = mask_of(after, num_keys), mask_of(before, num_keys)
+    assert torch.equal(masks[~of_rows(case, seen)], old_masks[~of_rows(case, seen)])
+    check_valid(case, clean.geometry, masks, after.budget)
+
+    (_, kl), (_, old_kl) = (loss(given, after) for given in (bad, clean))
+    assert torch.equal(kl[~seen], old_kl[~seen])
+    if math.isnan(value):
+        assert torch.equal(kl.isnan(), loss(bad, after, "reference")[1].isnan())
+    if math.isnan(value) and place != "keys":
+        assert kl[seen].isnan().all()
+
+
+def check_valid(case: Case, geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
+    """Visible keys only, no more than the budget beside the window; where each query selects, no fewer."""
+    num_keys = masks.shape[-1]
+    positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
+    keys = torch.arange(num_keys, device=masks.device)
+    visible = (keys <= positions[:, None]).expand_as(masks)
+    if geometry.document_starts is not None:
+        visible = visible & (keys >= geometry.document_starts[..., None])
+    assert not (masks & ~visible).any()
+    near = visible & (keys > positions[:, None] - geometry.local_window)
+    rows = of_rows(case, budget)
+    assert ((masks & ~near).sum(-1) <= rows).all()
+    if case.selection_block == 1:
+        assert ((masks | near).sum(-1) >= rows).all()
+
+
+def loss(given: Problem, selection: Any, implementation: api.Implementation = "triton") -> Any:
+    lse = api.sparse_attention(
+        given.q, given.k, given.v, selection, given.geometry, implementation="reference"
+    )[1]
+    return api.indexer_loss(
+        given.indexer, given.q, given.k, lse, selection, given.geometry, implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: str) -> None:
+    """In the warm-up every row sees all keys before it."""
+    case = Case(dense=True, documents=True, activation=activation)
+    clean, bad = problem(case), spoiled(case, place, math.nan)
+    total, kl = loss(bad, None)
+    old = loss(clean, None)[1]
+    wanted = loss(bad, None, "reference")[1]
+    assert wanted.isnan().any()
+    assert torch.equal(kl.isnan(), wanted.isnan())
+    assert torch.equal(kl[~wanted.isnan()], old[~wanted.isnan()])
+    assert total.isnan()
+    gradient = torch.autograd.grad(total, bad.indexer.queries)[0]
+    assert gradient[wanted.isnan()].isnan().flatten(1).any(-1).all()
+
+
+@pytest.mark.usefixtures("short_rows")
+@covered(
+    "options", way=["all scores", "candidates", "lists"], activation=["sigmoid", "relu"], place=list(PLACES)
+)
+def test_long_rows(device: str, guessed: list[range], options: dict[str, str]) -> None:  # noqa: F811
+    """By candidates, and by all scores in groups: at the size of the interpreter, and in full on a GPU."""
+    way, activation, place = (options[name] for name in ("way", "activation", "place"))
+    length = 96 if device == "cpu" else 20480
+    make = make_case(device, length, activation=activation, heads=2, dim=16, batch=1)
+    row = length // 2
+    clean, bad = (
+        select_long(make, x, way) for x in (make.indexer, spoil(make.indexer, place, math.nan, row))
+    )
+    assert bool(guessed) == (way == "candidates" or (way == "lists" and device == "cuda"))
+    seen = torch.arange(length, device=device) >= row
+    if place != "keys":
+        seen = torch.arange(length, device=device) == row
+    assert torch.equal(bad.variance[0].isnan(), seen)
+    visible = torch.arange(1, length + 1, device=device)
+    assert torch.equal(bad.budget[0, seen], visible[seen].clamp(max=LONG_RULE.k_base).int())
+    rows = torch.arange(0, length, max(length // 512, 1), device=device)
+    rows = torch.cat([rows, rows.new_tensor([row - 1, row])])
+    masks, old = (unpack_mask(x.packed_rows(rows), length)[0] for x in (bad, clean))
+    assert torch.equal(masks[~seen[rows]], old[~seen[rows]])
+    assert masks.sum(-1).tolist() == bad.budget[0, rows].tolist()
+    assert not (masks & (torch.arange(length, device=device) > rows[:, None])).any()
+
+
+def select_long(case: LongCase, indexer: Indexer, way: str) -> Any:
+    if way == "lists":
+        return select_key_lists(indexer, LONG_RULE, case.ema, case.geometry)
+    start = 32 if way == "candidates" else 10**9
+    return op.select_keys(indexer, LONG_RULE, case.ema, case.geometry, candidates_from=start)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_decoding(device: str, activation: str, place: str) -> None:
+    """The first of two sequences."""
+    case, untouched = (make_decode_case(device, [61, 44], 64, activation=activation) for _ in range(2))
+    case = dataclasses.replace(
+        case, indexer=spoil(case.indexer, place, math.nan, 17 if place == "keys" else 0)
+    )
+    with torch.no_grad():
+        case.step()
+        untouched.step()
+    found, clean = case.cache.selection, untouched.cache.selection
+    assert found.variance.isnan().tolist() == [True, False]
+    assert found.counts[0] == DECODE_RULE.k_base
+    assert int(case.selected()[0].sum()) == DECODE_RULE.k_base
+    assert not (case.selected() & ~case.causal()).any()
+    for name in ("indices", "counts", "variance"):
+        count = int(clean.counts[1])
+        ours, theirs = getattr(found, name)[1], getattr(clean, name)[1]
+        assert torch.equal(ours[:count] if ours.dim() else ours, theirs[:count] if theirs.dim() else theirs)
