@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -21,6 +22,7 @@ import yaml
 
 from gsa_train.checkpoint.files import step_folder
 from gsa_train.config import LoggingConfig
+from gsa_train.metrics import wandb_outage
 from gsa_train.metrics.alerts import INTERVAL_SECONDS, Alerts
 from gsa_train.report.panels import BEST, tag_of
 
@@ -43,6 +45,8 @@ class WandbSink:
         self.id: str = run.id
         self._run: Run | None = run
         self._run_dir, self._alerts = run_dir, alerts
+        self._artifacts = ThreadPoolExecutor(1, "wandb-artifacts")
+        self._on_their_way: list[Future[None]] = []
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
         """One record, as `metrics.jsonl` has it and by tags."""
@@ -66,8 +70,7 @@ class WandbSink:
             return ()
         if not self._run.offline:
             return (f"{self._run.url}",)
-        # Each start has a folder of its own.
-        return (f"kept offline; to send it: wandb sync {self._run_dir}/wandb/offline-run-*-{self.id}",)
+        return (f"kept offline; to send it: {sync_command(self._run_dir, self.id)}",)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The config of this start, without credentials."""
@@ -84,8 +87,27 @@ class WandbSink:
 
     def close(self, exit_code: int) -> None:
         """W&B marks the run as failed when `exit_code` is not 0."""
-        self._tell("finish", exit_code=exit_code)
-        self._run = None
+        import wandb
+
+        if self._run is None:
+            return
+        late = wait(self._on_their_way, wandb_outage.ANSWER_SECONDS).not_done
+        run, self._run = self._run, None
+        self._artifacts.shutdown(wait=False, cancel_futures=True)
+        if late:
+            logger.warning("W&B does not get the last %d artifacts: its server does not answer", len(late))
+        command = f"wandb sync --include-online {run.settings.sync_dir}"
+        try:
+            run.finish(exit_code=exit_code)
+        except TimeoutError:
+            seconds = wandb_outage.FINISH_SECONDS
+            logger.warning(
+                "W&B has not taken the last records in %g s; to send them later: %s", seconds, command
+            )
+        except (wandb.Error, OSError) as error:
+            logger.error(
+                "W&B may lack the last records, its service failed: %s; to send them: %s", error, command
+            )
 
     def _log_checkpoint(self, record: Mapping[str, Any]) -> None:
         """By reference: where it is, not what it holds. Later ones replace it on the disk (`checkpoint.keep_last`)."""
@@ -102,6 +124,8 @@ class WandbSink:
         """A disk that W&B keeps artifacts on (WANDB_DATA_DIR) may fail: that costs the artifact, nothing else."""
         import wandb
 
+        if self._run is None:
+            return
         artifact = wandb.Artifact(f"{kind}-{self.id}", type=kind, metadata=metadata)
         try:
             fill(artifact)
@@ -109,7 +133,18 @@ class WandbSink:
             logger.error("W&B gets no artifact %s: %s", artifact.name, error)
             return
         steps = [f"step-{metadata['step']}"] if "step" in metadata else []
-        self._tell("log_artifact", artifact, aliases=["latest", *steps])
+        self._on_their_way = [each for each in self._on_their_way if not each.done()]
+        self._on_their_way.append(self._artifacts.submit(self._send, artifact, ["latest", *steps]))
+
+    def _send(self, artifact: Artifact, aliases: list[str]) -> None:
+        """In a thread of its own: W&B asks its server here, and waits for it."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            run.log_artifact(artifact, aliases=aliases)
+        except Exception as error:  # noqa: BLE001  whatever it is, it costs the artifact and nothing else
+            logger.error("W&B gets no artifact %s: %s", artifact.name, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """W&B's service is a process of its own, and ends by the signal that asks training to save and stop: its
@@ -126,21 +161,33 @@ class WandbSink:
 
 
 def open_wandb(
-    config: LoggingConfig, run_dir: Path, run_name: str, resolved_config: dict[str, Any], run_id: str | None
+    config: LoggingConfig,
+    run_dir: Path,
+    run_name: str,
+    resolved_config: dict[str, Any],
+    run_id: str | None,
+    has_begun: bool = False,
 ) -> WandbSink | None:
-    """None where it is disabled.
+    """None where it is disabled; kept offline where the server is away.
+
+    Args:
+        run_id: of the W&B run to go on with.
+        has_begun: the training run has begun, so that no server's refusal ends it.
 
     Raises:
-        WandbRefused: no key, a wrong one, no access to the project, or no answer.
+        WandbRefused: of a new run: no key, a wrong one, no access to the project. Of any: a wrong setting.
     """
     mode = wandb_mode(config.wandb, os.environ)
     if mode == "disabled":
         return None
+    # W&B's reports on itself: to a server that hangs they would hold this process for 10 s at its end.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     shown_config = without_credentials(resolved_config)
-    try:
-        run = wandb.init(
+
+    def init(mode: str) -> Run:
+        return wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity or None,
             group=config.wandb_group or None,
@@ -150,13 +197,20 @@ def open_wandb(
             resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
             dir=str(run_dir),
             config=shown_config,
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(
-                silent=mode == "offline",
+                silent=True,  # the header has the address; to say who is logged in, W&B would wait for its server
                 console="off",  # the job's own log has the console output
                 x_disable_meta=without_credentials(sys.argv) != sys.argv,  # W&B would upload the command line
+                init_timeout=wandb_outage.INIT_SECONDS,
+                finish_timeout=wandb_outage.FINISH_SECONDS,
+                finish_timeout_raises=True,
+                x_file_stream_retry_max=wandb_outage.RETRIES,
             ),
         )
+
+    try:
+        run = wandb_outage.begin(init, mode, has_begun, lambda run: sync_command(run_dir, run.id))
     except (wandb.Error, OSError, ValueError) as error:
         raise WandbRefused(
             f"logging.wandb = {config.wandb}: Weights & Biases did not start ({mode}): {str(error).rstrip('.')}. "
@@ -167,6 +221,11 @@ def open_wandb(
     sink = WandbSink(run, run_dir, Alerts(config.straggler_ratio))
     sink.log_config(shown_config)
     return sink
+
+
+def sync_command(run_dir: Path, run_id: str) -> str:
+    """Sends every start that was kept offline, in their order."""
+    return f"wandb sync {run_dir}/wandb/offline-run-*-{run_id}"
 
 
 def define_metrics(run: Run) -> None:

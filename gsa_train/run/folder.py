@@ -85,7 +85,8 @@ def _open_wandb(config: Config, start: Start) -> WandbSink | None:
     folder.mkdir(parents=True, exist_ok=True)
     run_id = start.state.wandb_run_id if start.same_run and start.state else None
     with children_keep_running():  # W&B's service among them
-        return open_wandb(config.logging, folder, config.run.name, dataclasses.asdict(config), run_id)
+        resolved, has_begun = dataclasses.asdict(config), start.same_run and start.step > 0
+        return open_wandb(config.logging, folder, config.run.name, resolved, run_id, has_begun)
 
 
 def _open_files(

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,6 +93,17 @@ def test_a_refused_start_leaves_no_lock_in_a_folder_that_had_none(tmp_path: Path
     lock.take(make=True)
     lock.take_back()
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "mine"]
+
+
+@pytest.mark.parametrize("step", [0, 6])
+def test_wandb_hears_whether_the_run_has_begun(
+    step: int, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Mock(return_value=None)
+    monkeypatch.setattr("gsa_train.run.folder.open_wandb", told)
+    open_at(step, config)
+    *_, has_begun = told.call_args.args
+    assert has_begun == (step > 0)
 
 
 def test_what_wandb_refuses_leaves_the_old_files_alone(config: Config, tmp_path: Path) -> None:

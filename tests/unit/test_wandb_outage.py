@@ -1,0 +1,127 @@
+"""W&B's server hangs, refuses, fails, or goes away and comes back: training goes on, and its records can be sent."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+import wandb
+from gsa_train.config import LoggingConfig
+from gsa_train.metrics import wandb_outage
+from gsa_train.metrics.wandb_sink import WandbRefused, open_wandb
+from helpers.fake_wandb import FakeWandb
+
+LOGGING = LoggingConfig(tensorboard=False, wandb="online", wandb_project="unit")
+STEP = {"step": 1, "phase": "sparse", "loss": 0.5}
+
+
+@pytest.fixture
+def server(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "fedcba98")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    wandb.teardown()  # the service of tests before knows another address
+    monkeypatch.setenv("WANDB_BASE_URL", fake.url)
+    yield fake
+    fake.close()
+    wandb.teardown()
+
+
+def closed_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def said(caplog):
+    return [each.getMessage() for each in caplog.records if each.name.startswith("gsa_train")]
+
+
+def sync(command):
+    """As a user would type it, in a shell."""
+    program = Path(sys.executable).parent / "wandb"
+    environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return subprocess.run(
+        command.replace("wandb", str(program), 1), shell=True, env=environ, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("does", ["hang", 500])
+def test_a_start_without_a_server_keeps_its_records_for_sync(does, server, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(wandb_outage, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(wandb_outage, "INIT_SECONDS", 2.0)
+    server.does = does
+    sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
+    sink.log(STEP, {"train/loss": 0.5})
+    sink.close(0)
+    (line,) = said(caplog)
+    assert line.startswith(f"W&B at {server.url} cannot be used: ")
+    assert "\n" not in line
+    command = line.split("to send them later: ")[1]
+    assert sink.place() == ()
+    server.does = "answer"
+    sent = sync(command)
+    assert sent.returncode == 0, sent.stderr
+    assert server.got("train/loss"), sent.stderr
+
+
+def test_a_server_without_address_or_port_is_away(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    refused = wandb_outage.why_no_answer(f"http://127.0.0.1:{closed_port()}", 10.0)
+    assert "refused" in refused.lower()
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(-2, "Name not known")))
+    assert "Name not known" in wandb_outage.why_no_answer("http://no-such-host.invalid", 10.0)
+
+
+def test_a_name_that_is_looked_up_for_ever_has_the_same_limit(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
+    assert wandb_outage.why_no_answer("http://example.org", 0.1) == "no answer in 0.1 s"
+
+
+def test_a_wrong_key_refuses_a_new_run_and_no_restart(server, tmp_path, caplog):
+    server.does = 401
+    with pytest.raises(WandbRefused, match="401"):
+        open_wandb(LOGGING, tmp_path, "test", {}, "abc")
+    wandb.teardown()
+    sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc", has_begun=True)
+    assert sink.id == "abc"
+    assert "offline" in sink.place()[0]
+    assert "401" in said(caplog)[-1]
+    sink.close(0)
+
+
+def test_a_server_away_in_the_middle_gets_all_when_it_is_back(server, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(wandb_outage, "FINISH_SECONDS", 60.0)
+    sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
+    server.does = 503
+    sink.log(STEP, {"train/in_the_outage": 0.5})
+    threading.Timer(0.5, setattr, (server, "does", "answer")).start()
+    sink.close(0)
+    assert server.got("train/in_the_outage")
+    assert not [line for line in said(caplog) if "sync" in line]
+
+
+def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(wandb_outage, "FINISH_SECONDS", 2.0)
+    sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
+    monkeypatch.setattr(wandb_outage, "ANSWER_SECONDS", 1.0)
+    server.does = "hang"
+    folder = tmp_path / "checkpoints" / "step_00000001"
+    folder.mkdir(parents=True)
+    for _ in range(2):
+        sink.log(STEP, {"train/late": 0.5})
+        sink.log({"event": "checkpoint", "step": 1, "phase": "sparse"}, {})
+    assert not sink._on_their_way[-1].done()  # its thread waits for the server, this one has not
+    sink.close(0)
+    last = said(caplog)[-1]
+    server.does = "answer"
+    sent = sync(last.split("to send them later: ")[1])
+    assert sent.returncode == 0, sent.stderr
+    assert server.got("train/late"), sent.stderr
