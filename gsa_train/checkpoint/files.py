@@ -196,9 +196,25 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """
     try:
         files = json.loads((folder / MANIFEST).read_bytes())["files"]
-        return {name: FileRecord(record["bytes"], record["crc32"]) for name, record in files.items()}
+        records = {name: FileRecord(record["bytes"], record["crc32"]) for name, record in files.items()}
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
+    for name, record in records.items():
+        if not _is_plain(name):
+            raise ValueError(f"{MANIFEST} names {name!r}, which leads out of the folder")
+        if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.crc32, str):
+            raise ValueError(f"{MANIFEST} is damaged: {name} has no size and checksum")
+    return records
+
+
+def _is_plain(name: str) -> bool:
+    """A file directly in the folder, as all files of a checkpoint are."""
+    return name not in ("", "..") and "\0" not in name and Path(name).name == name
+
+
+def leads_out(folder: Path, name: str) -> bool:
+    """A file's name leads out of the folder, by itself or by a link."""
+    return not _is_plain(name) or (folder / name).resolve().parent != folder.resolve()
 
 
 def share_of(files: Mapping[str, FileRecord], index: int, count: int) -> dict[str, FileRecord]:
@@ -219,7 +235,9 @@ def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) ->
     for name, record in files.items():
         try:
             size = (folder / name).stat().st_size
-            if size != record.bytes:
+            if leads_out(folder, name):
+                faults.append(f"{name} is a link that leads out of the folder")
+            elif size != record.bytes:
                 faults.append(f"{name} has {size} bytes instead of {record.bytes}")
             elif checksums and (found := describe_file(folder / name).crc32) != record.crc32:
                 faults.append(f"{name} has checksum {found} instead of {record.crc32}")

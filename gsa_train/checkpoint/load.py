@@ -7,7 +7,6 @@ had never stopped. It loads into any layout. Its files: `files.py`; writing them
 from __future__ import annotations
 
 import logging
-import pickle
 import random
 import socket
 from collections.abc import Sequence, Set
@@ -22,11 +21,20 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 
-from gsa_train.checkpoint.files import MANIFEST, faults_in, is_complete, read_manifest, share_of
+from gsa_train.checkpoint.files import (
+    MANIFEST,
+    MEGATRON_METADATA,
+    faults_in,
+    is_complete,
+    read_manifest,
+    share_of,
+)
+from gsa_train.checkpoint.guarded import GuardedCommon, read_common, refused_content
 from gsa_train.checkpoint.optimizer_state import (
     Saved,
     from_main_weights,
@@ -37,6 +45,7 @@ from gsa_train.checkpoint.optimizer_state import (
     step_count,
     wanted_state,
 )
+from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 from gsa_train.parallel import Parallel
@@ -85,7 +94,8 @@ class RunState:
 def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | None:
     """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
 
-    The ranks share the files, so that together they read the checkpoint once.
+    The ranks share the files, so that together they read the checkpoint once. What checksums cannot tell, a file that
+    was made to harm, the main rank looks for.
 
     Args:
         checksums: read the files; otherwise only look whether all are there in their sizes.
@@ -94,6 +104,9 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
     if parallel.is_main:
         try:
             shared[1] = read_manifest(checkpoint)
+            unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - shared[1].keys()
+            if unlisted:
+                shared[0] = f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}"
         except FileNotFoundError:
             shared[0] = _why_no_manifest(checkpoint)
         except (OSError, ValueError) as error:
@@ -108,6 +121,10 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
         dist.all_gather_object(found, mine)
         faults = [each for faults in found for each in faults]
         fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+    if fault is None:
+        refused = [refused_content(checkpoint, files or None) if parallel.is_main else None]
+        dist.broadcast_object_list(refused, src=0)
+        fault = refused[0]
     return fault
 
 
@@ -116,15 +133,7 @@ def _why_no_manifest(checkpoint: Path) -> str | None:
         return "it is missing or incomplete"
     try:
         version = read_run_state(checkpoint).format_version
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        KeyError,
-        TypeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
     if version >= 2:
         return f"it has no {MANIFEST}"
@@ -141,7 +150,7 @@ def read_run_state(checkpoint: Path) -> RunState:
     Raises:
         ValueError: the checkpoint has another format version.
     """
-    content = dist_checkpointing.load_common_state_dict(str(checkpoint))["run"]
+    content = read_common(checkpoint)["run"]
     if content["format_version"] not in READABLE_VERSIONS:
         raise ValueError(
             f"{checkpoint} has format version {content['format_version']}, this code reads "
@@ -174,8 +183,7 @@ def load_checkpoint(
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
         )
     if with_optimizer:
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-        phase_optimizer.set_step_count(step_count(common["optimizer"]))
+        phase_optimizer.set_step_count(step_count(read_common(checkpoint)["optimizer"]))
 
 
 def load_main_weights(
@@ -212,7 +220,7 @@ def _fill(
         Parameters of which some rank found other weights in the optimizer's state than in the model's.
     """
     metadata = _loading_metadata(checkpoint, parallel)
-    saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    saved = _saved_tensors(checkpoint)
     with phase_optimizer.whole_weights(changes=True):
         entries = sharded_state(model, None, metadata)
         # All that is made of the entries, before a load takes them apart.
@@ -281,9 +289,14 @@ def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """Name on disk -> shape of the whole tensor, without those of the optimizer."""
     return {
         name: tuple(tensor.global_shape)
-        for name, tensor in dist_checkpointing.load_tensors_metadata(str(checkpoint)).items()
+        for name, tensor in _saved_tensors(checkpoint).items()
         if not name.startswith("optimizer.")
     }
+
+
+def _saved_tensors(checkpoint: Path) -> Saved:
+    found: Saved = dist_checkpointing.load_tensors_metadata(str(checkpoint), TorchDistLoadShardedStrategy())
+    return found
 
 
 def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[str, tuple[int, ...]]:
@@ -298,7 +311,7 @@ def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[
 
 
 def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
-    metadata: dict[str, Any] = dist_checkpointing.load_content_metadata(str(checkpoint))
+    metadata: dict[str, Any] = read_common(checkpoint)["content_metadata"]
     return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
 
 
@@ -319,11 +332,12 @@ def _read(
     Args:
         shared: data-parallel ranks want the same, so each reads a part of it for all.
     """
-    strategy = get_default_load_sharded_strategy(str(checkpoint))
+    strategy = TorchDistLoadShardedStrategy()
     content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),
         FullyParallelLoadStrategyWrapper(strategy, parallel.groups.dp_cp) if shared else strategy,
+        GuardedCommon(),
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )
     return content

@@ -1,0 +1,198 @@
+"""Loads what a checkpoint holds as pickles without running what they name.
+
+A pickle may name any function, and unpickling calls it. torch's `.metadata` is a pickle, which torch loads as it is;
+the objects beside the tensors are pickles, which torch's planner loads with `weights_only=False`. This module puts
+readers with a list of what is allowed in their places. torch itself reads tensors with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from gsa_train.checkpoint.files import leads_out
+from gsa_train.checkpoint.write import TORCH_METADATA
+
+CLASSES = {
+    "torch": {"Size"},  # and dtypes
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+}
+"""Module -> names that a metadata file of torch 2.11 to 2.13 may hold: records of text and numbers."""
+REMEDY = (
+    "Nothing of it was run. Copy the checkpoint from its source again, and load none that you do not trust"
+)
+
+
+class RefusedContent(ValueError):
+    """A file of a checkpoint that holds what no save writes."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in CLASSES.get(module, ()):
+            raise _refused(TORCH_METADATA, f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """What is where, from torch's metadata file.
+
+    Raises:
+        RefusedContent: the file is damaged, asks for something else than `CLASSES`, or points out of the folder or of
+            a file.
+    """
+    with (checkpoint / TORCH_METADATA).open("rb") as file:
+        try:
+            metadata = _Unpickler(file).load()
+        except RefusedContent:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise RefusedContent(f"{TORCH_METADATA} is damaged: {_line(error)}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "storage_data", None), dict):
+        raise RefusedContent(f"{TORCH_METADATA} is damaged: it does not say where the tensors are")
+    _check_places(checkpoint, list(metadata.storage_data.values()))
+    return metadata
+
+
+def read_common(checkpoint: Path) -> dict[str, Any]:
+    """What is neither a tensor of the model nor of the optimizer.
+
+    Raises:
+        RefusedContent: the file is damaged, or asks for something that `weights_only` does not allow.
+    """
+    content = _load(checkpoint / COMMON_STATE_FNAME, COMMON_STATE_FNAME)
+    if not isinstance(content, dict) or not isinstance(content.get("run"), dict):
+        raise RefusedContent(f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands")
+    return content
+
+
+def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | None:
+    """Why nothing of this checkpoint may be loaded, in a line; None if it may. Reads all but the tensors.
+
+    Args:
+        listed: files whose checksums are known; None where the checkpoint is from before there were any.
+    """
+    try:
+        read_common(checkpoint)
+        metadata = read_metadata(checkpoint)
+        for index, place in metadata.storage_data.items():
+            if listed is not None and place.relative_path not in listed:
+                return f"{TORCH_METADATA} names {place.relative_path}, which is not in the manifest"
+            if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+                with (checkpoint / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    content = file.read(place.length)
+                _load(io.BytesIO(content), f"{place.relative_path}, {index.fqn}")
+    except (OSError, RefusedContent, AttributeError, TypeError) as error:
+        return _line(error)
+    return None
+
+
+def _check_places(checkpoint: Path, places: list[Any]) -> None:
+    sizes: dict[str, int] = {}
+    for place in places:
+        fields = vars(place) if isinstance(place, _StorageInfo) else {}
+        name, start, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
+        if not isinstance(name, str) or type(start) is not int or type(length) is not int:
+            raise RefusedContent(f"{TORCH_METADATA} is damaged: no place in a file: {str(place)[:100]}")
+        if fields.get("transform_descriptors"):
+            raise RefusedContent(f"{TORCH_METADATA} says that {name} is compressed, which no save does")
+        if name not in sizes:
+            if leads_out(checkpoint, name):
+                raise RefusedContent(f"{TORCH_METADATA} names {name!r}, which leads out of the folder")
+            path = checkpoint / name
+            sizes[name] = path.stat().st_size if path.is_file() else 0
+        if start < 0 or length < 0 or start + length > sizes[name]:
+            raise RefusedContent(
+                f"{TORCH_METADATA} says that bytes {start} to {start + length} of {name} are used, which has "
+                f"{sizes[name]}"
+            )
+
+
+def _load(source: Path | io.BytesIO, name: str) -> Any:
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        asked = re.search(r"(?:GLOBAL|Trying to load unsupported GLOBAL|global) (\w[\w.]*\.\w+)", str(error))
+        if asked:
+            raise _refused(name, asked[1]) from error
+        raise RefusedContent(f"{name} is damaged: {_line(error)}") from error
+
+
+def _refused(name: str, asked: str) -> RefusedContent:
+    return RefusedContent(f"{name} asks for {asked}, which no checkpoint needs. {REMEDY}")
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0][:300]
+
+
+# --- in the places of torch's and megatron-core's ----------------------------------------------------------
+
+
+class GuardedCommon(TorchCommonLoadStrategy):
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return read_common(Path(checkpoint_dir))
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata once."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # so torch asks for no rank's own
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+            if self._metadata.storage_meta is not None:
+                self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class _LoadPlanner(mcore_torch.MCoreLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        content = io.BytesIO()
+        name = read_item.dest_index.fqn
+        torch.save(_load(value, name), content)
+        content.seek(0)
+        super().load_bytes(read_item, content)
+
+
+def _reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> FileSystemReader:
+    return _Reader(checkpoint_dir)
+
+
+# megatron-core has no argument for either.
+mcore_torch._get_filesystem_reader = _reader
+mcore_torch.MCoreLoadPlanner = _LoadPlanner

@@ -1,0 +1,217 @@
+"""Checkpoints that were made to harm: pickles that run something, names that lead out of the folder, sizes that lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.checkpoint import files as checkpoint_files
+from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.load import find_damage, load_checkpoint, load_weights, read_run_state
+from gsa_train.cli import Arguments
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.mcore import PhaseOptimizer
+from gsa_train.phases import phase_ranges
+from gsa_train.resume import ResumeError, choose_start
+from helpers import saving
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import SPARSE, single_rank, tiny_config
+
+config, trained = saving.config, saving.trained
+ARGUMENTS = Arguments("", (), None, False, False, False, False, 1)
+NO_TOKENIZER = cast(Tokenizer, SimpleNamespace(fingerprint=None))
+
+
+@pytest.fixture(scope="module")
+def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
+
+
+@pytest.fixture
+def folder(intact: Path, tmp_path: Path) -> Path:
+    """A copy, in the folder of a run."""
+    copy = tmp_path / "run" / "checkpoints" / intact.name
+    shutil.copytree(intact, copy)
+    (copy.parent / "latest").write_text(copy.name)
+    return copy
+
+
+class Crafted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def craft_metadata(folder: Path, marker: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = Crafted(marker)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def craft_common(folder: Path, marker: Path) -> None:
+    content = torch.load(folder / "common.pt", weights_only=False)
+    content["run"]["monitor"] = Crafted(marker)
+    torch.save(content, folder / "common.pt")
+
+
+def craft_object(folder: Path, marker: Path) -> None:
+    """One that stands beside the tensors."""
+    replace_entry(folder, "_extra_state", [Crafted(marker)])
+
+
+def craft_tensor(folder: Path, marker: Path) -> None:
+    replace_entry(folder, "word_embeddings.weight", Crafted(marker))
+
+
+def replace_entry(folder: Path, name: str, value: Any) -> None:
+    """At the end of the file that it is in."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if name in index.fqn)
+    place.offset, place.length = (folder / place.relative_path).stat().st_size, len(content.getvalue())
+    with (folder / place.relative_path).open("ab") as file:
+        file.write(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def adapt_manifest(folder: Path) -> None:
+    names = checkpoint_files.read_manifest(folder)
+    checkpoint_files.write_manifest(
+        folder, {name: checkpoint_files.describe_file(folder / name) for name in names}
+    )
+
+
+PICKLES = [
+    (craft_metadata, ".metadata asks for posix.mkdir"),
+    (craft_common, "common.pt asks for posix.mkdir"),
+    (craft_object, "asks for posix.mkdir"),
+]
+
+
+@pytest.mark.parametrize(("craft", "expected"), PICKLES)
+def test_a_crafted_pickle_is_refused_by_both_ways_in(
+    craft: Callable[[Path, Path], None], expected: str, folder: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "marker"
+    craft(folder, marker)
+    adapt_manifest(folder)
+    base = tiny_config([SPARSE])
+    config = dataclasses.replace(
+        base,
+        run=dataclasses.replace(base.run, dir=str(tmp_path), name="run"),
+        checkpoint=dataclasses.replace(base.checkpoint, initial_weights=str(folder), verify="full"),
+    )
+    with pytest.raises(ResumeError, match=expected):
+        choose_start(config, ARGUMENTS, phase_ranges(config.phases), single_rank())
+    with pytest.raises(ResumeError, match=expected):
+        load_initial_weights(config, cast(Model, None), NO_TOKENIZER, single_rank())
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("craft", [craft_metadata, craft_common, craft_object, craft_tensor])
+def test_nothing_runs_when_it_is_loaded_unverified(
+    craft: Callable[[Path, Path], None], folder: Path, trained: tuple[Model, PhaseOptimizer], tmp_path: Path
+) -> None:
+    marker = tmp_path / "marker"
+    craft(folder, marker)
+    refused = []
+    for load in (
+        lambda: read_run_state(folder),
+        lambda: load_weights(folder, trained[0], single_rank()),
+        lambda: load_checkpoint(folder, *trained, single_rank(), with_optimizer=True),
+    ):
+        try:
+            load()
+        except BaseException as error:  # torch wraps what its readers raise in a BaseException
+            refused.append(str(error))
+    assert refused
+    assert all("mkdir" in message for message in refused), refused
+    assert not marker.exists()
+
+
+def point_elsewhere(**fields: Any) -> Callable[[Path], None]:
+    """The first tensor's place in the metadata."""
+
+    def change(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        vars(next(iter(metadata.storage_data.values()))).update(fields)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        adapt_manifest(folder)
+
+    return change
+
+
+def list_too(name: str, **fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder.parent / "outside").write_bytes(b"")
+        content = json.loads((folder / "manifest.json").read_bytes())
+        content["files"][name] = {"bytes": 0, "crc32": "00000000", **fields}
+        (folder / "manifest.json").write_text(json.dumps(content))
+
+    return change
+
+
+def list_nothing(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"files": {}}')
+
+
+def link_out(folder: Path) -> None:
+    shard = folder / "__0_0.distcp"
+    shard.rename(folder.parent / "outside")
+    shard.symlink_to(folder.parent / "outside")
+
+
+def add_unlisted(folder: Path) -> None:
+    shutil.copy(folder / "__0_0.distcp", folder / "other")
+    point_elsewhere(relative_path="other", offset=0, length=1)(folder)
+
+
+LIES = [
+    (
+        point_elsewhere(relative_path="../outside"),
+        ".metadata names '../outside', which leads out of the folder",
+    ),
+    (
+        point_elsewhere(relative_path="/etc/passwd"),
+        ".metadata names '/etc/passwd', which leads out of the folder",
+    ),
+    (point_elsewhere(length=1 << 40), ".metadata says that bytes "),
+    (point_elsewhere(offset=-1), ".metadata says that bytes -1 to"),
+    (point_elsewhere(offset="0"), ".metadata is damaged: no place in a file"),
+    (point_elsewhere(transform_descriptors=["zstd"]), ".metadata says that __0_0.distcp is compressed"),
+    (add_unlisted, ".metadata names other, which is not in the manifest"),
+    (list_too("../outside"), "manifest.json names '../outside', which leads out of the folder"),
+    (list_too("/etc/passwd"), "manifest.json names '/etc/passwd', which leads out of the folder"),
+    (list_too("__0_0.distcp", bytes=-1), "manifest.json is damaged: __0_0.distcp has no size and checksum"),
+    (list_nothing, "manifest.json is damaged: it does not list .metadata, common.pt, metadata.json"),
+    (link_out, "__0_0.distcp is a link that leads out of the folder"),
+]
+
+
+@pytest.mark.parametrize(("lie", "expected"), LIES, ids=[expected for _, expected in LIES])
+def test_what_leads_out_or_lies_is_named_in_one_line(
+    lie: Callable[[Path], None], expected: str, folder: Path
+) -> None:
+    assert find_damage(folder, single_rank(), checksums=True) is None
+    lie(folder)
+    found = find_damage(folder, single_rank(), checksums=True)
+    assert found is not None
+    assert found.startswith(expected), found
+    assert "\n" not in found
