@@ -13,6 +13,7 @@ name was complete when it got that name.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ SET_ASIDE = "set_aside"
 MEGATRON_METADATA = "metadata.json"
 """By this file megatron-core tells its checkpoints from other folders; it writes it last."""
 READ_BYTES = 1 << 24
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,27 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_latest(checkpoints: Path) -> str | None:
-    """What `latest` names, if it is there."""
+    """The checkpoint beside it that `latest` names; None without the file, or where it names none."""
     pointer = checkpoints / LATEST
-    return pointer.read_text().strip() if pointer.is_file() else None
+    name = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    return None if step_of(name) is None else name
+
+
+def newest_name(checkpoints: Path) -> str | None:
+    """What `latest` names, else the newest complete checkpoint."""
+    complete = complete_checkpoints(checkpoints)
+    return read_latest(checkpoints) or (complete[-1].name if complete else None)
+
+
+def _warn_of_latest(checkpoints: Path) -> None:
+    if (checkpoints / LATEST).is_file() and read_latest(checkpoints) is None:
+        logger.warning("%s names no checkpoint beside it: the newest one there counts", checkpoints / LATEST)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `folder` means: itself, or what `latest` names in it or in its `checkpoints`.
 
-    None when there is none.
+    The newest complete one where `latest` names none. None when there is none.
 
     Raises:
         FileNotFoundError: `latest` names a checkpoint that is missing or incomplete.
@@ -75,9 +90,10 @@ def find_checkpoint(folder: Path) -> Path | None:
     if is_complete(folder):
         return folder
     for checkpoints in (folder, folder / "checkpoints"):
-        name = read_latest(checkpoints)
+        name = newest_name(checkpoints)
         if name is None:
             continue
+        _warn_of_latest(checkpoints)
         if is_complete(checkpoints / name):
             return checkpoints / name
         complete = [path.name for path in complete_checkpoints(checkpoints)]
@@ -98,8 +114,9 @@ def resume_candidates(checkpoints: Path) -> list[Path]:
     """Where a resume may start, best first: what `latest` names, then what is older than that.
 
     What is newer than `latest` is left out, because `latest` may have been set back by hand. Without `latest` (a
-    kill between the first save and its `latest`) all count.
+    kill between the first save and its `latest`), or where it is damaged, all count.
     """
+    _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
     name = read_latest(checkpoints)
     if name is None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from gsa_train.checkpoint.files import go_back_to, read_latest, recover_folder
+from gsa_train.checkpoint.files import go_back_to, newest_name, recover_folder
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import Progress
@@ -145,7 +145,7 @@ def _open_files(
 def _go_back_to_older(checkpoint: Path | None) -> bool:
     """Where --resume-from names a checkpoint of this run that is not its latest: what is newer is set aside, else a
     restart before the next save would go on from there. Says whether that was so."""
-    if checkpoint is None or read_latest(checkpoint.parent) in (None, checkpoint.name):
+    if checkpoint is None or newest_name(checkpoint.parent) in (None, checkpoint.name):
         return False
     go_back_to(checkpoint)
     return True

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.metrics.record_format import read_records
@@ -80,6 +81,23 @@ def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
 def test_without_latest_the_newest_counts_instead_of_step_0(config: Config) -> None:
     (checkpoints_of(config) / "latest").unlink()
     assert start_of(config).step == 6
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe\x00", b"step_0000", b"../../other/checkpoints/step_00000002", b"/tmp/step_00000002"],
+)
+def test_a_latest_that_names_nothing_beside_it_counts_as_absent(
+    content: bytes, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = checkpoints_of(config)
+    (checkpoints / "latest").write_bytes(content)
+    assert start_of(config).step == 6
+    assert caplog.text.count("latest names no checkpoint beside it: the newest one there counts") == 1
+    assert find_checkpoint(checkpoints) == checkpoints / "step_00000006"
+    assert start_of(config, resume_from=str(checkpoints / "step_00000004")).step == 4
+    go_on(config, resume_from=str(checkpoints / "step_00000004"))
+    assert start_of(config).step == 4  # a restart goes on from there, not from step 6
 
 
 def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
