@@ -185,6 +185,12 @@ class TrainBatches:
                 stream.readers_per_lane,
                 stream.readers_per_lane,
             )
+            if self._config.data.on_bad_shard == "skip":
+                logger.warning(
+                    "data.on_bad_shard = skip: where only some readers of a shared lane lose a shard, documents of the "
+                    "lane may be lost or come twice until the next resume; set it to fail, or data.num_workers so that "
+                    "data-parallel ranks x workers divides data.num_lanes"
+                )
         weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
         if state is not None and weights != before and self._parallel.is_main:
             logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)

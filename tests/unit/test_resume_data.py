@@ -264,3 +264,6 @@ def test_readers_that_share_lanes_are_said(
     caplog.set_level("INFO")
     opened(with_data(config, num_workers=workers), None, tokenizer).close()
     assert ("readers share lanes, 3 to each" in caplog.text) == is_said
+    assert "on_bad_shard" not in caplog.text
+    opened(with_data(config, num_workers=workers, on_bad_shard="skip"), None, tokenizer).close()
+    assert ("data.on_bad_shard = skip: where only some" in caplog.text) == is_said
