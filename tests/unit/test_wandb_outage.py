@@ -10,8 +10,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-
 import wandb
+
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics import wandb_outage
 from gsa_train.metrics.wandb_sink import WandbRefused, open_wandb
