@@ -220,7 +220,8 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
         assert got.grads[name].dtype == problem.tensors[name].dtype
         error, of_reference = (value - want).norm(), (same.grads[name].double() - want).norm()
         # The sums run in another order, and a scalar's reference may be exact by chance: hence the floor.
-        floor = 3e-6 * want.norm() + 1e-6
+        # In bf16 the two round at different places, and over few rows that does not average out.
+        floor = (1e-3 if approximate else 3e-6) * want.norm() + 1e-6
         if approximate and problem.tensors[name].dtype == torch.float32:
             floor = floor + 2e-3 * want.norm()  # biases and beta, in fp32, of rounded inputs
         assert error <= 2 * of_reference + floor, f"{name}: {error} against {of_reference} of {want.norm()}"
