@@ -93,6 +93,9 @@ def run_command() -> int:
     if is_main:
         print(first_line(config, arguments), flush=True)
     prepare_connections([config.parallel], os.environ, compute_capability())
+    # W&B's reports on itself hold a process for 10 s at its end where the server hangs. It reads this when it is
+    # imported, which megatron-core does.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint.load import StateError

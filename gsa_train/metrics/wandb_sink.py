@@ -180,8 +180,6 @@ def open_wandb(
     mode = wandb_mode(config.wandb, os.environ)
     if mode == "disabled":
         return None
-    # W&B's reports on itself: to a server that hangs they would hold this process for 10 s at its end.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     shown_config = without_credentials(resolved_config)
