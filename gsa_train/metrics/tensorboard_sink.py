@@ -24,7 +24,11 @@ class TensorBoardSink:
         """
         self._folder = folder
         self._lost = LostRecords("tensorboard")
-        self._writer: SummaryWriter | None = _open_writer(folder, resume_step)
+        self._resume_step = resume_step
+        """Of the first file, until there is one."""
+        self._writer: SummaryWriter | None = None
+        with contextlib.suppress(OSError):  # the first record tries again, and says what is wrong
+            self._open()
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float], disk_works: bool) -> None:
         """Flushed: a run killed right after this has lost nothing.
@@ -36,8 +40,7 @@ class TensorBoardSink:
             self._lost.add(record)
             return
         try:
-            self._writer = self._writer or _open_writer(self._folder, None)
-            _write(self._writer, scalars, record["step"])
+            _write(self._writer or self._open(), scalars, record["step"])
         except OSError as error:
             self._lost.add(record, error)
             self._drop()
@@ -47,6 +50,11 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._drop()
+
+    def _open(self) -> SummaryWriter:
+        self._writer = _open_writer(self._folder, self._resume_step)
+        self._resume_step = None
+        return self._writer
 
     def _drop(self) -> None:
         writer, self._writer = self._writer, None

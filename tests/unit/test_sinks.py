@@ -371,3 +371,17 @@ def test_a_rewind_still_knows_which_records_are_missing(tmp_path):
     *_, last, lost = read_records(tmp_path / "metrics.jsonl")
     assert last["step"] == 5
     assert (lost["event"], lost["first_step"], lost["last_step"]) == ("log_lost", 3, 5)
+
+
+def test_a_tensorboard_folder_that_cannot_be_made_ends_no_start(tmp_path, caplog):
+    folder = tmp_path / "tensorboard"
+    folder.write_text("in the way")
+    sink = TensorBoardSink(folder, resume_step=4)
+    sink.log({"step": 5}, {"train/loss": 1.0}, disk_works=True)
+    assert "step 5: tensorboard cannot be written" in caplog.text
+    folder.unlink()
+    sink.log({"step": 6}, {"train/loss": 1.0}, disk_works=True)
+    sink.close()
+    assert "it misses 1 records of steps 5 to 5" in caplog.text
+    (file,) = folder.iterdir()
+    assert b"train/loss" in file.read_bytes()
