@@ -1,17 +1,27 @@
 """Operations of Gated Sparse Attention: Triton kernels, and their definitions in plain torch.
 
-`api.py` is the door: `select`, `sparse_attention`, `indexer_loss`, `decode_step`, with the types of `types.py`.
+`GatedSparseAttention` with its `GSAConfig` is the whole layer as a torch module. Below it `api.py` is the door: `select`,
+`sparse_attention`, `indexer_loss`, `decode_step`, with the types of `types.py`.
 `limits.py` says what the kernels can do, without torch. Every `reference.py` is the definition of its operation.
 
 Names are imported when they are first asked for: who plans a run reads the limits and loads neither torch nor Triton.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gsa_kernels.layer import GatedSparseAttention, LayerOutput
+    from gsa_kernels.layer_cache import GSACache
+    from gsa_kernels.layer_config import GSAConfig
 
 __version__ = "0.1.0"
 
-_REFERENCES = {
+_PLACES = {
+    "GatedSparseAttention": "layer",
+    "GSACache": "layer_cache",
+    "GSAConfig": "layer_config",
+    "LayerOutput": "layer",
     "AttentionOutput": "attention.reference",
     "sparse_attention": "attention.reference",
     "DecodeTopK": "decode.reference",
@@ -32,10 +42,10 @@ _REFERENCES = {
     "union_ratio": "selection.statistics",
 }
 
-__all__ = list(_REFERENCES)
+__all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _REFERENCES:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_REFERENCES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

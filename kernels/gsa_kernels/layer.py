@@ -8,150 +8,213 @@ size, H query heads, Hkv key-value heads, D their size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from gsa_kernels import layer_cache
 from gsa_kernels.api import indexer_loss, select, sparse_attention
+from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_shape, compute_dtype
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.types import BudgetRule, Geometry, Implementation, Indexer, Selection
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """Shapes and choices of one layer."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    """D, even. By Triton one of limits.HEAD_SIZES."""
-    rule: BudgetRule
-    indexer_heads: int = 4
-    indexer_dim: int = 64
-    selection_block: int = 1
-    """Queries in aligned blocks of this many share a selection; 1 in the paper."""
-    local_window: int = 0
-    """Latest keys that are always selected; 0 in the paper, at least `selection_block` where that is above 1."""
-    rotary_base: float = 10000.0
-    variance_ema_decay: float = 0.99
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads} and num_kv_heads {self.num_kv_heads}; pass num_heads in a multiple of "
-                "num_kv_heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; pass an even number, whose halves RoPE turns")
+from gsa_kernels.layer_cache import GSACache, Heads, attend_with_cache
+from gsa_kernels.layer_config import GSAConfig
+from gsa_kernels.operations_reference import attended_keys
+from gsa_kernels.types import Geometry, Indexer, Selection
 
 
 class LayerOutput(NamedTuple):
-    out: torch.Tensor
+    output: torch.Tensor
     """[B, L, d]"""
-    indexer_loss: torch.Tensor | None
-    """fp32, 0-d: mean KL over the rows, to be added to the loss of the model; its gradient reaches the indexer alone.
-    None where the indexer does not learn."""
-    selection: Selection | None
-    """What the queries selected; None where the indexer did not run."""
+    indexer_loss: torch.Tensor
+    """fp32, 0-d: mean KL over the rows that see two keys or more, to be added to the loss of the model; its gradient
+    reaches the indexer alone."""
+    selection: Selection
+    """What the queries selected, in dense attention, too, where they attend to more."""
 
 
 class GatedSparseAttention(nn.Module):
-    """One layer. Call `update_variance_ema` after each optimizer step in which its indexer ran."""
+    """One layer. Call `update_variance_ema` after each optimizer step in which its indexer ran.
+
+    Weights start as those of `nn.Linear`, gate biases at `config.gate_bias_init`, biases of the indexer at 0.
+    """
 
     variance_ema: torch.Tensor
     variance_sum: torch.Tensor
 
-    def __init__(self, options: LayerOptions, *, implementation: Implementation) -> None:
+    def __init__(self, config: GSAConfig) -> None:
         super().__init__()
-        self.options, self.implementation = options, implementation
-        d, size = options.hidden_size, options.head_dim
-        queries, keys = options.num_heads * size, options.num_kv_heads * size
-        self.query = nn.Linear(d, queries, bias=False)
-        self.key = nn.Linear(d, keys, bias=False)
-        self.value = nn.Linear(d, keys, bias=False)
-        self.value_gate = nn.Linear(d, keys)  # G2
-        self.output_gate = nn.Linear(d, queries)  # G1
-        self.output = nn.Linear(queries, d, bias=False)
-        self.indexer_query = nn.Linear(d, options.indexer_heads * options.indexer_dim, bias=False)
-        self.indexer_key = nn.Linear(d, options.indexer_dim, bias=False)
-        self.indexer_head_weight = nn.Linear(d, options.indexer_heads, bias=False)
-        self.score_bias = nn.Parameter(torch.zeros(options.indexer_heads))  # b_j
-        self.head_weight_bias = nn.Parameter(torch.zeros(options.indexer_heads))  # c_j
+        self.config = config
+        d, size = config.d_model, config.head_size
+        queries, keys = config.n_heads * size, config.n_kv_heads * size
+        self.q_proj = nn.Linear(d, queries, bias=False)
+        self.k_proj = nn.Linear(d, keys, bias=False)
+        self.v_proj = nn.Linear(d, keys, bias=False)
+        self.o_proj = nn.Linear(queries, d, bias=False)
+        self.value_gate = nn.Linear(d, keys) if config.use_value_gate else None  # G2
+        self.output_gate = nn.Linear(d, queries) if config.use_output_gate else None  # G1
+        for gate in (self.value_gate, self.output_gate):
+            if gate is not None:
+                nn.init.constant_(gate.bias, config.gate_bias_init)
+        self.indexer_query = nn.Linear(d, config.n_indexer_heads * config.d_indexer, bias=False)
+        self.indexer_key = nn.Linear(d, config.d_indexer, bias=False)
+        self.indexer_head_weight = nn.Linear(d, config.n_indexer_heads, bias=False)
+        biased = config.indexer_activation == "sigmoid"
+        self.score_bias, self.head_weight_bias = (  # b_j, c_j
+            nn.Parameter(torch.zeros(config.n_indexer_heads)) if biased else None for _ in range(2)
+        )
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
         # Sum of the variances, and their number, since the last update.
         self.register_buffer("variance_sum", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         *,
+        positions: torch.Tensor | None = None,
+        cache: GSACache | None = None,
+        need_weights: bool = False,
         attention: Literal["dense", "sparse"] = "sparse",
-        learns: bool = True,
         document_starts: torch.Tensor | None = None,
-    ) -> LayerOutput:
-        """[B, L, d] -> attention, and the indexer's loss.
+    ) -> tuple[torch.Tensor, GSACache | None, torch.Tensor | None]:
+        """[B, L, d] -> output [B, L, d], the cache, the attention weights.
+
+        The indexer is not trained by this call: `forward_with_loss` gives its loss.
 
         Args:
-            hidden: the layer's normalised input
-            attention: `dense` attends to all causal keys; with `learns` that is the indexer's warm-up
-            learns: calculate the indexer's loss
-            document_starts: int32 [B, L], the position at which each token's document begins; one document if None
+            x: the layer's normalised input
+            positions: int [B, L] or [L], of the tokens, for RoPE; None: they follow the cache's, or begin at 0. What a
+                token attends to goes by its place in x, whatever its position.
+            cache: of `new_cache`; the tokens are written into it, and attend to those it had. Only in eval mode, and
+                without gradient.
+            need_weights: also give the probabilities after the softmax, [B, H, L, Lk] in fp32, without gradient and
+                before G1. Calculated in plain torch beside the output, whatever the implementation: four bytes a
+                query, key and head, and about the time of dense attention.
+            attention: `dense` attends to all causal keys, and asks no indexer
+            document_starts: int32 [B, L], never decreasing: the place in x at which each token's document begins; one
+                document if None
         """
-        options = self.options
-        check_shape("hidden", hidden, "[B, L, d]", (None, None, options.hidden_size))
+        self._check(x, attention)
+        config, implementation = self.config, self.config.implementation_on(x.device)
+        if cache is None:
+            heads = self._heads(x, positions, 0)
+            geometry = config.geometry(document_starts)
+            selection = self._select(self._index(x), geometry) if attention == "sparse" else None
+            out, _ = sparse_attention(
+                heads.q,
+                heads.k,
+                heads.v,
+                selection,
+                geometry,
+                heads.gate_logits,
+                implementation=implementation,
+            )  # eqs. 10 to 12
+            weights = None
+            if need_weights:
+                weights = attention_probs(
+                    heads.q, heads.k, attended_keys(selection, geometry, heads.q, heads.k)
+                )
+            return self.o_proj(out.flatten(2)), None, weights
+        if self.training:
+            raise ValueError("cache is given in training mode; call eval() first, or pass cache=None")
+        if document_starts is not None:
+            raise ValueError("document_starts is given with a cache, which holds one document; pass None")
+        with torch.no_grad():
+            heads = self._heads(x, positions, cache.length)
+            indexer = self._index(x, every_query=True)
+            out, weights = attend_with_cache(
+                cache, heads, indexer, config, self.variance_ema, attention, need_weights
+            )
+            return self.o_proj(out.flatten(2)), cache, weights
+
+    def forward_with_loss(
+        self,
+        x: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        attention: Literal["dense", "sparse"] = "sparse",
+        document_starts: torch.Tensor | None = None,
+    ) -> LayerOutput:
+        """`forward` in training, and the loss of the indexer. With `dense` that is the indexer's warm-up.
+
+        The loss is part of the result and kept nowhere, so that recomputation (`torch.utils.checkpoint`) is free to
+        call this twice. Arguments are those of `forward`.
+        """
+        self._check(x, attention)
+        implementation = self.config.implementation_on(x.device)
+        heads, indexer = self._heads(x, positions, 0), self._index(x)
+        geometry = self.config.geometry(document_starts)
+        selection = self._select(indexer, geometry)
+        attended = selection if attention == "sparse" else None
+        out, lse = sparse_attention(
+            heads.q, heads.k, heads.v, attended, geometry, heads.gate_logits, implementation=implementation
+        )  # eqs. 10 to 12
+        total, _ = indexer_loss(
+            indexer, heads.q, heads.k, lse, attended, geometry, implementation=implementation
+        )  # eqs. 14 and 15
+        # A row that sees one key has a KL of 0.
+        count = _sees_two_keys(selection.variance, geometry).sum().clamp(min=1)
+        return LayerOutput(self.o_proj(out.flatten(2)), total / count, selection)
+
+    def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> GSACache:
+        """An empty cache for `batch` sequences of up to `max_length` tokens, on the layer's device.
+
+        Args:
+            dtype: of keys and values as the layer makes them; its weights' if None. Pass bf16 under autocast.
+        """
+        weight = self.k_proj.weight
+        return layer_cache.new_cache(
+            self.config, batch, max_length, device=weight.device, dtype=dtype or weight.dtype
+        )
+
+    def _check(self, x: torch.Tensor, attention: str) -> None:
+        check_shape("x", x, "[B, L, d]", (None, None, self.config.d_model))
         if attention not in ("dense", "sparse"):
             raise ValueError(f"attention is {attention!r}; pass 'dense' or 'sparse'")
-        size = (-1, options.head_dim)
-        q = rotate(self.query(hidden).unflatten(-1, size), options.rotary_base)
-        k = rotate(self.key(hidden).unflatten(-1, size), options.rotary_base)
-        v = sigmoid_gate(self.value(hidden), self.value_gate(hidden)).unflatten(-1, size)  # eq. 9
-        gate_logits = self.output_gate(hidden).unflatten(-1, size)
 
-        geometry = Geometry(document_starts, 0, options.selection_block, options.local_window)
-        indexer = selection = None
-        if attention == "sparse" or learns:
-            indexer = self._index(hidden.detach())
-            selection = self._select(indexer, geometry)
-        attended = selection if attention == "sparse" else None
-        heads, lse = sparse_attention(
-            q, k, v, attended, geometry, gate_logits, implementation=self.implementation
-        )  # eqs. 10 to 12
-        loss = None
-        if learns and indexer is not None:
-            total, rows = indexer_loss(
-                indexer, q, k, lse, attended, geometry, implementation=self.implementation
-            )  # eqs. 14 and 15
-            loss = total / rows.numel()
-        return LayerOutput(self.output(heads.flatten(2)), loss, selection)
+    def _heads(self, x: torch.Tensor, positions: torch.Tensor | None, start: int) -> Heads:
+        """Equation 9, and RoPE. start: position of the first token where none are given."""
+        length, size, base = x.shape[1], (-1, self.config.head_size), self.config.rope_base
+        if positions is None:
+            positions = torch.arange(start, start + length, device=x.device)
+        if positions.is_floating_point() or positions.dtype == torch.bool:
+            raise ValueError(f"positions has dtype {positions.dtype}; pass an integer tensor")
+        if tuple(positions.shape) not in ((length,), (len(x), length)):
+            raise ValueError(
+                f"positions has shape {tuple(positions.shape)}; pass [L] = [{length}] or [B, L] = [{len(x)}, {length}]"
+            )
+        q = rotate(self.q_proj(x).unflatten(-1, size), positions, base)
+        k = rotate(self.k_proj(x).unflatten(-1, size), positions, base)
+        v = self.v_proj(x)
+        if self.value_gate is not None:
+            v = sigmoid_gate(v, self.value_gate(x))
+        gate = None if self.output_gate is None else self.output_gate(x).unflatten(-1, size)
+        return Heads(q, k, v.unflatten(-1, size), gate)
 
-    def _index(self, hidden: torch.Tensor) -> Indexer:
-        """Equation 7's queries, keys and head weights. `hidden` is detached: only the loss trains the indexer."""
-        options, block = self.options, self.options.selection_block
-        leaders = hidden[:, ::block]
+    def _index(self, x: torch.Tensor, every_query: bool = False) -> Indexer:
+        """Equation 7's queries, keys and head weights. Of x detached: only the loss trains the indexer."""
+        config, x = self.config, x.detach()
+        leaders = x if every_query else x[:, :: config.selection_block]
         return Indexer(
-            self.indexer_query(leaders).unflatten(-1, (options.indexer_heads, options.indexer_dim)),
-            self.indexer_key(hidden),
+            self.indexer_query(leaders).unflatten(-1, (config.n_indexer_heads, config.d_indexer)),
+            self.indexer_key(x),
             self.indexer_head_weight(leaders),
             self.score_bias,
             self.head_weight_bias,
+            config.indexer_activation,
         )
 
     def _select(self, indexer: Indexer, geometry: Geometry) -> Selection:
-        """k_t of equation 8, and S_t."""
-        rule, ema = self.options.rule, self.variance_ema
-        selection = select(indexer, rule, ema, geometry, implementation=self.implementation)
+        """k_t of equation 8, and S_t. In training, the variances are summed for the average."""
+        implementation = self.config.implementation_on(indexer.keys.device)
+        selection = select(
+            indexer, self.config.rule, self.variance_ema, geometry, implementation=implementation
+        )
         if self.training:
-            variance = selection.variance
-            self.variance_sum += torch.stack(
-                [
-                    variance.sum(dtype=torch.float64),
-                    variance.new_tensor(variance.numel(), dtype=torch.float64),
-                ]
-            )
+            counted = _sees_two_keys(selection.variance, geometry)
+            variance = torch.where(counted, selection.variance, 0).sum(dtype=torch.float64)
+            self.variance_sum += torch.stack([variance, counted.sum().double()])
         return selection
 
     @torch.no_grad()
@@ -162,7 +225,7 @@ class GatedSparseAttention(nn.Module):
         """
         total, count = self.variance_sum.unbind()
         mean = (total / count.clamp(min=1)).float()
-        decay = self.options.variance_ema_decay
+        decay = self.config.variance_ema_decay
         moved = torch.where(self.variance_ema == 0, mean, decay * self.variance_ema + (1 - decay) * mean)
         self.variance_ema.copy_(torch.where((count > 0) & mean.isfinite(), moved, self.variance_ema))
         self.variance_sum.zero_()
@@ -179,13 +242,24 @@ class GatedSparseAttention(nn.Module):
         return self
 
 
-def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary embedding of x [B, L, H, D] at the positions 0 .. L - 1: the pairs (x[i], x[i + D / 2]) turn. In fp32, or
-    fp64 for fp64."""
-    length, size = x.shape[1], x.shape[3]
+def _sees_two_keys(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """bool [B, R]: rows of the indexer with a variance to speak of, which the first query of a document has not."""
+    batch, rows = variance.shape
+    place = torch.arange(rows, device=variance.device) * geometry.selection_block
+    starts = geometry.document_starts
+    first = 0 if starts is None else starts[:, :: geometry.selection_block]
+    return (place - first > 0).expand(batch, rows)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary embedding of x [B, L, H, D]: the pairs (x[i], x[i + D / 2]) turn. In fp32, or fp64 for fp64.
+
+    Args:
+        positions: int [L] or [B, L]
+    """
     options: dict[str, Any] = {"device": x.device, "dtype": compute_dtype(x=x)}
-    rates = base ** -(torch.arange(0, size, 2, **options) / size)
-    angles = torch.arange(length, **options)[:, None] * rates
-    cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+    rates = base ** -(torch.arange(0, x.shape[3], 2, **options) / x.shape[3])
+    angles = (positions.to(**options)[..., None] * rates).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
     first, second = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

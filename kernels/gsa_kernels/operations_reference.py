@@ -69,7 +69,7 @@ def sparse_attention(
     geometry: Geometry,
     gate_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = _attended(selection, geometry, q, k)
+    mask = attended_keys(selection, geometry, q, k)
     found = attention.sparse_attention(q, k, v, mask, return_lse=True)
     assert found.lse is not None
     if gate_logits is None:
@@ -87,7 +87,7 @@ def indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask, block = _attended(selection, geometry, q, k), geometry.selection_block
+    mask, block = attended_keys(selection, geometry, q, k), geometry.selection_block
     probs = attention.head_sum_probs(q, k, lse, mask)
     attended = mask[:, ::block]
     target = renormalise_target(sum_over_blocks(probs, block), attended)
@@ -188,7 +188,7 @@ def _causal(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch
     return causal & (keys >= geometry.document_starts[..., None])
 
 
-def _attended(
+def attended_keys(
     selection: Selection | None, geometry: Geometry, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
     """bool [B or 1, L, Lk]: the keys that each query attends to."""

@@ -63,12 +63,8 @@ def sparse_attention(
 
     dtype = compute_dtype(q=q, k=k, v=v)
     logits = _logits(q.to(dtype), k.to(dtype), dim**-0.5)
-
     mask = mask[:, None, None]
-    # An empty row is normalised over all keys and then zeroed: finite, also in the backward pass.
-    normalised_over = mask | ~mask.any(-1, keepdim=True)
-    probs = logits.masked_fill(~normalised_over, float("-inf")).softmax(-1)
-    probs = probs.masked_fill(~mask, 0.0)
+    probs = _softmax(logits, mask)
     out = torch.einsum("bgrqk,bkgd->bqgrd", probs, v.to(dtype)).flatten(2, 3).to(v.dtype)
 
     return AttentionOutput(
@@ -101,6 +97,29 @@ def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: to
     logits = _logits(q.to(dtype), k.to(dtype), dim**-0.5).flatten(1, 2)
     probs = (logits - lse.to(dtype)[..., None]).exp()
     return torch.where(mask[:, None], probs, 0).sum(1)
+
+
+@torch.no_grad()
+def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """softmax_{s in S_t}(q[t] . k[s] / sqrt(D)), 0 off the mask: [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        q: [B, Lq, H, D]
+        k: [B, Lk, Hkv, D]
+        mask: bool [B or 1, Lq, Lk], S_t
+    """
+    batch, num_queries, _, dim = q.shape
+    check_shape("k", k, "[B, Lk, Hkv, D]", (batch, None, None, dim))
+    check_mask("mask", mask, batch, num_queries, k.shape[1])
+    dtype = compute_dtype(q=q, k=k)
+    return _softmax(_logits(q.to(dtype), k.to(dtype), dim**-0.5), mask[:, None, None]).flatten(1, 2)
+
+
+def _softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Over the mask, 0 off it and in rows whose mask is empty."""
+    # An empty row is normalised over all keys and then zeroed: finite, also in the backward pass.
+    normalised_over = mask | ~mask.any(-1, keepdim=True)
+    return logits.masked_fill(~normalised_over, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
 
 
 def _logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,0 +1,233 @@
+"""What `GatedSparseAttention` keeps of the tokens it has seen, and the attention of new tokens over them.
+
+New tokens come in any number: a single one is decoded (`api.decode_step`), several are the last queries of all keys so
+far. While a block of queries that share a selection is open, its tokens are decoded one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from gsa_kernels.api import decode_step, select, sparse_attention
+from gsa_kernels.attention.reference import attention_probs
+from gsa_kernels.checks import check_at_least, compute_dtype
+from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
+from gsa_kernels.layer_config import GSAConfig
+from gsa_kernels.operations_reference import attended_keys
+from gsa_kernels.types import Geometry, Indexer, Selection
+
+
+@dataclass
+class GSACache:
+    """One layer's, of B sequences of equal length, a document each. Calls of the layer write into it."""
+
+    decode: LayerCache
+    """Keys after RoPE and values after G2, [B, max_length, Hkv, D]; lengths on the device; the latest selection."""
+    indexer_keys: torch.Tensor
+    """[B, max_length, DI]"""
+    length: int = 0
+    """Tokens of each sequence so far."""
+
+    @property
+    def max_length(self) -> int:
+        return self.indexer_keys.shape[1]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Some tokens, as attention reads them."""
+
+    q: torch.Tensor
+    """[B, L, H, D], after RoPE."""
+    k: torch.Tensor
+    """[B, L, Hkv, D], after RoPE."""
+    v: torch.Tensor
+    """[B, L, Hkv, D], after G2."""
+    gate_logits: torch.Tensor | None
+    """[B, L, H, D], of G1."""
+
+    def part(self, first: int, last: int) -> Heads:
+        gate = None if self.gate_logits is None else self.gate_logits[:, first:last]
+        return Heads(self.q[:, first:last], self.k[:, first:last], self.v[:, first:last], gate)
+
+
+def new_cache(
+    config: GSAConfig, batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype
+) -> GSACache:
+    """An empty cache for `batch` sequences of up to `max_length` tokens, on the device and in the dtype of the keys."""
+    check_at_least("batch", batch, 1)
+    check_at_least("max_length", max_length, 1)
+    kv_heads, size = config.n_kv_heads, config.head_size
+    workspace = None
+    if config.implementation_on(device) == "triton":
+        workspace = new_workspace(
+            batch, max_length, heads=config.n_heads, kv_heads=kv_heads, head_size=size, device=device
+        )
+    keys, values = torch.zeros(2, batch, max_length, kv_heads, size, device=device, dtype=dtype)
+    lengths = torch.zeros(batch, device=device, dtype=torch.int32)
+    selection = new_selection(batch, min(config.k_max, max_length), device=device)
+    indexer_keys = torch.zeros(batch, max_length, config.d_indexer, device=device, dtype=dtype)
+    return GSACache(LayerCache(keys, values, lengths, selection, workspace), indexer_keys)
+
+
+@torch.no_grad()
+def attend_with_cache(
+    cache: GSACache,
+    heads: Heads,
+    indexer: Indexer,
+    config: GSAConfig,
+    variance_ema: torch.Tensor,
+    attention: Literal["dense", "sparse"],
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write new tokens into the cache, and attend.
+
+    Args:
+        heads: of the new tokens
+        indexer: with a row for each of them, and their own keys
+
+    Returns:
+        out: [B, L, H, D], gated
+        weights: [B, H, L, Lk], Lk the cache's length after the call; None without `need_weights`
+    """
+    _check_fit(cache, heads, indexer)
+    batch, num_new, num_heads, _ = heads.q.shape
+    out, weights = torch.empty_like(heads.q), None
+    if need_weights:
+        shape = (batch, num_heads, num_new, cache.length + num_new)
+        weights = heads.q.new_zeros(shape, dtype=compute_dtype(q=heads.q))
+    first = 0
+    while first < num_new:
+        in_open_block = attention == "sparse" and cache.length % config.selection_block > 0
+        last = first + 1 if in_open_block else num_new
+        part, rows = heads.part(first, last), _rows(indexer, first, last)
+        _append(cache, part, rows)
+        if attention == "sparse" and last - first == 1:
+            out[:, first:last] = _decode(cache, part, rows, config, variance_ema)
+            attended = _decoded_keys(cache, config.local_window) if need_weights else None
+        else:
+            geometry, selection = _select(cache, rows, config, variance_ema, attention)
+            k, v = cache.decode.k[:, : cache.length], cache.decode.v[:, : cache.length]
+            out[:, first:last], _ = sparse_attention(
+                part.q,
+                k,
+                v,
+                selection,
+                geometry,
+                part.gate_logits,
+                implementation=config.implementation_on(k.device),
+            )
+            attended = attended_keys(selection, geometry, part.q, k) if need_weights else None
+            _select_for_open_block(cache, part, rows, config, variance_ema)
+        if weights is not None and attended is not None:
+            keys = cache.decode.k[:, : cache.length]
+            weights[:, :, first:last, : cache.length] = attention_probs(part.q, keys, attended)
+        first = last
+    return out, weights
+
+
+def _check_fit(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
+    """Before anything is written."""
+    keys = cache.decode.k
+    if len(heads.k) != len(keys):
+        raise ValueError(f"x has {len(heads.k)} sequences and the cache {len(keys)}; pass as many")
+    wanted = cache.length + heads.k.shape[1]
+    if wanted > cache.max_length:
+        raise ValueError(
+            f"the cache holds {cache.length} of {cache.max_length} tokens and x has {heads.k.shape[1]}; make one with "
+            f"max_length of at least {wanted}"
+        )
+    for name, new in {"keys": heads.k, "values": heads.v, "indexer keys": indexer.keys}.items():
+        if (new.dtype, new.device) != (keys.dtype, keys.device):
+            raise ValueError(
+                f"the {name} of x are {new.dtype} on {new.device}, those of the cache {keys.dtype} on {keys.device}; "
+                "pass dtype= to new_cache, after the layer has moved to its device"
+            )
+
+
+def _append(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
+    start, end = cache.length, cache.length + heads.k.shape[1]
+    cache.decode.k[:, start:end] = heads.k
+    cache.decode.v[:, start:end] = heads.v
+    cache.indexer_keys[:, start:end] = indexer.keys
+    cache.decode.lengths.fill_(end)
+    cache.length = end
+
+
+def _rows(indexer: Indexer, first: int, last: int) -> Indexer:
+    """Of an indexer with a row for each of the new tokens."""
+    return replace(
+        indexer,
+        queries=indexer.queries[:, first:last],
+        keys=indexer.keys[:, first:last],
+        head_weight_logits=indexer.head_weight_logits[:, first:last],
+    )
+
+
+def _decode(
+    cache: GSACache, heads: Heads, indexer: Indexer, config: GSAConfig, variance_ema: torch.Tensor
+) -> torch.Tensor:
+    """Attention of the cache's last token: [B, 1, H, D]."""
+    gate = heads.gate_logits
+    out = decode_step(
+        heads.q[:, 0],
+        replace(indexer, keys=cache.indexer_keys),
+        cache.decode,
+        config.rule,
+        variance_ema,
+        config.geometry(None),
+        None if gate is None else gate[:, 0],
+        implementation=config.implementation_on(heads.q.device),
+    )
+    return out[:, None]
+
+
+def _select(
+    cache: GSACache,
+    indexer: Indexer,
+    config: GSAConfig,
+    variance_ema: torch.Tensor,
+    attention: Literal["dense", "sparse"],
+) -> tuple[Geometry, Selection | None]:
+    """Where the cache's last tokens stand, as many as the indexer has rows, and what they select."""
+    start = cache.length - indexer.queries.shape[1]
+    if attention == "dense":
+        return Geometry(query_start=start), None
+    geometry = config.geometry(None, start)
+    leaders = replace(indexer, keys=cache.indexer_keys[:, : cache.length])
+    return geometry, select(
+        leaders.of_block_leaders(config.selection_block),
+        config.rule,
+        variance_ema,
+        geometry,
+        implementation=config.implementation_on(indexer.keys.device),
+    )
+
+
+def _select_for_open_block(
+    cache: GSACache, heads: Heads, indexer: Indexer, config: GSAConfig, variance_ema: torch.Tensor
+) -> None:
+    """Where the cache's last block is open and its first query among these, keep what that query selects.
+
+    It is decoded once more, with the keys up to its own, which leaves its selection in the cache.
+    """
+    leader = cache.length - cache.length % config.selection_block
+    row = leader - (cache.length - heads.q.shape[1])
+    if leader == cache.length or row < 0:
+        return
+    lengths = torch.full_like(cache.decode.lengths, leader + 1)
+    as_it_was = replace(cache, decode=replace(cache.decode, lengths=lengths))
+    _decode(as_it_was, heads.part(row, row + 1), _rows(indexer, row, row + 1), config, variance_ema)
+
+
+def _decoded_keys(cache: GSACache, local_window: int) -> torch.Tensor:
+    """bool [B, 1, Lk]: what the cache's last token attended to when it was decoded."""
+    selection, device = cache.decode.selection, cache.indexer_keys.device
+    valid = torch.arange(selection.indices.shape[1], device=device) < selection.counts[:, None]
+    hits = torch.zeros(len(valid), cache.max_length, dtype=torch.int32, device=device)
+    hits.scatter_add_(1, selection.indices.long(), valid.int())
+    near = torch.arange(cache.length, device=device) >= cache.length - local_window
+    return ((hits[:, : cache.length] > 0) | near)[:, None]

@@ -1,0 +1,130 @@
+"""Shapes and choices of `GatedSparseAttention`. Fields that the authors' code has bear the authors' names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gsa_kernels import limits
+from gsa_kernels.checks import check_at_least
+from gsa_kernels.types import BudgetRule, Geometry, Implementation
+
+
+@dataclass(frozen=True)
+class GSAConfig:
+    """One layer. Defaults are the paper's: sizes of its 7B class (table 1), budgets, gates of bias 0."""
+
+    d_model: int = 4096
+    """d, the hidden size."""
+    n_heads: int = 32
+    """H, query heads."""
+    n_kv_heads: int = 8
+    """Hkv, key-value heads; H is a multiple of it."""
+    d_head: int | None = None
+    """D, even; by Triton one of limits.HEAD_SIZES. d_model / n_heads if None."""
+    use_value_gate: bool = True
+    """G2: values times sigmoid(h W + b), before attention (eq. 9)."""
+    use_output_gate: bool = True
+    """G1: attention's output times sigmoid(h W + b) (eq. 10)."""
+    gate_bias_init: float = 0.0
+    """Initial b of both gates. 0 = the paper; the authors' code has 0.5."""
+    n_indexer_heads: int = 4
+    d_indexer: int = 64
+    """Size of an indexer head."""
+    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    """Of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights and no biases: DSA."""
+    k_base: int = 2048
+    """Keys per query before adaptation."""
+    k_min: int = 256
+    k_max: int = 4096
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
+    """How the budget follows from k_base (eq. 8): `BudgetRule` says it."""
+    variance_ema_decay: float = 0.99
+    """Decay per optimizer step of the moving average of the score variance."""
+    local_window: int = 0
+    """Latest keys that are always selected; 0 in the paper, at least `selection_block` where that is above 1."""
+    selection_block: int = 1
+    """Queries in aligned blocks of this many share a selection; 1 in the paper."""
+    rope_base: float = 10000.0
+    implementation: Literal["auto", "triton", "reference"] = "auto"
+    """`triton`: the fused kernels, on CUDA tensors. `reference`: plain torch on any device, with tensors of [L, Lk].
+    `auto`: `triton` where the input is a CUDA tensor, `reference` elsewhere. What the kernels cannot do is an error
+    under `auto`, too."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_heads", "n_kv_heads", "n_indexer_heads", "d_indexer"):
+            check_at_least(name, getattr(self, name), 1)
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads is {self.n_heads} and n_kv_heads {self.n_kv_heads}; pass n_heads in a multiple of n_kv_heads"
+            )
+        if self.d_head is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model is {self.d_model} and n_heads {self.n_heads}; pass a multiple of n_heads, or d_head"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f"d_head is {self.head_size}; pass an even number, whose halves RoPE turns")
+        if self.indexer_activation not in ("sigmoid", "relu"):
+            raise ValueError(f"indexer_activation is {self.indexer_activation!r}; pass 'sigmoid' or 'relu'")
+        if not self.k_min <= self.k_base <= self.k_max:
+            raise ValueError(
+                f"k_base is {self.k_base} with k_min {self.k_min} and k_max {self.k_max}; pass k_min <= k_base <= k_max"
+            )
+        if self.adaptive_k not in ("inverse", "direct", "off"):
+            raise ValueError(f"adaptive_k is {self.adaptive_k!r}; pass 'inverse', 'direct' or 'off'")
+        _ = self.rule, self.geometry(None)  # their own checks
+        if not 0 <= self.variance_ema_decay < 1:
+            raise ValueError(f"variance_ema_decay is {self.variance_ema_decay}; pass 0 <= decay < 1")
+        if not self.rope_base > 0:
+            raise ValueError(f"rope_base is {self.rope_base}; pass a positive number")
+        if self.implementation not in ("auto", "triton", "reference"):
+            raise ValueError(
+                f"implementation is {self.implementation!r}; pass 'auto', 'triton' or 'reference'"
+            )
+        if self.implementation == "triton":
+            self._check_kernels()
+
+    @property
+    def head_size(self) -> int:
+        """D."""
+        return self.d_model // self.n_heads if self.d_head is None else self.d_head
+
+    @property
+    def rule(self) -> BudgetRule:
+        return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k)
+
+    def geometry(self, document_starts: torch.Tensor | None, query_start: int = 0) -> Geometry:
+        return Geometry(document_starts, query_start, self.selection_block, self.local_window)
+
+    def implementation_on(self, device: torch.device) -> Implementation:
+        """What runs on a device.
+
+        Raises:
+            ValueError: the kernels run there, and cannot do what a field asks.
+        """
+        if self.implementation != "auto":
+            return self.implementation
+        if device.type != "cuda":
+            return "reference"
+        self._check_kernels()
+        return "triton"
+
+    def _check_kernels(self) -> None:
+        heads, sizes = limits.INDEXER_HEADS, limits.INDEXER_HEAD_SIZES
+        fields = {  # what the kernels take, and in words
+            "d_head": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
+            "n_indexer_heads": (self.n_indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
+            "d_indexer": (self.d_indexer, sizes, f"{sizes[0]} to {sizes[-1]}"),
+            "selection_block": (
+                self.selection_block,
+                limits.SELECTION_BLOCKS,
+                f"one of {limits.SELECTION_BLOCKS}",
+            ),
+        }
+        for name, (value, taken, words) in fields.items():
+            if value not in taken:
+                raise ValueError(
+                    f"{name} is {value}, which the kernels do not take; pass {words}, or implementation='reference'"
+                )
