@@ -9,37 +9,36 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gsa_kernels.layer import GatedSparseAttention, LayerOptions
-from gsa_kernels.types import BudgetRule, Implementation
+from gsa_kernels import GatedSparseAttention, GSAConfig
 
-implementation: Implementation
+device = "cpu"
 if torch.cuda.is_available():
     from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums
 
     refuse_wrong_sums()  # Triton compiles some sums wrongly on some GPUs
-    device, implementation = "cuda", "triton"
-else:
-    device, implementation = "cpu", "reference"
-OPTIONS = LayerOptions(
-    64,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=32,
-    rule=BudgetRule(k_base=16, k_min=8, k_max=32),
-    indexer_dim=16,
+    device = "cuda"
+CONFIG = GSAConfig(
+    d_model=64,
+    n_heads=4,
+    n_kv_heads=1,
+    d_head=32,
+    d_indexer=16,
+    k_base=16,
+    k_min=8,
+    k_max=32,
 )
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = GatedSparseAttention(OPTIONS, implementation=implementation)
+        self.attention = GatedSparseAttention(CONFIG)
         self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
         self.mlp = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attended = self.attention(self.norms[0](x))
-        x = x + attended.out
+        attended = self.attention.forward_with_loss(self.norms[0](x))
+        x = x + attended.output
         return x + self.mlp(self.norms[1](x)), attended.indexer_loss
 
 

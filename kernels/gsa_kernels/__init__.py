@@ -1,7 +1,7 @@
 """Operations of Gated Sparse Attention: Triton kernels, and their definitions in plain torch.
 
-`GatedSparseAttention` with its `GSAConfig` is the whole layer as a torch module. Below it `api.py` is the door: `select`,
-`sparse_attention`, `indexer_loss`, `decode_step`, with the types of `types.py`.
+`GatedSparseAttention`, made of a `GSAConfig`, is the whole layer as a torch module. Below it `api.py` is the door:
+`select`, `sparse_attention`, `indexer_loss`, `decode_step`, with the types of `types.py`.
 `limits.py` says what the kernels can do, without torch. Every `reference.py` is the definition of its operation.
 
 Names are imported when they are first asked for: who plans a run reads the limits and loads neither torch nor Triton.
@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gsa_kernels.layer import GatedSparseAttention, LayerOutput
-    from gsa_kernels.layer_cache import GSACache
-    from gsa_kernels.layer_config import GSAConfig
+    from gsa_kernels.layer import GatedSparseAttention as GatedSparseAttention
+    from gsa_kernels.layer import LayerOutput as LayerOutput
+    from gsa_kernels.layer_cache import GSACache as GSACache
+    from gsa_kernels.layer_config import GSAConfig as GSAConfig
 
 __version__ = "0.1.0"
 

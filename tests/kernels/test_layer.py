@@ -1,10 +1,11 @@
-"""`GatedSparseAttention` against the looped oracle, Triton's against the reference's, and the example that uses it."""
+"""`GatedSparseAttention` against the looped oracle, Triton's against the reference's, and the examples that use it."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,49 +13,67 @@ import oracle
 import pytest
 import torch
 from composition import random_weights
+from torch.utils.checkpoint import checkpoint
 
-from gsa_kernels.layer import GatedSparseAttention, LayerOptions, LayerOutput
-from gsa_kernels.types import BudgetRule
+from gsa_kernels import GatedSparseAttention, GSAConfig
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, HIDDEN, EMA = 2, 13, 12, 0.014
+RULE: dict[str, Any] = {"k_base": 6, "k_min": 2, "k_max": 12}
 DOCUMENTS = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
 STARTS = [[0] * 4 + [4] * 6 + [10] * 3, [0] * 5 + [5] * 8]
 PARAMETERS = {
-    "w_q": "query.weight",
-    "w_k": "key.weight",
-    "w_v": "value.weight",
+    "w_q": "q_proj.weight",
+    "w_k": "k_proj.weight",
+    "w_v": "v_proj.weight",
     "w_vg": "value_gate.weight",
     "b_vg": "value_gate.bias",
     "w_og": "output_gate.weight",
     "b_og": "output_gate.bias",
-    "w_o": "output.weight",
+    "w_o": "o_proj.weight",
     "w_iq": "indexer_query.weight",
     "w_ik": "indexer_key.weight",
     "w_iw": "indexer_head_weight.weight",
     "b_j": "score_bias",
     "c_j": "head_weight_bias",
 }
+ORACLE_NAMES = {"use_value_gate": "value_gate", "use_output_gate": "output_gate"}
+SPARSE_ONLY: dict[str, Any] = {
+    "use_value_gate": False,
+    "use_output_gate": False,
+    "indexer_activation": "relu",
+    "adaptive_k": "off",
+}
 
 
 @pytest.mark.parametrize(
-    ("attention", "shared", "packed"),
+    ("attention", "choices", "packed"),
     [
         ("sparse", {}, True),
         ("sparse", {"selection_block": 4, "local_window": 5}, True),
         ("dense", {}, False),
+        ("sparse", SPARSE_ONLY, False),
+        ("dense", {"use_value_gate": False}, True),
     ],
+    ids=["GSA", "shared", "warm-up", "sparse-only", "G1 only"],
 )
 def test_the_layer_equals_the_oracle(
-    attention: Literal["dense", "sparse"], shared: dict[str, int], packed: bool
+    attention: Literal["dense", "sparse"], choices: dict[str, Any], packed: bool
 ) -> None:
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "indexer_heads": 3, "indexer_dim": 4, **shared}
-    rule = {"k_base": 4, "k_min": 2, "k_max": 7}
-    wanted_options = oracle.LayerOptions(**sizes, **rule, attention=attention, variance_ema=EMA)
+    fields = {"k_base": 4, "k_min": 2, "k_max": 7, **choices}
+    config = GSAConfig(HIDDEN, 4, 2, 6, n_indexer_heads=3, d_indexer=4, **fields)
+    wanted_options = oracle.LayerOptions(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        indexer_heads=3,
+        indexer_dim=4,
+        attention=attention,
+        variance_ema=EMA,
+        **{ORACLE_NAMES.get(name, name): value for name, value in fields.items()},
+    )
     weights = random_weights(wanted_options, HIDDEN, seed=7)
-    layer = GatedSparseAttention(
-        LayerOptions(HIDDEN, rule=BudgetRule(**rule), **sizes), implementation="reference"
-    ).double()
+    layer = GatedSparseAttention(config).double()
     layer.load_state_dict(
         {PARAMETERS[name]: weight.detach() for name, weight in weights.items()}
         | {"variance_ema": torch.tensor(EMA)}
@@ -64,7 +83,7 @@ def test_the_layer_equals_the_oracle(
 
     ours_h, theirs_h = h.clone().requires_grad_(), h.clone().requires_grad_()
     starts = torch.tensor(STARTS, dtype=torch.int32) if packed else None
-    ours = layer(ours_h, attention=attention, document_starts=starts)
+    ours = layer.forward_with_loss(ours_h, attention=attention, document_starts=starts)
     rows = [
         oracle.gsa_layer(theirs_h[b], weights, wanted_options, DOCUMENTS[b] if packed else None)
         for b in range(BATCH)
@@ -72,16 +91,24 @@ def test_the_layer_equals_the_oracle(
     theirs = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     near: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}  # statistics and log-sum-exps are fp32
-    torch.testing.assert_close(ours.out, theirs["out"], **near)
-    torch.testing.assert_close(ours.indexer_loss.double(), theirs["kl"].mean(), **near)
+    torch.testing.assert_close(ours.output, theirs["out"], **near)
+    # Rows that see one key have neither a variance nor a KL, and do not count in the means.
+    leaders = range(0, LENGTH, config.selection_block)
+    first = [[t == (STARTS[b][t] if packed else 0) for t in leaders] for b in range(BATCH)]
+    counted = ~torch.tensor(first)
+    loss = theirs["kl"][counted].mean()
+    torch.testing.assert_close(ours.indexer_loss.double(), loss, **near)
     assert torch.equal(ours.selection.budget.long(), theirs["budget"])
-    assert layer.variance_sum[1] == theirs["variance"].numel()
-    torch.testing.assert_close(layer.variance_sum[0], theirs["variance"].sum(), **near)
+    assert layer.variance_sum[1] == counted.sum()
+    torch.testing.assert_close(layer.variance_sum[0], theirs["variance"][counted].sum(), **near)
+    output, cache, _ = layer(h, attention=attention, document_starts=starts)
+    torch.testing.assert_close(output, ours.output)
+    assert cache is None
 
     names = list(weights)
-    theirs_total = (theirs["out"] * cotangent).sum() + theirs["kl"].mean()
+    theirs_total = (theirs["out"] * cotangent).sum() + loss
     wanted = torch.autograd.grad(theirs_total, [theirs_h, *weights.values()], allow_unused=True)
-    ((ours.out * cotangent).sum() + ours.indexer_loss).backward()
+    ((ours.output * cotangent).sum() + ours.indexer_loss).backward()
     parameters = dict(layer.named_parameters())
     found = [ours_h.grad, *(parameters[PARAMETERS[name]].grad for name in names)]
     for name, gradient, expected in zip(["h", *names], found, wanted, strict=True):
@@ -91,54 +118,57 @@ def test_the_layer_equals_the_oracle(
 
 
 def step(
-    layer: GatedSparseAttention, hidden: torch.Tensor, **mode: Any
-) -> tuple[LayerOutput, list[torch.Tensor]]:
+    layer: GatedSparseAttention, hidden: torch.Tensor, learns: bool, **mode: Any
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Output, indexer loss and all gradients; without `learns` by the call that knows no loss."""
     layer.zero_grad()
-    result = layer(hidden, **mode)
-    loss = (result.out * torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view(hidden.shape)).sum()
-    if result.indexer_loss is not None:
-        loss = loss + result.indexer_loss
-    loss.backward()
-    return result, [p.grad for p in layer.parameters() if p.grad is not None]
+    if learns:
+        output, loss, _ = layer.forward_with_loss(hidden, **mode)
+    else:
+        output, loss = layer(hidden, **mode)[0], torch.zeros((), device=hidden.device)
+    weight = torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view(hidden.shape)
+    ((output * weight).sum() + loss).backward()
+    return output, loss, [p.grad for p in layer.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize(
-    ("mode", "shared"),
+    ("learns", "mode", "fields"),
     [
-        ({}, {}),
-        ({"attention": "dense"}, {}),
-        ({"learns": False}, {"selection_block": 16, "local_window": 16}),
+        (True, {}, {}),
+        (True, {"attention": "dense"}, {"use_output_gate": False}),
+        (False, {}, {"selection_block": 16, "local_window": 16}),
     ],
 )
-def test_triton_and_the_reference_agree(mode: dict[str, Any], shared: dict[str, int]) -> None:
+def test_triton_and_the_reference_agree(learns: bool, mode: dict[str, Any], fields: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
-    options = LayerOptions(24, 4, 1, 32, BudgetRule(6, 2, 12), indexer_heads=2, indexer_dim=16, **shared)
-    ours = GatedSparseAttention(options, implementation="triton").to(device)
-    wanted = GatedSparseAttention(options, implementation="reference").to(device)
+    config = GSAConfig(24, 4, 1, 32, n_indexer_heads=2, d_indexer=16, **RULE, **fields)
+    ours, wanted = (
+        GatedSparseAttention(replace(config, implementation=name)).to(device)
+        for name in ("triton", "reference")
+    )
     wanted.load_state_dict(ours.state_dict())
     hidden = torch.randn(2, 40, 24, device=device)
-    (result, gradients), (expected, expected_gradients) = (
-        step(layer, hidden, **mode) for layer in (ours, wanted)
+    (output, loss, gradients), (expected, expected_loss, expected_gradients) = (
+        step(layer, hidden, learns, **mode) for layer in (ours, wanted)
     )
-    torch.testing.assert_close(result.out, expected.out)
-    assert (result.indexer_loss is None) == (expected.indexer_loss is None) == (mode.get("learns") is False)
-    if result.indexer_loss is not None:
-        torch.testing.assert_close(result.indexer_loss, expected.indexer_loss)
-    assert len(gradients) == (13 if "learns" not in mode else 8)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(loss, expected_loss)
+    gates = 2 * (config.use_value_gate + config.use_output_gate)
+    assert len(gradients) == 4 + gates + (5 if learns else 0)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-5)
 
 
 def test_the_average_of_the_variances() -> None:
     torch.manual_seed(3)
-    options = LayerOptions(24, 2, 2, 8, BudgetRule(6, 2, 12), variance_ema_decay=0.75)
-    layer = GatedSparseAttention(options, implementation="reference")
+    layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, variance_ema_decay=0.75, **RULE))
     hidden = torch.randn(3, 20, 24)
     layer.update_variance_ema()
     assert layer.variance_ema == 0  # nothing was selected
-    means = [layer(part).selection.variance.mean() for part in hidden.split([1, 2])]
+    parts = [layer.forward_with_loss(part).selection.variance[:, 1:] for part in hidden.split([1, 2])]
+    means = [part.mean() for part in parts]
     layer.update_variance_ema()
     first = (means[0] + 2 * means[1]) / 3
     torch.testing.assert_close(layer.variance_ema, first)
@@ -147,24 +177,165 @@ def test_the_average_of_the_variances() -> None:
     torch.testing.assert_close(layer.variance_ema, 0.75 * first + 0.25 * means[0], rtol=1e-2, atol=0)
     before = layer.variance_ema.clone()
     layer.eval()
-    layer(hidden)
+    layer.forward_with_loss(hidden)
     layer.update_variance_ema()
     assert torch.equal(layer.variance_ema, before)
     assert layer.bfloat16().variance_ema.dtype == torch.float32
-    assert layer.query.weight.dtype == torch.bfloat16
+    assert layer.q_proj.weight.dtype == torch.bfloat16
+
+
+def test_queries_that_see_one_key_do_not_count_in_the_average() -> None:
+    """Short documents, of which the first token has no variance, would pull it down."""
+    torch.manual_seed(3)
+    layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE, selection_block=2, local_window=2))
+    starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 9, 9, 9]], dtype=torch.int32)
+    result = layer.forward_with_loss(torch.randn(1, 12, 24), document_starts=starts)
+    leaders = [0, 2, 4, 6, 8, 10]
+    counted = [t > int(starts[0, t]) for t in leaders]
+    assert counted == [False, True, False, True, False, True]
+    variance = result.selection.variance[0]
+    assert variance[[0, 2, 4]].eq(0).all()
+    layer.update_variance_ema()
+    torch.testing.assert_close(layer.variance_ema, variance[[1, 3, 5]].mean())
+
+    layer(torch.randn(2, 1, 24))  # nothing that counts: no step of the average
+    before = layer.variance_ema.clone()
+    layer.update_variance_ema()
+    assert torch.equal(layer.variance_ema, before)
+    assert layer.forward_with_loss(torch.randn(1, 1, 24)).indexer_loss == 0
+
+
+def test_recomputation_changes_nothing() -> None:
+    """Gradients, loss and average, although the layer runs twice."""
+    torch.manual_seed(3)
+    layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE))
+    x = torch.randn(2, 20, 24)
+    found = []
+    for recompute in (False, True):
+        layer.zero_grad()
+        layer.variance_ema.zero_()
+        if recompute:
+            result = checkpoint(layer.forward_with_loss, x, use_reentrant=False)
+        else:
+            result = layer.forward_with_loss(x)
+        (result.output.square().sum() + result.indexer_loss).backward()
+        layer.update_variance_ema()
+        found.append([result.indexer_loss, layer.variance_ema.clone(), *(p.grad for p in layer.parameters())])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_call_that_the_authors_print() -> None:
+    """Their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md), on a CPU, with our import line."""
+    config = GSAConfig(
+        d_model=1024,
+        n_heads=8,
+        n_kv_heads=2,
+        k_base=256,
+        use_value_gate=True,
+        use_output_gate=True,
+    )
+    gsa = GatedSparseAttention(config)
+    x = torch.randn(1, 512, 1024)
+    positions = torch.arange(512).unsqueeze(0)
+    output, _, _ = gsa(x, positions=positions)
+    assert output.shape == (1, 512, 1024)
+    assert bool(output.isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_call_that_the_authors_print_on_a_gpu() -> None:
+    """The sizes of their README, by the fused kernels."""
+    config = GSAConfig(
+        d_model=4096, n_heads=32, n_kv_heads=8, k_base=2048, use_value_gate=True, use_output_gate=True
+    )
+    gsa = GatedSparseAttention(config).cuda()
+    batch_size, seq_len = 2, 8192
+    x = torch.randn(batch_size, seq_len, 4096, device="cuda")
+    positions = torch.arange(seq_len, device="cuda").unsqueeze(0).expand(batch_size, -1)
+    output, _, _ = gsa(x, positions=positions)
+    assert output.shape == (2, 8192, 4096)
+    assert bool(output.isfinite().all())
+    assert config.implementation_on(x.device) == "triton"
+
+
+def test_a_dense_layer_without_gates_is_the_attention_of_llama() -> None:
+    """Names, RoPE and heads: weights of such a model drop in."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    torch.manual_seed(3)
+    theirs_config = llama.LlamaConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
+    )
+    theirs = llama.LlamaAttention(theirs_config, layer_idx=0)
+    config = GSAConfig(24, 4, 2, 8, use_value_gate=False, use_output_gate=False, **RULE)
+    ours = GatedSparseAttention(config)
+    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.startswith(("indexer", "score", "head_weight", "variance")) for name in missing)
+    x, positions = torch.randn(2, 9, 24), torch.arange(3, 12)[None]
+    mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    rope = llama.LlamaRotaryEmbedding(theirs_config)(x, positions)
+    wanted, wanted_weights = theirs(x, rope, attention_mask=mask)
+    output, _, weights = ours(x, positions=positions[0], attention="dense", need_weights=True)
+    torch.testing.assert_close(output, wanted)
+    torch.testing.assert_close(weights, wanted_weights)
+
+
+def test_what_a_layer_starts_with() -> None:
+    layer = GatedSparseAttention(GSAConfig(24, 2, 2, gate_bias_init=0.5, **RULE))
+    assert layer.config.head_size == 12
+    assert layer.value_gate.bias.eq(0.5).all()
+    assert layer.output_gate.bias.eq(0.5).all()
+    assert GatedSparseAttention(GSAConfig(24, 2, 2, **RULE)).output_gate.bias.eq(0).all()
+    bare = GatedSparseAttention(GSAConfig(24, 2, 2, **RULE, **SPARSE_ONLY))
+    assert not any("gate" in name or "bias" in name for name, _ in bare.named_parameters())
+    paper = GSAConfig()
+    assert (paper.d_model, paper.n_heads, paper.n_kv_heads, paper.head_size) == (4096, 32, 8, 128)
+    assert (paper.k_min, paper.k_base, paper.k_max) == (256, 2048, 4096)
+    assert (paper.n_indexer_heads, paper.d_indexer, paper.gate_bias_init) == (4, 64, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_heads": 3}, "n_heads is 3 and n_kv_heads 2"),
+        ({"n_heads": 0}, "n_heads is 0"),
+        ({"d_model": 22, "n_heads": 4}, "d_model is 22 and n_heads 4"),
+        ({"d_head": 7}, "d_head is 7; pass an even number"),
+        ({"indexer_activation": "tanh"}, "indexer_activation is 'tanh'"),
+        ({"k_base": 1}, "k_base is 1 with k_min 2 and k_max 12; pass k_min <= k_base <= k_max"),
+        ({"k_min": 0}, "k_min is 0"),
+        ({"adaptive_k": True}, "adaptive_k is True"),
+        ({"selection_block": 4}, "local_window is 0, below selection_block 4"),
+        ({"variance_ema_decay": 1.0}, "variance_ema_decay is 1.0"),
+        ({"rope_base": 0.0}, "rope_base is 0.0"),
+        ({"implementation": "cuda"}, "implementation is 'cuda'"),
+        (
+            {"implementation": "triton", "d_head": 48},
+            "d_head is 48, which the kernels do not take; pass one of",
+        ),
+        ({"implementation": "triton", "d_head": 32, "d_indexer": 8}, "d_indexer is 8, .* pass 16 to 128"),
+    ],
+)
+def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GSAConfig(**{"d_model": 24, "n_heads": 4, "n_kv_heads": 2, **RULE, **fields})
 
 
 def test_what_a_layer_refuses() -> None:
-    rule = BudgetRule(6, 2, 12)
-    with pytest.raises(ValueError, match="num_heads is 3"):
-        LayerOptions(24, 3, 2, 8, rule)
-    with pytest.raises(ValueError, match="head_dim is 7"):
-        LayerOptions(24, 4, 2, 7, rule)
-    layer = GatedSparseAttention(LayerOptions(24, 4, 2, 8, rule), implementation="reference")
-    with pytest.raises(ValueError, match="hidden has shape"):
+    config = GSAConfig(24, 4, 2, 8, **RULE)
+    layer = GatedSparseAttention(config)
+    with pytest.raises(ValueError, match="x has shape"):
         layer(torch.zeros(1, 5, 23))
     with pytest.raises(ValueError, match="attention is 'full'"):
         layer(torch.zeros(1, 5, 24), attention="full")
+    # What the kernels cannot do is refused where they would run, and nowhere else.
+    assert config.implementation_on(torch.device("cpu")) == "reference"
+    with pytest.raises(
+        ValueError, match=r"d_head is 8, which the kernels do not take; .* implementation='reference'"
+    ):
+        config.implementation_on(torch.device("cuda"))
 
 
 @pytest.mark.slow
