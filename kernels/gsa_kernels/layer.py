@@ -61,7 +61,7 @@ class GatedSparseAttention(nn.Module):
         self.indexer_key = nn.Linear(d, config.d_indexer, bias=False)
         self.indexer_head_weight = nn.Linear(d, config.n_indexer_heads, bias=False)
         biased = config.indexer_activation == "sigmoid"
-        self.score_bias, self.head_weight_bias = (  # b_j, c_j
+        self.indexer_score_bias, self.indexer_head_weight_bias = (  # b_j, c_j
             nn.Parameter(torch.zeros(config.n_indexer_heads)) if biased else None for _ in range(2)
         )
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
@@ -200,8 +200,8 @@ class GatedSparseAttention(nn.Module):
             self.indexer_query(leaders).unflatten(-1, (config.n_indexer_heads, config.d_indexer)),
             self.indexer_key(x),
             self.indexer_head_weight(leaders),
-            self.score_bias,
-            self.head_weight_bias,
+            self.indexer_score_bias,
+            self.indexer_head_weight_bias,
             config.indexer_activation,
         )
 

@@ -20,6 +20,8 @@ SHOWN = {
     "one_layer.ipynb": """
 few = names["few"]
 assert (names["full"].out - names["sparse"].out)[:, few].abs().max() < 1e-6, "few keys: sparse is dense"
+assert (names["decoded"] - names["output"]).abs().max() < 1e-5, "decoded is one forward"
+assert (names["weights"][0, 0, 40] > 0).sum() < 41, "sparse"
 assert names["kl_curve"][-1] < names["kl_curve"][0] / 2
 assert names["recall_curve"][-1] > names["random_recall"] + 0.3, "the indexer has learned"
 """,

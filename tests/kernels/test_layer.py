@@ -34,8 +34,8 @@ PARAMETERS = {
     "w_iq": "indexer_query.weight",
     "w_ik": "indexer_key.weight",
     "w_iw": "indexer_head_weight.weight",
-    "b_j": "score_bias",
-    "c_j": "head_weight_bias",
+    "b_j": "indexer_score_bias",
+    "c_j": "indexer_head_weight_bias",
 }
 ORACLE_NAMES = {"use_value_gate": "value_gate", "use_output_gate": "output_gate"}
 SPARSE_ONLY: dict[str, Any] = {
@@ -272,7 +272,7 @@ def test_a_dense_layer_without_gates_is_the_attention_of_llama() -> None:
     ours = GatedSparseAttention(config)
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert not unexpected
-    assert all(name.startswith(("indexer", "score", "head_weight", "variance")) for name in missing)
+    assert all(name.startswith(("indexer", "variance")) for name in missing)
     x, positions = torch.randn(2, 9, 24), torch.arange(3, 12)[None]
     mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     rope = llama.LlamaRotaryEmbedding(theirs_config)(x, positions)
@@ -290,6 +290,7 @@ def test_what_a_layer_starts_with() -> None:
     assert GatedSparseAttention(GSAConfig(24, 2, 2, **RULE)).output_gate.bias.eq(0).all()
     bare = GatedSparseAttention(GSAConfig(24, 2, 2, **RULE, **SPARSE_ONLY))
     assert not any("gate" in name or "bias" in name for name, _ in bare.named_parameters())
+    assert sum(name.startswith("indexer") for name, _ in layer.named_parameters()) == 5
     paper = GSAConfig()
     assert (paper.d_model, paper.n_heads, paper.n_kv_heads, paper.head_size) == (4096, 32, 8, 128)
     assert (paper.k_min, paper.k_base, paper.k_max) == (256, 2048, 4096)
@@ -336,6 +337,21 @@ def test_what_a_layer_refuses() -> None:
         ValueError, match=r"d_head is 8, which the kernels do not take; .* implementation='reference'"
     ):
         config.implementation_on(torch.device("cuda"))
+
+
+def test_the_code_in_the_docs_runs() -> None:
+    """The blocks of docs/kernels.md, one after the other."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["weights"].shape == (2, 4, 128, 128)
+    assert names["indexer_loss"] is not None
+    assert names["layer"].variance_ema > 0
+    assert names["cache"].length == 160
+    assert names["kl_of_rows"].shape == (2, 128)
 
 
 @pytest.mark.slow
