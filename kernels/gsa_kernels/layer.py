@@ -96,37 +96,21 @@ class GatedSparseAttention(nn.Module):
                 document if None
         """
         self._check(x, attention)
-        config, implementation = self.config, self.config.implementation_on(x.device)
-        if cache is None:
-            heads = self._heads(x, positions, 0)
-            geometry = config.geometry(document_starts)
-            selection = self._select(self._index(x), geometry) if attention == "sparse" else None
-            out, _ = sparse_attention(
-                heads.q,
-                heads.k,
-                heads.v,
-                selection,
-                geometry,
-                heads.gate_logits,
-                implementation=implementation,
-            )  # eqs. 10 to 12
-            weights = None
+        if cache is not None:
+            if document_starts is not None:
+                raise ValueError("document_starts is given with a cache, which holds one document; pass None")
+            output, weights = self._forward_with_cache(x, positions, cache, need_weights, attention)
+            return output, cache, weights
+        heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
+        indexer = self._index(x) if attention == "sparse" else None
+        weights = None
+        with _own_precision(x):
+            selection = None if indexer is None else self._select(indexer, geometry)
+            out, _ = self._attend(heads, selection, geometry)
             if need_weights:
-                weights = attention_probs(
-                    heads.q, heads.k, attended_keys(selection, geometry, heads.q, heads.k)
-                )
-            return self.o_proj(out.flatten(2)), None, weights
-        if self.training:
-            raise ValueError("cache is given in training mode; call eval() first, or pass cache=None")
-        if document_starts is not None:
-            raise ValueError("document_starts is given with a cache, which holds one document; pass None")
-        with torch.no_grad():
-            heads = self._heads(x, positions, cache.length)
-            indexer = self._index(x, every_query=True)
-            out, weights = attend_with_cache(
-                cache, heads, indexer, config, self.variance_ema, attention, need_weights
-            )
-            return self.o_proj(out.flatten(2)), cache, weights
+                attended = attended_keys(selection, geometry, heads.q, heads.k)
+                weights = attention_probs(heads.q, heads.k, attended)
+        return self.o_proj(out.flatten(2)), None, weights
 
     def forward_with_loss(
         self,
@@ -142,17 +126,16 @@ class GatedSparseAttention(nn.Module):
         call this twice. Arguments are those of `forward`.
         """
         self._check(x, attention)
-        implementation = self.config.implementation_on(x.device)
         heads, indexer = self._heads(x, positions, 0), self._index(x)
         geometry = self.config.geometry(document_starts)
-        selection = self._select(indexer, geometry)
-        attended = selection if attention == "sparse" else None
-        out, lse = sparse_attention(
-            heads.q, heads.k, heads.v, attended, geometry, heads.gate_logits, implementation=implementation
-        )  # eqs. 10 to 12
-        total, _ = indexer_loss(
-            indexer, heads.q, heads.k, lse, attended, geometry, implementation=implementation
-        )  # eqs. 14 and 15
+        implementation = self.config.implementation_on(x.device)
+        with _own_precision(x):
+            selection = self._select(indexer, geometry)
+            attended = selection if attention == "sparse" else None
+            out, lse = self._attend(heads, attended, geometry)
+            total, _ = indexer_loss(
+                indexer, heads.q, heads.k, lse, attended, geometry, implementation=implementation
+            )  # eqs. 14 and 15
         # A row that sees one key has a KL of 0.
         count = _sees_two_keys(selection.variance, geometry).sum().clamp(min=1)
         return LayerOutput(self.o_proj(out.flatten(2)), total / count, selection)
@@ -172,6 +155,24 @@ class GatedSparseAttention(nn.Module):
         check_shape("x", x, "[B, L, d]", (None, None, self.config.d_model))
         if attention not in ("dense", "sparse"):
             raise ValueError(f"attention is {attention!r}; pass 'dense' or 'sparse'")
+
+    @torch.no_grad()
+    def _forward_with_cache(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        cache: GSACache,
+        need_weights: bool,
+        attention: Literal["dense", "sparse"],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.training:
+            raise ValueError("cache is given in training mode; call eval() first, or pass cache=None")
+        heads, indexer = self._heads(x, positions, cache.length), self._index(x, every_query=True)
+        with _own_precision(x):
+            out, weights = attend_with_cache(
+                cache, heads, indexer, self.config, self.variance_ema, attention, need_weights
+            )
+        return self.o_proj(out.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor, positions: torch.Tensor | None, start: int) -> Heads:
         """Equation 9, and RoPE. start: position of the first token where none are given."""
@@ -217,6 +218,20 @@ class GatedSparseAttention(nn.Module):
             self.variance_sum += torch.stack([variance, counted.sum().double()])
         return selection
 
+    def _attend(
+        self, heads: Heads, selection: Selection | None, geometry: Geometry
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Equations 10 to 12; and the log-sum-exp, from which the indexer's loss has its target."""
+        return sparse_attention(
+            heads.q,
+            heads.k,
+            heads.v,
+            selection,
+            geometry,
+            heads.gate_logits,
+            implementation=self.config.implementation_on(heads.q.device),
+        )
+
     @torch.no_grad()
     def update_variance_ema(self) -> None:
         """Move the average of the score variance by those of the step; its first step starts it.
@@ -240,6 +255,11 @@ class GatedSparseAttention(nn.Module):
             assert moved is not None
             self._buffers[name] = buffer.to(moved.device)
         return self
+
+
+def _own_precision(x: torch.Tensor) -> torch.autocast:
+    """Autocast is for the projections: scores, softmax and loss are fp32, whatever they are made of."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _sees_two_keys(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:

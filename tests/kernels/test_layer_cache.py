@@ -190,13 +190,24 @@ def test_what_a_cache_refuses() -> None:
         layer.train()(x[:, :1], cache=cache)
     with pytest.raises(ValueError, match="max_length is 0"):
         layer.new_cache(1, 0)
-    layer.eval()
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ValueError, match=r"the keys of x are torch.bfloat16 .* pass dtype= to new_cache"),
-    ):
-        layer(x[:, :1], cache=cache)
-    assert cache.length == 5
+
+
+def test_autocast_is_for_the_projections() -> None:
+    """What follows them is as precise as in a layer of bf16: to the bit, where the weights are those of bf16."""
+    layer, x = make_layer(implementation="reference")
+    layer, x = layer.bfloat16().float(), x.bfloat16().float()
     with torch.autocast("cpu", torch.bfloat16):
-        output, _, _ = layer(x, cache=layer.new_cache(BATCH, LENGTH, dtype=torch.bfloat16))
-    assert output.dtype == torch.bfloat16
+        output, _, weights = layer(x, need_weights=True)
+        loss = layer.forward_with_loss(x).indexer_loss
+        cache = layer.new_cache(BATCH, LENGTH)
+        with pytest.raises(ValueError, match=r"the keys of x are torch.bfloat16 .* pass dtype= to new_cache"):
+            layer(x, cache=cache)
+        assert cache.length == 0
+        cached, _, _ = layer(x, cache=layer.new_cache(BATCH, LENGTH, dtype=torch.bfloat16))
+    assert weights.dtype == loss.dtype == torch.float32
+    layer, x = layer.bfloat16(), x.bfloat16()
+    wanted, _, wanted_weights = layer(x, need_weights=True)
+    assert torch.equal(output, wanted)
+    assert torch.equal(cached, wanted)
+    assert torch.equal(weights, wanted_weights)
+    assert torch.equal(loss, layer.forward_with_loss(x).indexer_loss)
