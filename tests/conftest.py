@@ -28,6 +28,7 @@ LONGEST_FILES = (
     "resume/test_faults.py",
     "resume/test_runs_with_spikes.py",
     "distributed/test_fused_tensor_parallel.py",
+    "distributed/test_three_way_layouts.py",
     "unit/test_memory_trace.py",
     "kernels/test_indexer_loss.py",
     "kernels/test_fused_indexer_loss.py",

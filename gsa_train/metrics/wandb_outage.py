@@ -1,6 +1,7 @@
 """W&B's server away: how long a run waits for it, and what it does then.
 
-Training needs no W&B. Each wait has a limit; what was not sent lies in the run folder, for `wandb sync`.
+Training needs no W&B. Each wait has a limit; what was not sent lies in the run folder, for `wandb sync`. A start whose
+records the server has is marked as `wandb sync` marks it, so that one command sends all others, and these only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,9 +30,14 @@ FINISH_SECONDS = 30.0
 """For the last records at the end."""
 RETRIES = 10_000
 """Of records while the server is away, at most a minute apart: a week. W&B's own number ends after two hours."""
+REFUSED_RECORDS = "filestream: fatal error"
+"""In W&B's own log, where the server has refused records, as with a revoked key: W&B then sends no more, and its
+`finish` raises nothing."""
+MARK = ".wandb.synced"
+"""What `wandb sync` puts beside the records that it has sent, which it passes over from then on."""
 
 
-def begin(init: Callable[[str], Run], mode: str, has_begun: bool, sync_command: Callable[[Run], str]) -> Run:
+def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path) -> Run:
     """A W&B run in `mode`; an offline one where the server is away.
 
     Args:
@@ -50,7 +57,9 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, sync_command: 
     if why is None:
         began = time.monotonic()
         try:
-            return init(mode)
+            run = init(mode)
+            warn_of_unsent(run_dir, run.id, but=Path(run.settings.sync_dir))
+            return run
         except (wandb.Error, OSError) as error:
             refused = time.monotonic() - began < INIT_SECONDS
             if refused and not has_begun:
@@ -62,9 +71,51 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, sync_command: 
         "W&B at %s cannot be used: %s. The run goes on, this start's records are kept offline; to send them later: %s",
         url,
         why,
-        sync_command(run),
+        sync_command(run_dir, run.id),
     )
     return run
+
+
+def sync_command(run_dir: Path, run_id: str) -> str:
+    """Sends every start that W&B may not have whole, in their order."""
+    return f"wandb sync --include-online {run_dir}/wandb/*run-*-{run_id}*"
+
+
+def finish(run: Run, exit_code: int) -> str | None:
+    """End an online run; None where W&B has all its records, else why it may lack some."""
+    import wandb
+
+    try:
+        run.finish(exit_code=exit_code)
+    except TimeoutError:
+        return f"has not taken the last records in {FINISH_SECONDS:g} s"
+    except (wandb.Error, OSError) as error:
+        return f"may lack the last records, its service failed: {error}"
+    if run.offline:
+        return None
+    try:
+        with Path(run.settings.log_internal).open(errors="replace") as file:
+            if any(REFUSED_RECORDS in line for line in file):
+                return "has refused the last records"
+        Path(run.settings.sync_file).with_suffix(MARK).touch()
+    except OSError as error:
+        logger.warning(
+            "W&B's folder cannot be marked as sent, the next start may name it as unsent: %s", error
+        )
+    return None
+
+
+def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
+    """Name the starts of this run, apart from `but`, whose records W&B may not have: one was killed before it had sent
+    them, or the server was away."""
+    folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
+    left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
+    if left:
+        logger.warning(
+            "W&B may lack records of earlier starts of this run (%d); to send them: wandb sync --include-online %s",
+            len(left),
+            " ".join(map(str, sorted(left, key=lambda each: each.name.split("run-")[-1]))),
+        )
 
 
 def why_no_answer(url: str, seconds: float) -> str | None:

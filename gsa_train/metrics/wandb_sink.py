@@ -70,7 +70,7 @@ class WandbSink:
             return ()
         if not self._run.offline:
             return (f"{self._run.url}",)
-        return (f"kept offline; to send it: {sync_command(self._run_dir, self.id)}",)
+        return (f"kept offline; to send it: {wandb_outage.sync_command(self._run_dir, self.id)}",)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The config of this start, without credentials."""
@@ -87,8 +87,6 @@ class WandbSink:
 
     def close(self, exit_code: int) -> None:
         """W&B marks the run as failed when `exit_code` is not 0."""
-        import wandb
-
         if self._run is None:
             return
         late = wait(self._on_their_way, wandb_outage.ANSWER_SECONDS).not_done
@@ -96,18 +94,10 @@ class WandbSink:
         self._artifacts.shutdown(wait=False, cancel_futures=True)
         if late:
             logger.warning("W&B does not get the last %d artifacts: its server does not answer", len(late))
-        command = f"wandb sync --include-online {run.settings.sync_dir}"
-        try:
-            run.finish(exit_code=exit_code)
-        except TimeoutError:
-            seconds = wandb_outage.FINISH_SECONDS
-            logger.warning(
-                "W&B has not taken the last records in %g s; to send them later: %s", seconds, command
-            )
-        except (wandb.Error, OSError) as error:
-            logger.error(
-                "W&B may lack the last records, its service failed: %s; to send them: %s", error, command
-            )
+        why = wandb_outage.finish(run, exit_code)
+        if why:
+            command = wandb_outage.sync_command(self._run_dir, self.id)
+            logger.warning("W&B %s; to send them later: %s", why, command)
 
     def _log_checkpoint(self, record: Mapping[str, Any]) -> None:
         """By reference: where it is, not what it holds. Later ones replace it on the disk (`checkpoint.keep_last`)."""
@@ -208,7 +198,7 @@ def open_wandb(
         )
 
     try:
-        run = wandb_outage.begin(init, mode, has_begun, lambda run: sync_command(run_dir, run.id))
+        run = wandb_outage.begin(init, mode, has_begun, run_dir)
     except (wandb.Error, OSError, ValueError) as error:
         raise WandbRefused(
             f"logging.wandb = {config.wandb}: Weights & Biases did not start ({mode}): {str(error).rstrip('.')}. "
@@ -219,11 +209,6 @@ def open_wandb(
     sink = WandbSink(run, run_dir, Alerts(config.straggler_ratio))
     sink.log_config(shown_config)
     return sink
-
-
-def sync_command(run_dir: Path, run_id: str) -> str:
-    """Sends every start that was kept offline, in their order."""
-    return f"wandb sync {run_dir}/wandb/offline-run-*-{run_id}"
 
 
 def define_metrics(run: Run) -> None:

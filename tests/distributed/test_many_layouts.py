@@ -6,38 +6,16 @@ Whole runs are in test_layouts.
 from __future__ import annotations
 
 import json
-from collections.abc import Set
 from typing import Any
 
 import pytest
 
 from gsa_data.pack import document_ids
-from gsa_train.model import query_sample
-from helpers.many_layouts import (
-    BASELINE,
-    BOUNDARIES,
-    CASES,
-    EOS,
-    EQUAL,
-    LENGTH,
-    RESHARDED,
-    SAMPLE,
-    SELECTED,
-    WORLD,
-    blocks,
-    train_case,
-)
-from helpers.margins import measured_margins
+from helpers.layout_comparison import assert_same, assert_trains_as_one_rank
+from helpers.many_layouts import BOUNDARIES, CASES, EOS, EQUAL, LENGTH, RESHARDED, WORLD, blocks
 from helpers.runs import run_script
-from helpers.single_rank import single_rank
 
 pytestmark = pytest.mark.slow
-
-CLEAR_MARGIN = 1e-4
-"""Of a selection: a hundred times what fp32 rounds in these few steps."""
-COUNTS = {"value_gate_low", "value_gate_high", "output_gate_low", "output_gate_high", "indexer_saturated"}
-"""Shares of what is beyond a threshold: with large weights some of it lies near, and rounding decides."""
-_one_rank: dict[str, list[dict[str, Any]]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +25,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((folder / "results.json").read_text())
 
 
-def one_rank(name: str) -> list[dict[str, Any]]:
-    """The same config without layout or recomputation, trained in this process."""
-    case = CASES[name]
-    key = f"{case.sections} {case.layers} {case.steps}"
-    if key not in _one_rank:
-        with pytest.MonkeyPatch.context() as patch, measured_margins() as margins:
-            for constant, value in SAMPLE.items():
-                patch.setattr(query_sample, constant, value)
-            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps)
-        if case.sections is SELECTED:
-            assert min(margins.score, margins.budget) > CLEAR_MARGIN, margins
-    return _one_rank[key]
-
-
-def assert_same(
-    found: list[dict[str, Any]], expected: list[dict[str, Any]], relative: float, but: Set[str] = frozenset()
-) -> None:
-    assert len(found) == len(expected)
-    for step, (record, other) in enumerate(zip(found, expected, strict=True)):
-        assert record.keys() == other.keys()
-        for key in record.keys() - but:
-            assert record[key] == pytest.approx(other[key], rel=relative, abs=1e-9, nan_ok=True), (step, key)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
-    found, expected = results["trained"][name], one_rank(name)
-    if CASES[name].sections is not BASELINE:
-        layers = CASES[name].config().model.num_layers
-        assert all(len(record["indexer_kl"]) == layers for record in found)  # from every stage and chunk
-    if CASES[name].sections is SELECTED:
-        assert max(expected[-1]["recall"]) < 0.9  # keys are left out in every layer
-        assert_same(found, expected, relative=1e-5, but=COUNTS)
-    else:
-        assert_same(found, expected, relative=1e-5)
+    assert_trains_as_one_rank(CASES[name], results["trained"][name])
 
 
 @pytest.mark.parametrize("name", EQUAL)

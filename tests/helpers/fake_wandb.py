@@ -1,20 +1,14 @@
-"""A server on this machine that takes W&B runs, hangs or fails, as it is told."""
+"""A server on this machine that takes W&B runs, hangs, fails or refuses connections, as it is told."""
 
 import contextlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PROJECT = {"id": "p", "name": "unit", "entity": {"id": "e", "name": "team"}}
-BUCKET = {
-    "id": "b",
-    "name": "abc",
-    "displayName": "test",
-    "config": "{}",
-    "sweepName": None,
-    "project": PROJECT,
-}
 REFUSAL = {"errors": [{"message": "refused"}]}
+EMPTY = {"summaryMetrics": "{}", "config": "{}", "tags": [], "notes": None, "wandbConfig": '{"t": 1}'}
 
 
 class FakeWandb:
@@ -24,8 +18,43 @@ class FakeWandb:
         self.does = does
         self.received = []
         """Bodies that were answered."""
-        fake = self
+        self.history = {}
+        """Of each run, line number -> record: a line that is sent again takes the place of the one before."""
         self._end = threading.Event()
+        self._handler = self._make_handler()
+        self._listen(0)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def refuse(self):
+        """No connection is taken, until `come_back`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def come_back(self):
+        self.does = "answer"
+        self._listen(self._server.server_port)
+
+    def got(self, text):
+        return any(text.encode() in body for body in list(self.received))
+
+    def steps(self, run_id):
+        """The steps whose records a run has, in the order of its lines; no line may be missing."""
+        lines = self.history.get(run_id, {})
+        assert sorted(lines) == list(range(len(lines))), sorted(lines)
+        return [lines[number]["step"] for number in sorted(lines) if "train/loss" in lines[number]]
+
+    def close(self):
+        self._end.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _listen(self, port):
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _make_handler(self):
+        fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_):
@@ -39,7 +68,7 @@ class FakeWandb:
                 said = REFUSAL
                 if status == 200:
                     fake.received.append(body)
-                    said = _said_to(body) if self.path == "/graphql" else {}
+                    said = fake._said_to(body) if self.path == "/graphql" else fake._kept(self.path, body)
                 with contextlib.suppress(OSError):  # nobody waits for it any more
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
@@ -48,23 +77,32 @@ class FakeWandb:
 
             do_GET = do_POST = do_PUT = do_HEAD = answer
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return Handler
 
-    def got(self, text):
-        return any(text.encode() in body for body in list(self.received))
+    def _kept(self, path, body):
+        run = re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", path)
+        if run:
+            chunk = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"content": []})
+            lines = self.history.setdefault(run[1], {})
+            for number, line in enumerate(chunk["content"], chunk.get("offset", 0)):
+                lines[number] = json.loads(line)
+        return {}
 
-    def close(self):
-        self._end.set()
-        self._server.shutdown()
-        self._server.server_close()
+    def _said_to(self, body):
+        name = json.loads(body).get("variables", {}).get("name")
+        if b"UpsertBucket" in body:
+            is_new = name not in self.history
+            self.history.setdefault(name, {})
+            bucket = {"id": "b", "name": name, "displayName": "test", "config": "{}", "sweepName": None}
+            return {"data": {"upsertBucket": {"bucket": bucket | {"project": PROJECT}, "inserted": is_new}}}
+        if b"RunResumeStatus" in body:
+            bucket = self._resumed(name) if name in self.history else None
+            return {"data": {"model": PROJECT | {"bucket": bucket}}}
+        return REFUSAL  # artifacts and files, for which it would have to play a whole store
 
-
-def _said_to(body):
-    if b"UpsertBucket" in body:
-        return {"data": {"upsertBucket": {"bucket": BUCKET, "inserted": True}}}
-    if b"RunResumeStatus" in body:
-        return {"data": {"model": PROJECT | {"bucket": None}}}
-    return REFUSAL  # artifacts and files, for which it would have to play a whole store
+    def _resumed(self, name):
+        lines = self.history[name]
+        last = [json.dumps(lines[max(lines)])] if lines else []
+        counts = {"historyLineCount": len(lines), "eventsLineCount": 0, "logLineCount": 0}
+        tails = {"historyTail": json.dumps(last), "eventsTail": "[]"}
+        return {"id": "b", "name": name, "displayName": "test"} | EMPTY | counts | tails

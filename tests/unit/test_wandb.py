@@ -69,7 +69,10 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
         sinks.log(event("spike", 2, signal="loss", value=math.inf, threshold=2.0, action="log"))
         sinks.finish({"steps": 2})
 
-    assert places == [(f"kept offline; to send it: wandb sync {tmp_path}/wandb/offline-run-*-{run_id}",)] * 2
+    assert (
+        places
+        == [(f"kept offline; to send it: wandb sync --include-online {tmp_path}/wandb/*run-*-{run_id}*",)] * 2
+    )
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
     assert len(folders) == 2
     reference = f"file://{tmp_path}/checkpoints/step_00000002/manifest.json".encode()
@@ -90,11 +93,14 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
 
 
 def test_an_online_run_is_where_its_address_says_and_a_failed_one_nowhere(tmp_path):
-    run = Mock(id="abc", offline=False, url="https://wandb.ai/team/project/runs/abc")
+    (tmp_path / "log").touch()
+    settings = Mock(log_internal=str(tmp_path / "log"), sync_file=str(tmp_path / "run-abc.wandb"))
+    run = Mock(id="abc", offline=False, url="https://wandb.ai/team/project/runs/abc", settings=settings)
     sink = WandbSink(run, tmp_path, Alerts(1.5))
     assert sink.place() == ("https://wandb.ai/team/project/runs/abc",)
     sink.close(0)
     assert sink.place() == ()
+    assert (tmp_path / "run-abc.wandb.synced").exists()  # `wandb sync` has nothing to send
 
 
 def test_a_start_that_fails_names_the_remedy(tmp_path):

@@ -43,13 +43,25 @@ def said(caplog):
     return [each.getMessage() for each in caplog.records if each.name.startswith("gsa_train")]
 
 
-def sync(command):
-    """As a user would type it, in a shell."""
+def log_start(folder, steps, server, then="answer"):
+    """A start of the run `abc` that logs these steps, whose server answers otherwise from its end on."""
+    wandb.teardown()  # the service ends with each start
+    sink = open_wandb(LOGGING, folder, "test", {}, "abc", has_begun=True)
+    for step in steps:
+        sink.log({**STEP, "step": step}, {"train/loss": 0.5})
+    if then != "answer":
+        server.does = then
+    sink.close(0)
+
+
+def sync_as(line):
+    """Send what a line of the log says, as a user would type it, in a shell."""
+    command = line[line.index("wandb sync") :]
     program = Path(sys.executable).parent / "wandb"
     environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    return subprocess.run(
-        command.replace("wandb", str(program), 1), shell=True, env=environ, capture_output=True, text=True
-    )
+    command = command.replace("wandb", str(program), 1)
+    sent = subprocess.run(command, shell=True, env=environ, capture_output=True, text=True)
+    assert sent.returncode == 0, sent.stderr
 
 
 @pytest.mark.parametrize("does", ["hang", 500])
@@ -63,12 +75,10 @@ def test_a_start_without_a_server_keeps_its_records_for_sync(does, server, tmp_p
     (line,) = said(caplog)
     assert line.startswith(f"W&B at {server.url} cannot be used: ")
     assert "\n" not in line
-    command = line.split("to send them later: ")[1]
     assert sink.place() == ()
     server.does = "answer"
-    sent = sync(command)
-    assert sent.returncode == 0, sent.stderr
-    assert server.got("train/loss"), sent.stderr
+    sync_as(line)
+    assert server.steps("abc") == [1]
 
 
 def test_a_server_without_address_or_port_is_away(monkeypatch):
@@ -120,8 +130,41 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
         sink.log({"event": "checkpoint", "step": 1, "phase": "sparse"}, {})
     assert not sink._on_their_way[-1].done()  # its thread waits for the server, this one has not
     sink.close(0)
-    last = said(caplog)[-1]
+    assert "W&B has not taken the last records in 2 s" in said(caplog)[-1]
     server.does = "answer"
-    sent = sync(last.split("to send them later: ")[1])
-    assert sent.returncode == 0, sent.stderr
-    assert server.got("train/late"), sent.stderr
+    sync_as(said(caplog)[-1])
+    assert server.got("train/late")
+
+
+def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
+    """W&B raises nothing there."""
+    log_start(tmp_path, (1,), server, then=401)
+    assert "W&B has refused the last records; to send them later: " in said(caplog)[-1]
+    server.does = "answer"
+    sync_as(said(caplog)[-1])
+    assert server.steps("abc") == [1]
+
+
+def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog):
+    """One whole, one with the server away at its end, one offline as it was away at the start, and two whole ones."""
+    log_start(tmp_path, (1, 2), server)
+    assert server.steps("abc") == [1, 2]
+    log_start(tmp_path, (3, 4), server, then=403)
+    server.does = "answer"
+    log_start(tmp_path, (5,), server)
+    assert [line.split(";")[0] for line in said(caplog) if "earlier starts" in line] == [
+        "W&B may lack records of earlier starts of this run (1)"
+    ]
+    server.refuse()
+    log_start(tmp_path, (6,), server)
+    server.come_back()
+    caplog.clear()
+    log_start(tmp_path, (7,), server)
+    assert server.steps("abc") == [1, 2, 5, 7]
+    (line,) = (line for line in said(caplog) if "earlier starts" in line)
+    assert "(2)" in line
+    sync_as(line)
+    assert server.steps("abc") == [1, 2, 5, 7, 3, 4, 6]
+    caplog.clear()
+    log_start(tmp_path, (8,), server)
+    assert not [line for line in said(caplog) if "sync" in line]

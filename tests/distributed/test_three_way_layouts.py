@@ -1,0 +1,43 @@
+"""Layouts of eight ranks, three ways of parallelism at once, train what one rank trains, and go on from each other."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from helpers.layout_comparison import assert_same, assert_trains_as_one_rank, one_rank
+from helpers.runs import run_script
+from helpers.three_way_layouts import CASES, CHAIN, CHAINED, WORLD
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    "tensor x pipeline x context": (2, 2, 1, 2),
+    "tensor x pipeline x data": (2, 2, 2, 1),
+    "tensor x context x data": (2, 1, 2, 2),
+}
+"""Tensor, pipeline, data and context."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("three_way_layouts")
+    run_script(["tests/helpers/three_way_layouts.py", str(folder)], folder / "log", ranks=WORLD)
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
+    layout, found = results["trained"][name]
+    assert tuple(layout) == SIZES[name]
+    assert_trains_as_one_rank(CASES[name], found)
+
+
+def test_a_chain_of_layouts_trains_as_one_rank(results: Any) -> None:
+    """Each step from the checkpoint that another layout has saved after the one before."""
+    layouts = [tuple(layout) for layout, _ in results["chained"]]
+    assert layouts == [SIZES[name] for names in CHAIN for name in names]
+    *expected, _validation = one_rank(CHAINED)
+    assert_same([record for _, record in results["chained"]], expected, relative=1e-5)

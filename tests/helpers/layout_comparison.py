@@ -1,0 +1,55 @@
+"""What one rank trains, and how the numbers of a layout are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import pytest
+
+from gsa_train.model import query_sample
+from helpers.many_layouts import BASELINE, SAMPLE, SELECTED, Case, train_case
+from helpers.margins import measured_margins
+from helpers.single_rank import single_rank
+
+CLEAR_MARGIN = 1e-4
+"""Of a selection: a hundred times what fp32 rounds in these few steps."""
+COUNTS = {"value_gate_low", "value_gate_high", "output_gate_low", "output_gate_high", "indexer_saturated"}
+"""Shares of what is beyond a threshold: with large weights some of it lies near, and rounding decides."""
+_one_rank: dict[str, list[dict[str, Any]]] = {}
+
+
+def one_rank(case: Case) -> list[dict[str, Any]]:
+    """The same config without layout or recomputation, trained in this process."""
+    key = f"{case.sections} {case.layers} {case.steps}"
+    if key not in _one_rank:
+        with pytest.MonkeyPatch.context() as patch, measured_margins() as margins:
+            for constant, value in SAMPLE.items():
+                patch.setattr(query_sample, constant, value)
+            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps)
+        if case.sections is SELECTED:
+            assert min(margins.score, margins.budget) > CLEAR_MARGIN, margins
+    return _one_rank[key]
+
+
+def assert_same(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]], relative: float, but: Set[str] = frozenset()
+) -> None:
+    assert len(found) == len(expected)
+    for step, (record, other) in enumerate(zip(found, expected, strict=True)):
+        assert record.keys() == other.keys()
+        for key in record.keys() - but:
+            assert record[key] == pytest.approx(other[key], rel=relative, abs=1e-9, nan_ok=True), (step, key)
+
+
+def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
+    """Every number of every step of both phases and of the validation."""
+    expected = one_rank(case)
+    if case.sections is not BASELINE:
+        layers = case.config().model.num_layers
+        assert all(len(record["indexer_kl"]) == layers for record in found)  # from every stage and chunk
+    if case.sections is SELECTED:
+        assert max(expected[-1]["recall"]) < 0.9  # keys are left out in every layer
+        assert_same(found, expected, relative=1e-5, but=COUNTS)
+    else:
+        assert_same(found, expected, relative=1e-5)

@@ -1,0 +1,95 @@
+"""Three ways of parallelism at once, in one world of eight ranks: `three_way_layouts.py FOLDER`.
+
+As many_layouts.py does with four ranks: the ranks stay and change their layout. Writes FOLDER/results.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import CheckpointConfig
+from gsa_train.config.checks import check_config
+from gsa_train.model import query_sample
+from gsa_train.model.mcore.build import build_model
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
+from helpers.checkpoints import run_state
+from helpers.many_layouts import PAIRS, SAMPLE, SELECTED, TIED, Case, take_step, train_case
+
+WORLD = 8
+TENSOR_PIPELINE_CONTEXT = "tensor x pipeline x context"
+TENSOR_PIPELINE_DATA = "tensor x pipeline x data"
+TENSOR_CONTEXT_DATA = "tensor x context x data"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    TENSOR_PIPELINE_CONTEXT: {"tensor": 2, "pipeline": 2, "context": 2},
+    TENSOR_PIPELINE_DATA: {"tensor": 2, "pipeline": 2},
+    TENSOR_CONTEXT_DATA: {"tensor": 2, "context": 2},
+}
+CASES = {name: Case(layout, SELECTED) for name, layout in LAYOUTS.items()}
+CHAIN = (
+    (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA, TENSOR_CONTEXT_DATA),
+    (TENSOR_PIPELINE_DATA, TENSOR_PIPELINE_CONTEXT, TENSOR_CONTEXT_DATA),
+)
+"""For each phase who takes its steps, one each, from the checkpoint of the one before."""
+CHAINED = Case({"pipeline": 2}, TIED, steps=len(CHAIN[0]))
+"""What the chain trains; the pipeline stands for the number of layers."""
+
+
+def micro_batches(name: str) -> dict[str, Any]:
+    """Two micro-batches a step for a pipeline, one where there is none."""
+    return {} if name == TENSOR_PIPELINE_DATA else PAIRS
+
+
+def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Step `step` + 1 of the chain in this layout, from the checkpoint before it; saved after it.
+
+    Returns:
+        The layout, and the step's numbers.
+    """
+    config = CHAINED.config(LAYOUTS[name], **micro_batches(name))
+    parallel = init_parallel(config.parallel, seed=1)
+    assert check_config(config, parallel.world_size) == []
+    model = build_model(config, parallel)
+    optimizer = build_optimizer(model, config.phases[phase], config)
+    if step:
+        in_phase = step % CHAINED.steps > 0
+        load_checkpoint(folder / f"step_{step:08d}", model, optimizer, parallel, with_optimizer=in_phase)
+    record = take_step(step, model, optimizer, config, parallel)
+    saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
+    (result,) = saver.begin(run_state(step + 1, config, parallel.layout), model, optimizer)
+    saver.close()
+    assert result.error is None, result.error
+    close_optimizer(model, optimizer)
+    leave_layout()
+    return parallel.layout, record
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    for name, value in SAMPLE.items():
+        setattr(query_sample, name, value)
+    trained = {}
+    for name, case in CASES.items():
+        config = case.config(**micro_batches(name))
+        parallel = init_parallel(config.parallel, seed=1)
+        trained[name] = parallel.layout, train_case(config, parallel)
+        print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
+        leave_layout()
+    order = [(number, name) for number, names in enumerate(CHAIN) for name in names]
+    chained = [go_on(name, number, step, folder) for step, (number, name) in enumerate(order)]
+    if torch.distributed.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps({"trained": trained, "chained": chained}))
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
