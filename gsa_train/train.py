@@ -145,6 +145,7 @@ def open_run(
         services=services,
         start=start,
         state=state_at(start, rewinds),
+        run_id=opened.run_id,
         skipped_steps=skipped_steps(config, rewinds),
         phase_optimizer=phase_optimizer,
     )

@@ -29,10 +29,12 @@ from megatron.core.models.gpt import GPTModel
 from gsa_train.checkpoint.files import (
     MANIFEST,
     MEGATRON_METADATA,
+    Manifest,
     faults_in,
     is_complete,
     read_manifest,
     share_of,
+    step_of,
 )
 from gsa_train.checkpoint.guarded import GuardedCommon, read_common, refused_content
 from gsa_train.checkpoint.optimizer_state import (
@@ -50,9 +52,10 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 from gsa_train.parallel import Parallel
 
-FORMAT_VERSION = 3
-"""3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
-READABLE_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 4
+"""4: the manifest names run and step.
+3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +88,17 @@ class RunState:
     """The run was stopped in the validation at this step, and begins with it."""
     monitor: dict[str, Any] = field(default_factory=dict)
     """gsa_train.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
+    run: str = ""
+    """`run.name`. Empty in formats up to 3, as the next."""
+    run_id: str = ""
+    """gsa_train.run.starts.new_run_id"""
     format_version: int = FORMAT_VERSION
 
 
 # --- is it what was written ------------------------------------------------------------------------------
 
 
-def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | None:
+def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: str = "") -> str | None:
     """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
 
     The ranks share the files, so that together they read the checkpoint once. What checksums cannot tell, a file that
@@ -99,11 +106,14 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
 
     Args:
         checksums: read the files; otherwise only look whether all are there in their sizes.
+        run_id: of the run that it must be of; "" for any.
     """
+    manifest: Manifest | None = None
     shared: list[Any] = [None, {}]
     if parallel.is_main:
         try:
-            shared[1] = read_manifest(checkpoint)
+            manifest = read_manifest(checkpoint)
+            shared[1] = manifest.files
             unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - shared[1].keys()
             if unlisted:
                 shared[0] = f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}"
@@ -122,10 +132,43 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
         faults = [each for faults in found for each in faults]
         fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
     if fault is None:
-        refused = [refused_content(checkpoint, files or None) if parallel.is_main else None]
+        refused: list[str | None] = [None]
+        if parallel.is_main:
+            refused[0] = refused_content(checkpoint, files or None) or _other_identity(
+                checkpoint, manifest, run_id
+            )
         dist.broadcast_object_list(refused, src=0)
         fault = refused[0]
     return fault
+
+
+def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) -> str | None:
+    """Why an intact checkpoint is not the one that its place says, in a line; None if it is."""
+    try:
+        state = read_run_state(checkpoint)
+    except (KeyError, TypeError) as error:
+        return f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands ({error})"
+    except ValueError:
+        return None  # of another version, which is not damaged: who loads it says so
+    step = step_of(checkpoint.name)
+    if step is not None and state.step != step:
+        return f"it is the checkpoint of step {state.step} under the name of step {step}"
+    if manifest is not None and state.format_version >= 4:
+        said, meant = (
+            f"run {run} ({number}), step {at}"
+            for run, number, at in (
+                (manifest.run, manifest.run_id, manifest.step),
+                (state.run, state.run_id, state.step),
+            )
+        )
+        if said != meant:
+            return f"{MANIFEST} is of {said}, {COMMON_STATE_FNAME} of {meant}"
+    if run_id and state.run_id and run_id != state.run_id:
+        return (
+            f"it is of another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}: give "
+            "it by --resume-from from a folder of its own; or delete starts.jsonl if that is what is wrong"
+        )
+    return None
 
 
 def _why_no_manifest(checkpoint: Path) -> str | None:

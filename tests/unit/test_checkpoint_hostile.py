@@ -92,10 +92,9 @@ def replace_entry(folder: Path, name: str, value: Any) -> None:
 
 
 def adapt_manifest(folder: Path) -> None:
-    names = checkpoint_files.read_manifest(folder)
-    checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.describe_file(folder / name) for name in names}
-    )
+    manifest = checkpoint_files.read_manifest(folder)
+    described = {name: checkpoint_files.describe_file(folder / name) for name in manifest.files}
+    checkpoint_files.write_manifest(folder, dataclasses.replace(manifest, files=described))
 
 
 PICKLES = [
