@@ -15,8 +15,9 @@ import yaml
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
+from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
-from gsa_train.checkpoint.load import RunState, find_damage, read_run_state, restore_rng
+from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.monitor.monitor import MonitorState, state_of

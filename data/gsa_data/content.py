@@ -69,7 +69,7 @@ def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
 
 def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse) -> dict[str, str]:
     files = list(sizes.items())
-    found = {}
+    found: dict[str, str] = {}
     for begin in range(0, len(files), FILES_AT_ONCE):
         batch = files[begin : begin + FILES_AT_ONCE]
         wanted = [(name, *part) for name, size in batch for part in _parts(size)]

@@ -14,15 +14,13 @@ import torch.distributed as dist
 
 from gsa_train.files import write_atomically
 from gsa_train.parallel import Parallel
+from gsa_train.run.last_words import SUBMISSION as SUBMISSION
 from gsa_train.run.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
 """In the run folder: which job opened it last, when (Unix seconds), and the checksum of both lines."""
 
 logger = logging.getLogger(__name__)
-
-SUBMISSION = "GSA_SUBMISSION"
-"""Environment variable of launch/slurm/job.sh: what submit.py submitted. All jobs of a chain count as one."""
 
 
 def job_id() -> str:
@@ -69,6 +67,8 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
         job, *at = text.splitlines()
         opened_at = float(at[0]) if at else 0.0  # folders from before the time was noted have none
         lines, checksum = text[: -len("12345678\n")], text[-len("12345678\n") :].strip()
+        if not text.endswith("\n"):
+            raise ValueError("it is cut off")
         if len(at) > 1 and f"{zlib.crc32(lines.encode()):08x}" != checksum:  # early versions had none
             raise ValueError("its checksum is not that of its content")
         if not math.isfinite(opened_at):

@@ -15,6 +15,7 @@ import torch
 
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import load as checkpoint
+from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import (
     complete_checkpoints,
     find_checkpoint,
@@ -22,7 +23,7 @@ from gsa_train.checkpoint.files import (
     recover_folder,
     resume_candidates,
 )
-from gsa_train.checkpoint.load import find_damage, load_checkpoint, read_run_state
+from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
