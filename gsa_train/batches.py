@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gsa_data.content import changed_files, sample_contents
 from gsa_data.corpus import Corpus, open_corpus
 from gsa_data.faults import DataFault, Reading
 from gsa_data.pack import FILLER, document_ids, document_starts, loss_mask
@@ -151,19 +152,47 @@ class TrainBatches:
         self._config, self._parallel, self._eos_id = config, parallel, tokenizer.eos_id
         self._stream: BlockStream | None = None
         self._epochs = 0 if state is None else whole_epochs(state)
+        self._files: dict[str, Any] = {}
+        """Of the text, on the main rank: gsa_data.content.sample_contents."""
         outcome: DataFault | StateMismatch | dict[str, Any] | None = None
+        corpus, changed = self._open_corpus(state)
         try:
-            if parallel.reads_data:
-                self._stream = self._open(tokenizer, state, accept_new_data)
+            if isinstance(corpus, DataFault):
+                outcome = corpus
+            elif corpus is not None and parallel.reads_data:
+                self._stream = self._open(corpus, changed, tokenizer, state, accept_new_data)
                 outcome = self._stream.identity
         except (DataFault, StateMismatch) as error:
             outcome = error
         check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
-    def _open(self, tokenizer: Tokenizer, state: dict[str, Any] | None, accept_new_data: bool) -> BlockStream:
+    def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
+        """The text, on the ranks that read it and the main one, and which of its files are others than in `state`, in
+        words. One rank looks at the files for all. Collective."""
+        corpus: Corpus | DataFault | None = None
+        changed = [""]
+        try:
+            if self._parallel.reads_data or self._parallel.is_main:
+                corpus = open_training_corpus(self._config)
+                if self._parallel.is_main:
+                    self._files = sample_contents(corpus, reading_of(self._config))
+                    changed = [changed_files((state or {}).get("files"), self._files)]
+        except DataFault as fault:
+            corpus = fault
+        dist.broadcast_object_list(changed, src=0)
+        return corpus, changed[0]
+
+    def _open(
+        self,
+        corpus: Corpus,
+        changed: str,
+        tokenizer: Tokenizer,
+        state: dict[str, Any] | None,
+        accept_new_data: bool,
+    ) -> BlockStream:
         open_stream = partial(
             BlockStream,
-            open_training_corpus(self._config),
+            corpus,
             tokenizer,
             stream_config(self._config),
             rank=self._parallel.data_rank,
@@ -171,8 +200,14 @@ class TrainBatches:
         )
         try:
             stream = open_stream(state=state)
+            if changed:
+                stream.close()
+                message = f"text in {corpus.root} is not that of the saved run: {changed}; restore it"
+                raise StateMismatch(f"{message}, or start a new run", other_data=True)
         except StateMismatch as error:
             if state is None or not accept_new_data or not error.other_data:
+                if changed and changed not in str(error):
+                    raise StateMismatch(f"{error}\nOther files: {changed}", error.other_data) from error
                 raise
             if self._parallel.is_main:
                 logger.warning("--accept-new-data: the text starts at its beginning, as the %s", error)
@@ -244,7 +279,7 @@ class TrainBatches:
                 ", ".join(unknown),
                 merged["counters"].get("documents", 0),
             )
-        return merged
+        return {**merged, "files": self._files} if self._files else merged
 
     def close(self) -> None:
         if self._stream is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -14,3 +18,29 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def write_checked(path: Path, content: dict[str, Any]) -> None:
+    """JSON with the checksum of its content."""
+    write_atomically(path, json.dumps({**content, "crc32": _checksum(content)}, indent=2) + "\n")
+
+
+def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """What `write_checked` wrote, with these keys; also one from before there were checksums.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds no {', '.join(keys)}")
+    checksum = content.pop("crc32", None)
+    if content.keys() != set(keys):
+        raise ValueError(f"it holds {', '.join(content) or 'nothing'} instead of {', '.join(keys)}")
+    if checksum not in (None, _checksum(content)):
+        raise ValueError("its checksum is not that of its content")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

@@ -15,8 +15,9 @@ import yaml
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches
+from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
-from gsa_train.checkpoint.load import RunState, find_damage, read_run_state, restore_rng
+from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.monitor.monitor import MonitorState, state_of
@@ -24,6 +25,7 @@ from gsa_train.monitor.stop import refuse_same_spike
 from gsa_train.parallel import Parallel
 from gsa_train.phases import PhaseRange
 from gsa_train.run.job_start import is_restart
+from gsa_train.run.starts import run_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,8 @@ def choose_start(config: Config, arguments: Arguments, ranges: list[PhaseRange],
                 f"--resume-from {resume_from}: {checkpoint} is damaged: {fault}. Give another checkpoint."
             )
     else:
-        checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums)
+        run_id = run_id_of(own) if parallel.is_main else ""
+        checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums, run_id)
     if checkpoint is None:
         return Start()
     start = start_from(checkpoint, config, ranges, damaged)
@@ -186,7 +189,7 @@ def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
 
 
 def _newest_intact(
-    checkpoints: Path, parallel: Parallel, checksums: bool
+    checkpoints: Path, parallel: Parallel, checksums: bool, run_id: str
 ) -> tuple[Path | None, list[tuple[str, str]]]:
     """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
 
@@ -195,7 +198,7 @@ def _newest_intact(
     """
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
-    candidate, damaged = first_intact(shared[0], parallel, checksums)
+    candidate, damaged = first_intact(shared[0], parallel, checksums, run_id)
     if candidate is None and damaged:
         raise ResumeError(
             f"{checkpoints} has no intact checkpoint to resume from:\n"
@@ -207,12 +210,16 @@ def _newest_intact(
 
 
 def first_intact(
-    candidates: Sequence[Path], parallel: Parallel, checksums: bool
+    candidates: Sequence[Path], parallel: Parallel, checksums: bool, run_id: str = ""
 ) -> tuple[Path | None, list[tuple[str, str]]]:
-    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective."""
+    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
+
+    Args:
+        run_id: on the main rank, of the run that they must be of; "" for any.
+    """
     damaged: list[tuple[str, str]] = []
     for candidate in candidates:
-        fault = find_damage(candidate, parallel, checksums)
+        fault = find_damage(candidate, parallel, checksums, run_id)
         if fault is None:
             return candidate, damaged
         damaged.append((candidate.name, fault))

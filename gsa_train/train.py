@@ -122,6 +122,7 @@ def open_run(
     opened = take_run_folder(config, start, lock, parallel)
     if opened.log.sinks is not None:
         watchdog.on_hang = opened.log.sinks.tell_of_hang
+    request.folder_is_gone = lambda: opened.log.folder_was_gone
     rewinds = known_rewinds(opened.checkpoints, start, parallel)
     services = Services(
         log=opened.log,
@@ -145,6 +146,7 @@ def open_run(
         services=services,
         start=start,
         state=state_at(start, rewinds),
+        run_id=opened.run_id,
         skipped_steps=skipped_steps(config, rewinds),
         phase_optimizer=phase_optimizer,
     )

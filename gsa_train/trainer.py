@@ -24,7 +24,7 @@ from gsa_train.plan import StepPlan, plan_step
 from gsa_train.profiling.trace_spans import trace_span
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.stop_signals import Stopped, reason_in_words
+from gsa_train.run.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.work_time import slowest
 from gsa_train.schedule import learning_rate, lr_multipliers
 from gsa_train.step import StepResult, Training, train_step
@@ -203,6 +203,8 @@ def _stop(run: Run, phase: _ActivePhase, reason: int, in_validation: bool = Fals
     if check is not None and not services.saver.has(state.step):
         with phase.optimizer.whole_weights(changes=False):
             check.compare_replicas(state.step, saves=True)
+    if reason == FOLDER_GONE:
+        services.saver.durable_step = None  # it went with the folder
     if state.step > 0:
         services.log.message(f"{reason_in_words(reason)}: saving a checkpoint at step {state.step}")
         save_the_end(run, phase.range, phase.optimizer)

@@ -31,6 +31,7 @@ from gsa_data.token_files import (
     Identity,
     ShardRecord,
     TokenFolder,
+    checksum_of,
     identity_of,
     problems,
 )
@@ -120,6 +121,7 @@ def prepare_tokens(
         "duplicates": manifest.duplicates,
         "records": [dataclasses.asdict(records[relpath]) for relpath, _ in manifest.shards],
     }
+    content["checksum"] = checksum_of(content)
     write_whole(out / MANIFEST_NAME, [orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"])
     (out / JOURNAL_NAME).unlink()
     for path in out.rglob(f"*{UNFINISHED}"):

@@ -40,6 +40,8 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = "tokens.json"
 JOURNAL_NAME = "tokens.journal"
 """Line 1 is the Identity, then one ShardRecord for each finished shard."""
+KEYS = {"identity", "source", "text_field", "source_shards", "duplicates", "records"}
+"""Of tokens.json, beside `checksum`."""
 UNFINISHED = ".unfinished"  # what a killed command leaves behind; the next one writes over it
 AGAIN = "run `prepare.py tokens` again with the same arguments"
 
@@ -158,6 +160,9 @@ class TokenFolder:
             text_field = str(content["text_field"])
             duplicates = tuple(str(name) for name in content["duplicates"])
             records = {record["path"]: ShardRecord(**record) for record in content["records"]}
+            checksum = content.pop("checksum", None)  # early versions wrote none
+            if checksum not in (None, checksum_of(content)) or content.keys() != KEYS:
+                raise ValueError("its checksum is not that of its content")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise DataFault(f"{path} is damaged ({error!r}); delete it and {AGAIN}") from error
         manifest = Manifest(str(root), shards, text_field, duplicates)
@@ -299,6 +304,11 @@ class LinesTable:
     faults: NDArray[np.int64]
     sources: NDArray[np.int64]
     """All 0 where the format has none."""
+
+
+def checksum_of(content: dict[str, Any]) -> str:
+    """SHA-256 of what tokens.json says."""
+    return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def shard_file(root: Path, relpath: str, suffix: str) -> Path:

@@ -1,7 +1,7 @@
 """Checkpoint folders as files: which there are, what makes one durable, and whether one is still what was written.
 
     <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml
-    <run folder>/checkpoints/step_00000200/manifest.json    size and checksum of every other file; written last
+    <run folder>/checkpoints/step_00000200/manifest.json    run, step, and each file's size and checksum; written last
     <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and passed over
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
     <run folder>/checkpoints/set_aside/                     what was newer than the checkpoint a rewind went back to
@@ -44,6 +44,18 @@ class FileRecord:
     to five times the speed of the hashes in hashlib, with the interpreter's lock released."""
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    files: dict[str, FileRecord]
+    run: str = ""
+    """`run.name` of the run that wrote it."""
+    run_id: str = ""
+    """gsa_train.run.starts.new_run_id. Manifests of checkpoint formats 2 and 3 name no run and no step."""
+    step: int | None = None
+
+
 # --- which checkpoint ------------------------------------------------------------------------------------
 
 
@@ -75,8 +87,26 @@ def newest_name(checkpoints: Path) -> str | None:
 
 
 def _warn_of_latest(checkpoints: Path) -> None:
-    if (checkpoints / LATEST).is_file() and read_latest(checkpoints) is None:
-        logger.warning("%s names no checkpoint beside it: the newest one there counts", checkpoints / LATEST)
+    pointer, name = checkpoints / LATEST, read_latest(checkpoints)
+    if pointer.is_file() and name is None:
+        logger.warning("%s names no checkpoint beside it: the newest one there counts", pointer)
+    newer = [] if name is None else newer_than(checkpoints / name)
+    if newer:
+        logger.warning(
+            "%s names %s, and %s beside it is newer: %s counts. To go on from the newest one, delete %s",
+            pointer,
+            name,
+            ", ".join(path.name for path in newer),
+            name,
+            pointer,
+        )
+
+
+def newer_than(checkpoint: Path) -> list[Path]:
+    """The complete checkpoints beside it of later steps, oldest first."""
+    step = step_of(checkpoint.name)
+    complete = complete_checkpoints(checkpoint.parent)
+    return [path for path in complete if step is not None and (step_of(path.name) or 0) > step]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -113,8 +143,9 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Where a resume may start, best first: what `latest` names, then what is older than that.
 
-    What is newer than `latest` is left out, because `latest` may have been set back by hand. Without `latest` (a
-    kill between the first save and its `latest`), or where it is damaged, all count.
+    What is newer than `latest` is left out, with a warning: `latest` may have been set back by hand, or by a rewind
+    that was killed on its way. Without `latest` (a kill between the first save and its `latest`), or where it is
+    damaged, all count.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -166,13 +197,11 @@ def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
 def go_back_to(checkpoint: Path) -> None:
     """Make an earlier checkpoint the latest one; newer ones move to `set_aside/`. Call on one process."""
     _write_latest(checkpoint)
-    kept, aside = step_of(checkpoint.name), checkpoint.with_name(SET_ASIDE)
-    assert kept is not None
-    for newer in complete_checkpoints(checkpoint.parent):
-        if (step_of(newer.name) or 0) > kept:
-            aside.mkdir(exist_ok=True)
-            shutil.rmtree(aside / newer.name, ignore_errors=True)
-            newer.rename(aside / newer.name)
+    aside = checkpoint.with_name(SET_ASIDE)
+    for newer in newer_than(checkpoint):
+        aside.mkdir(exist_ok=True)
+        shutil.rmtree(aside / newer.name, ignore_errors=True)
+        newer.rename(aside / newer.name)
     sync(checkpoint.parent)
 
 
@@ -189,31 +218,39 @@ def describe_file(path: Path) -> FileRecord:
     return FileRecord(size, f"{checksum:08x}")
 
 
-def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The last file of a checkpoint, and the folder itself, onto the disk.
 
     Raises:
         OSError: cannot be written; or a file is not there in the size with which it was written, as when the ranks
             do not share one file system.
     """
-    for name, record in files.items():
+    for name, record in manifest.files.items():
         size = (folder / name).stat().st_size
         if size != record.bytes:
             raise OSError(f"{folder / name} has {size} bytes where {record.bytes} were written")
-    content = {"files": {name: asdict(record) for name, record in sorted(files.items())}}
+    content = {
+        "run": manifest.run,
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
+    }
     write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
     sync(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
+def read_manifest(folder: Path) -> Manifest:
     """
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is no manifest.
     """
     try:
-        files = json.loads((folder / MANIFEST).read_bytes())["files"]
-        records = {name: FileRecord(record["bytes"], record["crc32"]) for name, record in files.items()}
+        content = json.loads((folder / MANIFEST).read_bytes())
+        records = {
+            name: FileRecord(record["bytes"], record["crc32"]) for name, record in content["files"].items()
+        }
+        run, run_id, step = content.get("run", ""), content.get("run_id", ""), content.get("step")
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
     for name, record in records.items():
@@ -221,7 +258,9 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
             raise ValueError(f"{MANIFEST} names {name!r}, which leads out of the folder")
         if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.crc32, str):
             raise ValueError(f"{MANIFEST} is damaged: {name} has no size and checksum")
-    return records
+    if not isinstance(run, str) or not isinstance(run_id, str) or type(step) not in (int, type(None)):
+        raise ValueError(f"{MANIFEST} is damaged: it names no run and step")
+    return Manifest(records, run, run_id, step)
 
 
 def _is_plain(name: str) -> bool:

@@ -8,6 +8,7 @@ readers with a list of what is allowed in their places. torch itself reads tenso
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 from collections.abc import Collection
@@ -16,13 +17,14 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from gsa_train.checkpoint.files import leads_out
-from gsa_train.checkpoint.write import TORCH_METADATA
+from gsa_train.checkpoint.files import MEGATRON_METADATA, leads_out
+from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
 
 CLASSES = {
     "torch": {"Size"},  # and dtypes
@@ -103,6 +105,9 @@ def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | N
         listed: files whose checksums are known; None where the checkpoint is from before there were any.
     """
     try:
+        backend = json.loads((checkpoint / MEGATRON_METADATA).read_bytes())["sharded_backend"]
+        if backend != BACKEND[0]:
+            return f"{MEGATRON_METADATA} says that the format is {backend!r}, and only {BACKEND[0]} is read"
         read_common(checkpoint)
         metadata = read_metadata(checkpoint)
         for index, place in metadata.storage_data.items():
@@ -113,6 +118,8 @@ def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | N
                     file.seek(place.offset)
                     content = file.read(place.length)
                 _load(io.BytesIO(content), f"{place.relative_path}, {index.fqn}")
+    except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return f"{MEGATRON_METADATA} is damaged: {_line(error)}"
     except (OSError, RefusedContent, AttributeError, TypeError) as error:
         return _line(error)
     return None

@@ -12,9 +12,9 @@ from pathlib import Path
 import yaml
 
 from gsa_data.tokenize import Tokenizer
+from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.load import (
     RunState,
-    find_damage,
     load_main_weights,
     load_weights,
     read_run_state,

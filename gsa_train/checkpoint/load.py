@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,20 +20,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 
-from gsa_train.checkpoint.files import (
-    MANIFEST,
-    MEGATRON_METADATA,
-    faults_in,
-    is_complete,
-    read_manifest,
-    share_of,
-)
-from gsa_train.checkpoint.guarded import GuardedCommon, read_common, refused_content
+from gsa_train.checkpoint.guarded import GuardedCommon, read_common
 from gsa_train.checkpoint.optimizer_state import (
     Saved,
     from_main_weights,
@@ -45,14 +35,14 @@ from gsa_train.checkpoint.optimizer_state import (
     step_count,
     wanted_state,
 )
-from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 from gsa_train.parallel import Parallel
 
-FORMAT_VERSION = 3
-"""3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
-READABLE_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 4
+"""4: the manifest names run and step.
+3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 logger = logging.getLogger(__name__)
 
@@ -85,60 +75,11 @@ class RunState:
     """The run was stopped in the validation at this step, and begins with it."""
     monitor: dict[str, Any] = field(default_factory=dict)
     """gsa_train.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
+    run: str = ""
+    """`run.name`. Empty in formats up to 3, as the next."""
+    run_id: str = ""
+    """gsa_train.run.starts.new_run_id"""
     format_version: int = FORMAT_VERSION
-
-
-# --- is it what was written ------------------------------------------------------------------------------
-
-
-def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | None:
-    """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
-
-    The ranks share the files, so that together they read the checkpoint once. What checksums cannot tell, a file that
-    was made to harm, the main rank looks for.
-
-    Args:
-        checksums: read the files; otherwise only look whether all are there in their sizes.
-    """
-    shared: list[Any] = [None, {}]
-    if parallel.is_main:
-        try:
-            shared[1] = read_manifest(checkpoint)
-            unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - shared[1].keys()
-            if unlisted:
-                shared[0] = f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}"
-        except FileNotFoundError:
-            shared[0] = _why_no_manifest(checkpoint)
-        except (OSError, ValueError) as error:
-            shared[0] = str(error)
-    dist.broadcast_object_list(shared, src=0)
-    fault, files = shared
-    if fault is None:
-        share = share_of(files, parallel.rank, parallel.world_size)
-        found: list[Any] = [None] * parallel.world_size
-        unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
-        mine = faults_in(checkpoint, share, checksums) if checkpoint.is_dir() else [unseen]
-        dist.all_gather_object(found, mine)
-        faults = [each for faults in found for each in faults]
-        fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
-    if fault is None:
-        refused = [refused_content(checkpoint, files or None) if parallel.is_main else None]
-        dist.broadcast_object_list(refused, src=0)
-        fault = refused[0]
-    return fault
-
-
-def _why_no_manifest(checkpoint: Path) -> str | None:
-    if not is_complete(checkpoint):
-        return "it is missing or incomplete"
-    try:
-        version = read_run_state(checkpoint).format_version
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
-    if version >= 2:
-        return f"it has no {MANIFEST}"
-    logger.warning("%s was written before checkpoints had a %s: it is not verified", checkpoint, MANIFEST)
-    return None
 
 
 # --- load ------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from gsa_train.checkpoint.files import prune, publish, step_folder, write_manifest
+from gsa_train.checkpoint.files import Manifest, prune, publish, step_folder, write_manifest
 from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
@@ -259,7 +259,7 @@ class CheckpointSaver:
     def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[int, list[str]]:
         """Size in bytes, warnings."""
         files = write_metadata(save.writer, save.metadata, save.folder, ranks)
-        write_manifest(save.folder, files)
+        write_manifest(save.folder, Manifest(files, save.state.run, save.state.run_id, save.state.step))
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
         config = self._config

@@ -25,7 +25,7 @@ from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.run import exit_codes
-from gsa_train.run.last_words import say_last, tell_torchrun
+from gsa_train.run.last_words import forget_end, note_end, say_last, tell_torchrun
 from gsa_train.run.start_header import first_line
 from gsa_train.run.stop_signals import (
     Stopped,
@@ -49,8 +49,11 @@ SHARED_MEMORY_REMEDY = (
 
 
 def main() -> int:
+    forget_end()
     try:
-        return run_command()
+        code = run_command()
+        note_end(code)
+        return code
     except Exception as error:
         tell_torchrun(f"{type(error).__name__}: {error}\n(the traceback is further up)")
         raise
@@ -122,9 +125,10 @@ def run_command() -> int:
         TokenizerError,
         ProfileError,
         WandbRefused,
-        DeviceError,
-        RendezvousError,
     ) as error:
+        return refuse(error, request=request)
+    except (DeviceError, RendezvousError) as error:
+        note_end(exit_codes.FAILED)  # of this node or this moment: another start of a job may do better
         return refuse(error, request=request)
     except SpikeAhead as error:
         return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)

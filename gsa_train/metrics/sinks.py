@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +16,7 @@ from gsa_train.metrics.record_format import (
     Record,
     drop_after,
     keep_after,
+    read_records,
     set_damaged_aside,
     to_json,
     to_scalars,
@@ -21,6 +24,8 @@ from gsa_train.metrics.record_format import (
 from gsa_train.metrics.tensorboard_sink import TensorBoardSink
 from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import tag_of
+
+logger = logging.getLogger(__name__)
 
 
 def open_sinks(
@@ -49,6 +54,8 @@ def open_sinks(
         if keeps_later:
             keep_after(metrics_path, resume_step)
         drop_after(metrics_path, resume_step, with_validation=validates_again)
+    if resume_step:
+        _warn_of_lost_records(metrics_path, resume_step, logging_config.every_steps)
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
@@ -104,6 +111,11 @@ class Sinks:
             if self._wandb:
                 self._wandb.log(each, scalars)
 
+    @property
+    def folder_was_gone(self) -> bool:
+        """Someone has removed or moved the run folder since this was opened."""
+        return self._metrics.folder_was_gone
+
     def tell_of_hang(self, step: int, report: str) -> None:
         """To W&B alone, whose run ends as failed: the main thread hangs, perhaps in one of the files."""
         record = {"event": "hang", "step": step, "reason": report}
@@ -114,12 +126,15 @@ class Sinks:
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
         self.write_late()
+        with contextlib.suppress(OSError):  # as of any record, which would be counted
+            self._metrics.restore()
         self._metrics.close()
         path = self.run_dir / "metrics.jsonl"
         set_damaged_aside(path)
         keep_after(path, step)
         drop_after(path, step)
-        self._metrics = MetricsFile(path, to_json, self._metrics.lost)
+        before, self._metrics = self._metrics, MetricsFile(path, to_json, self._metrics.lost)
+        self._metrics.folder_was_gone = before.folder_was_gone
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
@@ -150,6 +165,19 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(exit_code=0 if kind is None else 1)
+
+
+def _warn_of_lost_records(path: Path, resume_step: int, every_steps: int) -> None:
+    """A save begins behind the record of its step, so all up to there were written."""
+    newest = max((record["step"] for record in read_records(path)), default=0) if path.is_file() else 0
+    if newest < resume_step - resume_step % every_steps:
+        logger.warning(
+            "%s holds no record after step %d, and the checkpoint is of step %d: the file was cut or removed, or its "
+            "disk was full; the run goes on without what is missing, and TensorBoard or W&B may have it",
+            path,
+            newest,
+            resume_step,
+        )
 
 
 FILES = (

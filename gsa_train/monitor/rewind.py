@@ -8,6 +8,7 @@ checkpoint: a rewind in the process equals a restart from it with `train.iterati
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,12 +18,14 @@ import torch.distributed as dist
 
 from gsa_train.checkpoint.files import go_back_to, resume_candidates, step_of
 from gsa_train.config import Config
-from gsa_train.files import write_atomically
+from gsa_train.files import read_checked, write_checked
 from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound
 from gsa_train.parallel import Parallel
 from gsa_train.resume import Start, first_intact, set_damaged_aside
 
 FILE = "rewinds.json"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def rewind(
         set_damaged_aside(checkpoint, damaged)
         # In this order: killed in between, the run starts from the same checkpoint and finds the same spike.
         go_back_to(checkpoint)
-        write_atomically(checkpoints / FILE, json.dumps([*rewinds, asdict(done)], indent=2) + "\n")
+        write_checked(checkpoints / FILE, {"rewinds": [*rewinds, asdict(done)]})
     dist.barrier()
     return checkpoint, done, damaged
 
@@ -119,6 +122,21 @@ def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[d
     shared: list[list[dict[str, Any]]] = [start.monitor.rewinds]
     path = checkpoints / FILE
     if parallel.is_main and start.same_run and path.exists():
-        shared = [json.loads(path.read_text())]
+        try:
+            shared = [_read_rewinds(path)]
+        except (ValueError, TypeError) as error:
+            logger.warning(
+                "%s is damaged (%s): the checkpoint's %d rewinds count, and a spike after it is found again",
+                path,
+                error,
+                len(shared[0]),
+            )
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def _read_rewinds(path: Path) -> list[dict[str, Any]]:
+    """Raises ValueError or TypeError for a damaged file. Early versions wrote the list alone."""
+    content = json.loads(path.read_bytes())
+    rewinds = content if isinstance(content, list) else read_checked(path, ["rewinds"])["rewinds"]
+    return [asdict(Rewind(**{"spikes": 0, **each})) for each in rewinds]

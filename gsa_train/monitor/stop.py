@@ -6,7 +6,6 @@ note in the run folder makes every such start refuse, until something is differe
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch.distributed as dist
 
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.files import write_atomically
+from gsa_train.files import read_checked, write_checked
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.parallel import Parallel
 
 FILE = "monitor_stop.json"
 """In the run folder: the spike that ended the run. Gone once a start goes on all the same."""
+KEYS = ("first_step", "last_step", "saved_step", "reason")
 
 
 class SpikeAhead(ValueError):
@@ -33,7 +33,7 @@ def note_stop(run_dir: Path, stop: MonitorStop, saved_step: int) -> None:
         saved_step: of the newest checkpoint; 0 if there is none.
     """
     facts = {"first_step": stop.first_step, "last_step": stop.last_step, "saved_step": saved_step}
-    write_atomically(run_dir / FILE, json.dumps({**facts, "reason": str(stop)}, indent=2) + "\n")
+    write_checked(run_dir / FILE, {**facts, "reason": str(stop)})
 
 
 def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, parallel: Parallel) -> None:
@@ -46,14 +46,25 @@ def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, paral
         SpikeAhead: neither, on all ranks alike.
     """
     path = run_dir / FILE
-    shared: list[Any] = [path.read_text() if parallel.is_main and path.exists() else None]
+    goes_on = arguments.resume_after_stop or arguments.no_resume or arguments.resume_from
+    shared: list[Any] = [None, None]
+    if parallel.is_main and path.exists():
+        try:
+            shared[0] = read_checked(path, KEYS)
+        except ValueError as error:
+            shared[1] = error
     dist.broadcast_object_list(shared, src=0)
-    if shared[0] is None:
+    stop, damage = shared
+    if damage is not None and not goes_on:
+        raise SpikeAhead(
+            f"the monitor stopped this run, and {path}, which says where, is damaged ({damage}): see the log for the "
+            "spike, and add --resume-after-stop, or start from an earlier checkpoint (--resume-from DIR)"
+        )
+    if stop is None:
         return
-    stop = json.loads(shared[0])
     spike = [*range(stop["first_step"], stop["last_step"] + 1)]
     left_out = set(spike) <= set(config.train.iterations_to_skip)
-    if left_out or arguments.resume_after_stop or arguments.no_resume or arguments.resume_from:
+    if left_out or goes_on:
         return
     skip = str(sorted({*config.train.iterations_to_skip, *spike})).replace(" ", "")
     raise SpikeAhead(

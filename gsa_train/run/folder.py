@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from gsa_train.checkpoint.files import go_back_to, newest_name, recover_folder
+from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
 from gsa_train.config import Config, config_to_yaml
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import Progress
@@ -27,7 +27,7 @@ from gsa_train.run.job_start import note_job_start
 from gsa_train.run.lock import RunFolderError
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.start_header import start_header
-from gsa_train.run.starts import note_start, read_starts
+from gsa_train.run.starts import new_run_id, note_start, read_starts
 from gsa_train.run.stop_signals import children_keep_running
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class RunFolder:
     log: RunLog
     hang: str | None
     """On the main rank: which hang ended the start before this one (gsa_train.run.hang_watchdog)."""
+    run_id: str
+    """Of the run, on every rank; its checkpoints and its starts name it."""
 
 
 def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFolder:
@@ -55,6 +57,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
     sinks = console = hang = None
     place: tuple[str, ...] = ()
     shared: list[str | None] = [None, None, None]
+    run_id = [""]
     if parallel.is_main:
         try:
             wandb = _open_wandb(config, start)
@@ -62,8 +65,10 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
             shared[1] = str(error)
         else:
             place = wandb.place() if wandb else ()
+            saved_id = start.state.run_id if start.same_run and start.state else ""
+            run_id = [saved_id or new_run_id()]
             try:
-                sinks, console, hang = _open_files(config, start, parallel, wandb, place)
+                sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id[0])
                 shared[0] = sinks.wandb_run_id
             except OSError as error:
                 shared[2] = (
@@ -71,12 +76,13 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
                     "and start the same command again: nothing of the run is lost"
                 )
     dist.broadcast_object_list(shared, src=0)
+    dist.broadcast_object_list(run_id, src=0)
     if shared[1] is not None:
         raise WandbRefused(shared[1])
     if shared[2] is not None:
         raise RunFolderError(shared[2])
     log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
-    return RunFolder(folder / "checkpoints", log, hang)
+    return RunFolder(folder / "checkpoints", log, hang, run_id[0])
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
@@ -90,7 +96,12 @@ def _open_wandb(config: Config, start: Start) -> WandbSink | None:
 
 
 def _open_files(
-    config: Config, start: Start, parallel: Parallel, wandb: WandbSink | None, wandb_place: tuple[str, ...]
+    config: Config,
+    start: Start,
+    parallel: Parallel,
+    wandb: WandbSink | None,
+    wandb_place: tuple[str, ...],
+    run_id: str,
 ) -> tuple[Sinks, Progress, str | None]:
     """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
@@ -116,7 +127,7 @@ def _open_files(
     write_atomically(folder / "config.yaml", config_to_yaml(config))
     on_gpu = parallel.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else platform.machine()
-    note_start(folder, start.step, parallel.describe(), device)
+    note_start(folder, start.step, parallel.describe(), device, run_id)
     (folder / "checkpoints").mkdir(exist_ok=True)
     note_job_start(folder)
     (folder / STOPPED).unlink(missing_ok=True)
@@ -143,9 +154,11 @@ def _open_files(
 
 
 def _go_back_to_older(checkpoint: Path | None) -> bool:
-    """Where --resume-from names a checkpoint of this run that is not its latest: what is newer is set aside, else a
-    restart before the next save would go on from there. Says whether that was so."""
-    if checkpoint is None or newest_name(checkpoint.parent) in (None, checkpoint.name):
+    """Where a start goes on from a checkpoint of this run that is not its newest, as --resume-from or `latest` says:
+    what is newer is set aside, else a restart before the next save would go on from there. Says whether that was so."""
+    if checkpoint is None:
+        return False
+    if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
         return False
     go_back_to(checkpoint)
     return True

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,13 @@ import torch.distributed as dist
 
 from gsa_train.files import write_atomically
 from gsa_train.parallel import Parallel
+from gsa_train.run.last_words import SUBMISSION as SUBMISSION
 from gsa_train.run.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
-"""In the run folder: which job opened it last, and when (Unix seconds)."""
+"""In the run folder: which job opened it last, when (Unix seconds), and the checksum of both lines."""
 
 logger = logging.getLogger(__name__)
-
-SUBMISSION = "GSA_SUBMISSION"
-"""Environment variable of launch/slurm/job.sh: what submit.py submitted. All jobs of a chain count as one."""
 
 
 def job_id() -> str:
@@ -31,7 +30,8 @@ def job_id() -> str:
 
 
 def note_job_start(run_folder: Path) -> None:
-    write_atomically(run_folder / JOB_START, f"{job_id()}\n{time.time()}\n")
+    lines = f"{job_id()}\n{time.time()}\n"
+    write_atomically(run_folder / JOB_START, f"{lines}{zlib.crc32(lines.encode()):08x}\n")
 
 
 def is_restart(run_folder: Path, parallel: Parallel) -> bool:
@@ -63,8 +63,14 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
     if not path.is_file():
         return None, 0.0
     try:
-        job, *at = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
+        job, *at = text.splitlines()
         opened_at = float(at[0]) if at else 0.0  # folders from before the time was noted have none
+        lines, checksum = text[: -len("12345678\n")], text[-len("12345678\n") :].strip()
+        if not text.endswith("\n"):
+            raise ValueError("it is cut off")
+        if len(at) > 1 and f"{zlib.crc32(lines.encode()):08x}" != checksum:  # early versions had none
+            raise ValueError("its checksum is not that of its content")
         if not math.isfinite(opened_at):
             raise ValueError(f"{at[0]} is no time")
     except ValueError as error:  # also of a text that is empty or not UTF-8

@@ -6,10 +6,16 @@ torch.distributed.elastic.multiprocessing.errors.ErrorHandler, written here with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from pathlib import Path
+
+SUBMISSION = "GSA_SUBMISSION"
+"""Environment variable of launch/slurm/job.sh: the folder of what submit.py submitted. All jobs of a chain count as
+one."""
 
 
 def say_last(message: str) -> None:
@@ -31,6 +37,27 @@ def tell_torchrun(message: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def forget_end() -> None:
+    """At the beginning of a start: what an earlier one of this job ended with no longer counts."""
+    for path in _end_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def note_end(code: int) -> None:
+    """In a job of launch/slurm/submit.py: how this start ends, for job.sh, as torchrun ends with 1 for all. The first
+    note counts."""
+    for path in _end_file():
+        with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
+            file.write(f"{code}\n")  # without it the job sees whether there is a new checkpoint, and no more
+
+
+def _end_file() -> list[Path]:
+    """On the main rank of such a job."""
+    folder = os.environ.get(SUBMISSION)
+    return [Path(folder) / "exit_code"] if folder and os.environ.get("RANK", "0") == "0" else []
 
 
 def _is_started_again() -> bool:

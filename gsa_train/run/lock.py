@@ -100,7 +100,7 @@ def _lock(path: Path) -> IO[str]:
                 break
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-        holder = path.read_text(encoding="utf-8").strip()
+        holder = path.read_text(encoding="utf-8", errors="replace").strip()
         is_here = holder.endswith(f" on {socket.gethostname()}")
         patience = PATIENCE_SECONDS if is_here else REMOTE_PATIENCE_SECONDS
         if time.monotonic() - began > patience:

@@ -42,6 +42,11 @@ class RunLog:
         if self.sinks is not None:
             self.sinks.write_late()
 
+    @property
+    def folder_was_gone(self) -> bool:
+        """On the main rank: someone has removed or moved the run folder. Its metrics are there again."""
+        return self.sinks is not None and self.sinks.folder_was_gone
+
     def message(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)

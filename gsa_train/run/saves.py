@@ -39,6 +39,8 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
         rng=gather_rng(run.parallel),
         validation_due=state.validation_due,
         monitor=asdict(state.monitor),
+        run=run.config.run.name,
+        run_id=run.run_id,
     )
     report_saves(run, saver.begin(content, run.model, phase_optimizer))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,9 +24,23 @@ SOURCE = Path(__file__).resolve().parents[2]
 """The checkout, or the folder that the package is installed in."""
 
 
-def note_start(run_dir: Path, step: int, layout: str, device: str) -> None:
+def new_run_id() -> str:
+    """Made at a run's step 0: two runs of one name are told apart by it. Its end is the checksum of its beginning."""
+    token = secrets.token_hex(6)
+    return f"{token}{zlib.crc32(token.encode()):08x}"
+
+
+def run_id_of(run_dir: Path) -> str:
+    """Which run the folder belongs to, by its newest start that says so; "" where none does, or all are damaged."""
+    ids = [str(start.get("run_id", "")) for start in read_starts(run_dir)]
+    intact = [each for each in ids if f"{zlib.crc32(each[:12].encode()):08x}" == each[12:]]
+    return intact[-1] if intact else ""
+
+
+def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) -> None:
     """Append this start, which begins behind `step`."""
     start = {
+        "run_id": run_id,
         "unix_seconds": time.time(),
         "step": step,
         "layout": layout,
@@ -55,14 +71,16 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """In their order; empty for a run of a version that did not note them. A line that a kill or a full disk cut off is
-    left out."""
+    """In their order; empty for a run of a version that did not note them. A damaged line, as one
+    that a kill or a full disk cut off, is left out."""
     path = run_dir / STARTS
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     starts = []
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):
-            starts.append(json.loads(line))
+            start = json.loads(line)
+            if isinstance(start, dict) and isinstance(start.get("unix_seconds"), float):
+                starts.append(start)
     return starts
 
 

@@ -67,6 +67,8 @@ class Run:
     start: Start
     """Of this process, or of the newest rewind."""
     state: TrainState
+    run_id: str = ""
+    """gsa_train.run.starts.new_run_id"""
     skipped_steps: frozenset[int] = frozenset()
     """Steps, counted from 1, whose batches are read and not trained on."""
     phase_optimizer: PhaseOptimizer | None = None

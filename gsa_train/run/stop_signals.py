@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -24,7 +24,8 @@ ONE_PRESS_SECONDS = 0.5
 """Some programs that start others pass Ctrl-C on to them, though the terminal has told them: that is one press."""
 
 TIME_LIMIT = signal.NSIG
-"""The reason that is no signal, as a number beside theirs."""
+FOLDER_GONE = signal.NSIG + 1
+"""Reasons that are no signals, as numbers beside theirs."""
 
 SLURM_MARGIN_FRACTION = 0.1
 """A margin before a Slurm job's end is at most this share of the job: else a short one would stop as it starts."""
@@ -41,7 +42,8 @@ class Stopped(Exception):
 def reason_in_words(reason: int) -> str:
     if reason == signal.SIGINT:
         return "Ctrl-C"
-    return "the time limit" if reason == TIME_LIMIT else signal.Signals(reason).name
+    words = {TIME_LIMIT: "the time limit", FOLDER_GONE: "the removal of its run folder"}
+    return words[reason] if reason in words else signal.Signals(reason).name
 
 
 def _end_at_once(said: str) -> None:
@@ -62,15 +64,20 @@ class StopRequest:
     def __init__(self) -> None:
         self.deadline: float | None = None
         """Time (of `time.time`) from which on the run stops."""
+        self.folder_is_gone: Callable[[], bool] = lambda: False
+        """Whether the run folder was removed or moved: what the run knows is saved then, and a new start writes the
+        rest again."""
         self._signal = 0
         self._listens = False
         self._interrupted_at: float | None = None
 
     @property
     def reason(self) -> int:
-        """0, the number of the last stop signal, or TIME_LIMIT."""
+        """0, the number of the last stop signal, FOLDER_GONE or TIME_LIMIT."""
         if self._signal:
             return self._signal
+        if self.folder_is_gone():
+            return FOLDER_GONE
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def watch(self) -> None:

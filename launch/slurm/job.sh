@@ -36,6 +36,10 @@ if [ -e "$folder/stopped_by_monitor" ]; then  # the job before this one in the c
     say "the monitor stopped the run at a spike ($run_dir/monitor_stop.json); not started"
     exit 13
 fi
+if [ ! -d "$folder/source" ]; then
+    say "$folder is gone, with the source of this job; submit the run again: it goes on from its newest checkpoint"
+    exit 2
+fi
 cd __WORKING_DIR__ || exit 1
 # Starts after the first one go on from the run folder, also those by other jobs of the chain.
 export GSA_SUBMISSION="$folder"
@@ -57,7 +61,7 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then  # before Slurm 23.02
     fi
 fi
 
-latest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
+latest() { tr -cd 'a-z0-9_' < "$run_dir/checkpoints/latest" 2>/dev/null; }
 
 asked=
 # USR1: Slurm sends it to this script only. TERM: before a preemption, and to every process of the job.
@@ -65,7 +69,7 @@ asked=
 trap 'asked=USR1; interrupted=yes; kill -USR1 "$!" 2>/dev/null' USR1
 trap 'asked=TERM; interrupted=yes' TERM
 before=$(latest)
-rm -f "$run_dir/stopped.json"
+rm -f "$run_dir/stopped.json" "$folder/exit_code"
 say "starting on $SLURM_JOB_NODELIST, latest checkpoint: ${before:-none}"
 srun --kill-on-bad-exit=1 bash "$folder/job.sh" node &
 step=$!
@@ -91,6 +95,16 @@ if [ -e "$run_dir/monitor_stop.json" ]; then  # torchrun makes the monitor's exi
     touch "$folder/stopped_by_monitor"
     say "the monitor stopped the run at a spike (monitor_stop.json); not started again"
     exit 13
+fi
+# What the main rank ended with: gsa_train/run/exit_codes.py.
+end=$(cat "$folder/exit_code" 2>/dev/null)
+if [ ! -d "$folder/source" ]; then
+    say "$folder is gone, with the source of this job; submit the run again: it goes on from its newest checkpoint"
+    exit "$code"
+elif [ "$end" = 2 ] || [ "$end" = 3 ]; then
+    say "ended with exit code $end, which a new start does not mend (2: refused, 3: checkpoints cannot be written); see" \
+        "the line above, and submit it again; not started again"
+    exit "$end"
 elif [ -n "$asked" ] || [ -e "$run_dir/stopped.json" ]; then
     # Once may be chance: a busy node, a long validation. A preemption says nothing of the time there was.
     if [ "$after" != "$before" ] || [ "$asked" = TERM ]; then

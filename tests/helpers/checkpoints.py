@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -31,11 +33,12 @@ def run_state(
 
 
 def write_checkpoint(
-    checkpoints: Path, step: int, model: Model, optimizer: PhaseOptimizer, config: Config
+    checkpoints: Path, step: int, model: Model, optimizer: PhaseOptimizer, config: Config, **fields: Any
 ) -> Path:
-    """The folder of a checkpoint, durable."""
+    """The folder of a checkpoint, durable; `fields` are those of its RunState that are not `run_state`'s."""
     saver = CheckpointSaver(checkpoints, CheckpointConfig(async_save=False), single_rank())
-    (result,) = saver.begin(run_state(step, config), model, optimizer)
+    state = replace(run_state(step, config), run=config.run.name, **fields)
+    (result,) = saver.begin(state, model, optimizer)
     saver.close()
     assert result.error is None, result.error
     return result.folder

@@ -8,6 +8,7 @@ by name (steps count from 1, "before" a step is before its batch is trained):
     flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once; without rank on all
     wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
     wrong_output: [step, rank]              a layer's output is twice what it should be, once
+    removed_folder: [step, folder]          before that step rank 0 removes this folder
     full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
     failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
     slow: [first, last, rank]               in these steps this rank works four times as long as in the longest before
@@ -28,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -114,6 +116,9 @@ class Faults:
             step, gpt = steps_before + 1, training.model.gpt
             self._stand_still(step)
             self._limit_disk(step)
+            at, folder = self._faults.get("removed_folder", (0, ""))
+            if self._rank == 0 and step == at:
+                shutil.rmtree(folder)
             weight = next(p for name, p in gpt.named_parameters() if name.endswith("linear_fc2.weight"))
             self._flip_a_bit(step, weight)
             hooks = self._hooks(step, gpt, weight)

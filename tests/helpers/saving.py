@@ -50,7 +50,9 @@ def names_in(folder: Path) -> set[str]:
 
 
 def is_intact(folder: Path) -> bool:
-    return not checkpoint_files.faults_in(folder, checkpoint_files.read_manifest(folder), checksums=True)
+    return not checkpoint_files.faults_in(
+        folder, checkpoint_files.read_manifest(folder).files, checksums=True
+    )
 
 
 def adam_of(

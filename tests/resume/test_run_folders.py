@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gsa_train.run.starts import read_starts
 from helpers.run_contents import contents, cut
-from helpers.runs import QUICK, TINY, Run, kill, start, train
+from helpers.runs import QUICK, STEPS, TINY, Run, finished, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = "logging.wandb=offline logging.wandb_project=no/such:project"
@@ -121,3 +122,19 @@ def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_ru
     assert not unfinished.exists()
     events = [record for record in again.records() if record.get("event") == "checkpoint_damaged"]
     assert [record["checkpoint_name"] for record in events] == ["step_00000020"]
+
+
+def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_same_command(
+    tmp_path: Path,
+) -> None:
+    original = finished()
+    fault = {"removed_folder": [8, str(tmp_path / "run")]}
+    removed = start(tmp_path, *TINY, launcher="python", faults=fault).wait(expected=75)
+    assert "metrics.jsonl was removed, moved or replaced while the run writes it" in removed.output
+    assert "stopped by the removal of its run folder after step " in removed.output
+    assert "Traceback" not in removed.output
+    assert removed.latest in ("step_00000008", "step_00000009")
+    again = start(tmp_path, *TINY, launcher="python").wait()
+    assert again.series("step") == list(range(1, STEPS + 1))
+    for key in ("loss", "indexer_kl", "grad_norm", "tokens"):
+        assert again.series(key) == original.series(key)

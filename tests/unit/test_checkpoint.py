@@ -15,6 +15,7 @@ import torch
 
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import load as checkpoint
+from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import (
     complete_checkpoints,
     find_checkpoint,
@@ -22,7 +23,7 @@ from gsa_train.checkpoint.files import (
     recover_folder,
     resume_candidates,
 )
-from gsa_train.checkpoint.load import find_damage, load_checkpoint, read_run_state
+from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
@@ -114,7 +115,7 @@ def test_latest_must_name_a_complete_checkpoint(lost, save, tmp_path):
 def test_another_format_version_is_refused(save, monkeypatch):
     folder = save(1)
     monkeypatch.setattr(checkpoint, "READABLE_VERSIONS", (7,))
-    with pytest.raises(ValueError, match="has format version 3, this code reads 7"):
+    with pytest.raises(ValueError, match="has format version 4, this code reads 7"):
         read_run_state(folder)
 
 
@@ -153,7 +154,7 @@ def write_files(checkpoints: Path, step: int, keep_last: int = 2) -> None:
     unfinished.mkdir()
     names = ("__0_0.distcp", "common.pt", "metadata.json")
     files = {name: checkpoint_files.write_durably(unfinished / name, name.encode()) for name in names}
-    checkpoint_files.write_manifest(unfinished, files)
+    checkpoint_files.write_manifest(unfinished, checkpoint_files.Manifest(files))
     checkpoint_files.publish(unfinished, final)
     assert checkpoint_files.prune(checkpoints, keep_last, newest=final) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import io
 import json
@@ -15,12 +16,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint import files as checkpoint_files
+from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.initial_weights import load_initial_weights
-from gsa_train.checkpoint.load import find_damage, load_checkpoint, load_weights, read_run_state
+from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_state
 from gsa_train.cli import Arguments
+from gsa_train.config.load import _TextLoader
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.phases import phase_ranges
@@ -92,10 +96,9 @@ def replace_entry(folder: Path, name: str, value: Any) -> None:
 
 
 def adapt_manifest(folder: Path) -> None:
-    names = checkpoint_files.read_manifest(folder)
-    checkpoint_files.write_manifest(
-        folder, {name: checkpoint_files.describe_file(folder / name) for name in names}
-    )
+    manifest = checkpoint_files.read_manifest(folder)
+    described = {name: checkpoint_files.describe_file(folder / name) for name in manifest.files}
+    checkpoint_files.write_manifest(folder, dataclasses.replace(manifest, files=described))
 
 
 PICKLES = [
@@ -183,7 +186,56 @@ def add_unlisted(folder: Path) -> None:
     point_elsewhere(relative_path="other", offset=0, length=1)(folder)
 
 
+def other_backend(content: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "metadata.json").write_text(content)
+        adapt_manifest(folder)
+
+    return change
+
+
+def state_with(**fields: Any) -> Callable[[Path], None]:
+    """Other fields in common.pt's record of the run."""
+
+    def change(folder: Path) -> None:
+        content = torch.load(folder / "common.pt", weights_only=True)
+        content["run"] |= fields
+        torch.save(content, folder / "common.pt")
+        adapt_manifest(folder)
+
+    return change
+
+
+def name_in_manifest(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "manifest.json").read_bytes())
+        (folder / "manifest.json").write_text(json.dumps(content | fields))
+
+    return change
+
+
+def leave_out_shard(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_bytes())
+    del content["files"]["__0_0.distcp"]
+    (folder / "manifest.json").write_text(json.dumps(content))
+    shard = bytearray((folder / "__0_0.distcp").read_bytes())
+    shard[len(shard) // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(shard)
+
+
 LIES = [
+    (other_backend('{"sharded_backend": "zarr"}'), "metadata.json says that the format is 'zarr'"),
+    (other_backend("{"), "metadata.json is damaged: "),
+    (other_backend("{}"), "metadata.json is damaged: "),
+    (state_with(step=4), "it is the checkpoint of step 4 under the name of step 3"),
+    (state_with(tokens="1"), "common.pt is damaged: it does not say where the run stands"),
+    (state_with(unknown=1), "common.pt is damaged: it does not say where the run stands"),
+    (state_with(config_yaml="!!python/object/apply:os.mkdir [x]"), "common.pt is damaged: it does not hold"),
+    (state_with(config_yaml=7), "common.pt is damaged: it does not hold the run's config"),
+    (name_in_manifest(run_id="other"), "manifest.json is of run "),
+    (name_in_manifest(step=2), "manifest.json is of run "),
+    (name_in_manifest(step="3"), "manifest.json is damaged: it names no run and step"),
+    (leave_out_shard, ".metadata names __0_0.distcp, which is not in the manifest"),
     (
         point_elsewhere(relative_path="../outside"),
         ".metadata names '../outside', which leads out of the folder",
@@ -215,3 +267,67 @@ def test_what_leads_out_or_lies_is_named_in_one_line(
     assert found is not None
     assert found.startswith(expected), found
     assert "\n" not in found
+
+
+ROOMS = ("gsa_train", "data", "kernels", "launch", "benchmarks", "examples")
+UNPICKLERS = {"pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve"}
+GUARDED = "gsa_train/checkpoint/guarded.py"
+
+
+def loaders_in(path: Path) -> list[str]:
+    """Calls that may run what a file names, and are not told to run nothing."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {each.name for each in node.names} | {getattr(node, "module", None) or ""}
+            found += sorted(names & (UNPICKLERS | {"torch.distributed.checkpoint"}))
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        called = f"{ast.unparse(node.func.value)}.{node.func.attr}"
+        options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        unsafe = {
+            "torch.load": options.get("weights_only") != "True",
+            "np.load": "allow_pickle" in options,
+            "numpy.load": "allow_pickle" in options,
+            "yaml.load": [ast.unparse(each) for each in node.args[1:]]
+            not in (["_TextLoader"], ["yaml.SafeLoader"]),
+            "dist_checkpointing.load": "GuardedCommon()" not in [ast.unparse(each) for each in node.args],
+        }
+        always = node.func.attr in (
+            "unsafe_load",
+            "full_load",
+            "read_pickle",
+            "load_checkpoint",
+            "load_state_dict_from_url",
+        )
+        if unsafe.get(called, always):
+            found.append(called)
+    return found
+
+
+def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
+    """DeepSpeed's and torch's own loaders of checkpoints among them: ZeRO's state is loaded as megatron-core's is."""
+    root = Path(__file__).parents[2]
+    found = {
+        str(path.relative_to(root)): calls
+        for room in ROOMS
+        for path in (root / room).rglob("*.py")
+        if (calls := loaders_in(path))
+    }
+    assert found == {GUARDED: ["pickle", "torch.distributed.checkpoint"]}
+    assert issubclass(_TextLoader, yaml.SafeLoader)
+
+
+def test_the_list_of_loaders_finds_them(tmp_path: Path) -> None:
+    lines = {
+        "import pickle": "pickle",
+        "torch.load(f)": "torch.load",
+        "torch.load(f, weights_only=False)": "torch.load",
+        "np.load(f, allow_pickle=True)": "np.load",
+        "yaml.load(f, yaml.Loader)": "yaml.load",
+        "engine.load_checkpoint(f)": "engine.load_checkpoint",
+        "dist_checkpointing.load(a, b)": "dist_checkpointing.load",
+    }
+    for line, expected in lines.items():
+        (tmp_path / "a.py").write_text(line)
+        assert loaders_in(tmp_path / "a.py") == [expected], line

@@ -29,7 +29,7 @@ class Job:
         self.frozen = next(
             Path(line.removeprefix("folder=")) for line in printed.splitlines() if line.startswith("folder=")
         )
-        self.frozen.mkdir(parents=True)
+        (self.frozen / "source").mkdir(parents=True)
         self.script.write_text(printed)
         self.log = folder / "log"
         self.log.touch()
@@ -59,6 +59,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+END = 'echo {} > "$GSA_SUBMISSION/exit_code"; '
 SAVE = 'echo step_00000005 > "$RUN/checkpoints/latest"; '
 STOP = 'touch "$RUN/stopped.json"; '
 SPIKE = 'touch "$RUN/monitor_stop.json"; '
@@ -73,6 +74,11 @@ SPIKE = 'touch "$RUN/monitor_stop.json"; '
         (STOP + "exit 1", "RUNNING", 1, True),
         (SAVE + STOP + "exit 1", "COMPLETING", 1, False),  # cancelled
         (SAVE + SPIKE + "exit 1", "RUNNING", 13, False),  # it would spike again
+        (SAVE + END.format(2) + "exit 1", "RUNNING", 2, False),  # refused: a person must act
+        (SAVE + END.format(3) + "exit 1", "RUNNING", 3, False),  # the disk is full
+        (SAVE + END.format(14) + "exit 1", "RUNNING", 1, True),  # a fault that may pass
+        (STOP + END.format(75) + "exit 1", "RUNNING", 1, True),
+        (SAVE + STOP + 'rm -r "$GSA_SUBMISSION"; exit 1', "RUNNING", 1, False),  # with the run folder
     ],
 )
 def test_a_job_comes_back_where_that_helps(

@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gsa_data.faults import DataFault
 from gsa_train.commands import pretrain
-from gsa_train.run.last_words import say_last
+from gsa_train.run.last_words import SUBMISSION, forget_end, note_end, say_last
 
 
 @pytest.fixture
@@ -76,3 +76,21 @@ def test_an_error_of_ours_has_its_last_line_in_the_summary(
     with pytest.raises(ZeroDivisionError):
         pretrain.main()
     assert "traceback : ZeroDivisionError: no rows\n" in summary(error_file)
+
+
+def test_a_slurm_job_hears_how_its_main_rank_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = tmp_path / "exit_code"
+    note_end(2)  # no such job
+    monkeypatch.setenv(SUBMISSION, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    note_end(2)
+    assert not note.exists()
+    monkeypatch.setenv("RANK", "0")
+    note_end(1)
+    note_end(2)  # the first word counts
+    assert note.read_text() == "1\n"
+    forget_end()
+    assert not note.exists()
+    forget_end()
+    monkeypatch.setenv(SUBMISSION, str(tmp_path / "gone"))
+    note_end(2)

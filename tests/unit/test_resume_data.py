@@ -267,3 +267,24 @@ def test_readers_that_share_lanes_are_said(
     assert "on_bad_shard" not in caplog.text
     opened(with_data(config, num_workers=workers, on_bad_shard="skip"), None, tokenizer).close()
     assert ("data.on_bad_shard = skip: where only some" in caplog.text) == is_said
+
+
+def test_a_shard_of_the_same_size_is_named(
+    tmp_path: Path, config: Config, tokenizer: Tokenizer, saved: dict[str, Any]
+) -> None:
+    """Also where all that is known of it is its size: a state of before there were samples goes on."""
+    shard = next(path for path in sorted(Path(config.data.train_dir).rglob("*")) if path.is_file())
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ResumeError) as refusal:
+        opened(config, saved, tokenizer)
+    assert f"is not that of the saved run: {shard.name}: its content is another" in str(refusal.value)
+    assert "add --accept-new-data" in str(refusal.value)
+    assert opened(config, saved, tokenizer, accept=True).state()["consumed_samples"] == 0
+    early = {key: value for key, value in saved.items() if key != "files"}
+    assert opened(config, early, tokenizer).state()["files"]["files"].keys() == saved["files"]["files"].keys()
+
+    shard.rename(shard.with_name("renamed.jsonl"))
+    with pytest.raises(ResumeError, match=rf"Other files: {shard.name} is gone; renamed.jsonl is new"):
+        opened(config, saved, tokenizer)

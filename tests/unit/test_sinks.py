@@ -6,6 +6,7 @@ import math
 import random
 import re
 import resource
+import shutil
 import struct
 from unittest.mock import Mock
 
@@ -385,3 +386,32 @@ def test_a_tensorboard_folder_that_cannot_be_made_ends_no_start(tmp_path, caplog
     assert "it misses 1 records of steps 5 to 5" in caplog.text
     (file,) = folder.iterdir()
     assert b"train/loss" in file.read_bytes()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "file removed", "file replaced"])
+def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how):
+    folder = tmp_path / "run"
+    sinks = open_run(folder)
+    for step in (1, 2):
+        sinks.log(step_record(step))
+    assert not sinks.folder_was_gone
+    if how == "removed":
+        shutil.rmtree(folder)
+    elif how == "moved":
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        (folder / "metrics.jsonl").unlink()
+    if how == "file replaced":
+        (folder / "metrics.jsonl").write_text("other\n")
+    for step in (3, 4):
+        sinks.log(step_record(step))
+    assert steps_of(folder) == [1, 2, 3, 4]
+    message = "metrics.jsonl was removed, moved or replaced while the run writes it: it is written again"
+    assert caplog.text.count(message) == 1
+    assert sinks.folder_was_gone is (how in ("removed", "moved"))
+    if how == "removed":
+        shutil.rmtree(folder)
+    sinks.go_back(3)
+    sinks.log(step_record(4))
+    assert steps_of(folder) == [1, 2, 3, 4]
+    sinks.close()

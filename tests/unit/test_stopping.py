@@ -34,6 +34,7 @@ from gsa_train.phases import PhaseRange
 from gsa_train.plan import StepPlan
 from gsa_train.run import stop_signals
 from gsa_train.run.stop_signals import (
+    FOLDER_GONE,
     ONE_PRESS_SECONDS,
     STOP_SIGNALS,
     TIME_LIMIT,
@@ -200,10 +201,13 @@ def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(
 
 
 def test_reasons_have_names() -> None:
-    assert [reason_in_words(reason) for reason in (signal.SIGUSR1, signal.SIGINT, TIME_LIMIT)] == [
+    assert [
+        reason_in_words(reason) for reason in (signal.SIGUSR1, signal.SIGINT, TIME_LIMIT, FOLDER_GONE)
+    ] == [
         "SIGUSR1",
         "Ctrl-C",
         "the time limit",
+        "the removal of its run folder",
     ]
 
 

@@ -1,0 +1,92 @@
+"""What the files of a corpus hold, by small samples: so a resume names the file that is another one than before.
+
+Sizes alone do not show a shard that was replaced by one of its size, and times of change are those of a copy. A sample
+is a file's beginning, middle and end; a file of up to three samples is read whole. Damage between the samples of a
+larger file is not seen here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gsa_data.corpus import Corpus
+from gsa_data.faults import Reading
+from gsa_data.fetch import Pulse, file_system
+from gsa_data.indexed import IndexedFolder
+from gsa_data.listing import retried
+from gsa_data.token_files import TokenFolder
+
+SAMPLE_BYTES = 1 << 14
+"""Three of them cost a disk three seeks, whatever is between."""
+FILES_AT_ONCE = 32
+"""Remote file systems fetch them together."""
+NAMED = 3
+"""Files that a message names."""
+
+
+def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
+    """`kind` of the corpus, and `files`: path -> size in bytes and hash of the samples, as text.
+
+    Of prepared tokens the checksums of their manifest stand in the samples' place: their readers compare them.
+
+    Raises DataFault when a file cannot be read.
+    """
+    if isinstance(corpus, TokenFolder):
+        records = corpus.records.values()
+        files = {
+            each.path: f"{each.tokens} {each.tokens_sha256[:16]}{each.lines_sha256[:16]}" for each in records
+        }
+        return {"kind": "tokens", "files": files}
+    sizes = dict(corpus.manifest.shards if isinstance(corpus, IndexedFolder) else corpus.shards)
+    if isinstance(corpus, IndexedFolder):
+        indexes = [str(Path(name).with_suffix(".idx")) for name in sizes]
+        sizes |= {name: (corpus.root / name).stat().st_size for name in indexes}
+    root = str(corpus.root)
+    filesystem, base = file_system(root, reading)
+    files = retried(lambda pulse: _samples(filesystem, base.rstrip("/"), sizes, pulse), root, reading)
+    return {"kind": "indexed" if isinstance(corpus, IndexedFolder) else "text", "files": files}
+
+
+def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Which files are others than before, in a line; "" for none, and where nothing can be said: a state of an early
+    version, or text before and tokens now."""
+    if before is None or before["kind"] != now["kind"]:
+        return ""
+    old, new = before["files"], now["files"]
+    changes = [f"{name} is gone" for name in old if name not in new]
+    changes += [f"{name} is new" for name in new if name not in old]
+    for name in (name for name in new if name in old and new[name] != old[name]):
+        size, size_before = new[name].split()[0], old[name].split()[0]
+        unit = "tokens" if now["kind"] == "tokens" else "bytes"
+        other = "its content is another" if size == size_before else f"{size} {unit} instead of {size_before}"
+        changes.append(f"{name}: {other}")
+    more = f" (and {len(changes) - NAMED} more)" if len(changes) > NAMED else ""
+    return "; ".join(changes[:NAMED]) + more
+
+
+def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse) -> dict[str, str]:
+    files = list(sizes.items())
+    found: dict[str, str] = {}
+    for begin in range(0, len(files), FILES_AT_ONCE):
+        batch = files[begin : begin + FILES_AT_ONCE]
+        wanted = [(name, *part) for name, size in batch for part in _parts(size)]
+        paths = [f"{base}/{name}" for name, _, _ in wanted]
+        starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
+        contents = filesystem.cat_ranges(paths, starts, ends, on_error="raise") if wanted else []
+        pulse.beat()
+        hashes = {name: hashlib.blake2b(digest_size=8) for name, _ in batch}
+        for (name, _, _), content in zip(wanted, contents, strict=True):
+            hashes[name].update(bytes(content))
+        found |= {name: f"{size} {hashes[name].hexdigest()}" for name, size in batch}
+    return found
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Beginning and end of each sample of a file."""
+    if size <= 3 * SAMPLE_BYTES:
+        return [(0, size)] if size else []
+    middle = (size - SAMPLE_BYTES) // 2
+    return [(begin, begin + SAMPLE_BYTES) for begin in (0, middle, size - SAMPLE_BYTES)]

@@ -1,0 +1,124 @@
+"""Whether a checkpoint is what was written, and the one that its place says."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from gsa_train.checkpoint.files import (
+    MANIFEST,
+    MEGATRON_METADATA,
+    Manifest,
+    faults_in,
+    is_complete,
+    read_manifest,
+    share_of,
+    step_of,
+)
+from gsa_train.checkpoint.guarded import COMMON_STATE_FNAME, refused_content
+from gsa_train.checkpoint.load import read_run_state
+from gsa_train.checkpoint.write import TORCH_METADATA
+from gsa_train.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+
+def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: str = "") -> str | None:
+    """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
+
+    The ranks share the files, so that together they read the checkpoint once. What checksums cannot tell, a file that
+    was made to harm, the main rank looks for.
+
+    Args:
+        checksums: read the files; otherwise only look whether all are there in their sizes.
+        run_id: of the run that it must be of; "" for any.
+    """
+    manifest: Manifest | None = None
+    shared: list[Any] = [None, {}]
+    if parallel.is_main:
+        try:
+            manifest = read_manifest(checkpoint)
+            shared[1] = manifest.files
+            unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - shared[1].keys()
+            if unlisted:
+                shared[0] = f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}"
+        except FileNotFoundError:
+            shared[0] = _why_no_manifest(checkpoint)
+        except (OSError, ValueError) as error:
+            shared[0] = str(error)
+    dist.broadcast_object_list(shared, src=0)
+    fault, files = shared
+    if fault is None:
+        share = share_of(files, parallel.rank, parallel.world_size)
+        found: list[Any] = [None] * parallel.world_size
+        unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
+        mine = faults_in(checkpoint, share, checksums) if checkpoint.is_dir() else [unseen]
+        dist.all_gather_object(found, mine)
+        faults = [each for faults in found for each in faults]
+        fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+    if fault is None:
+        refused: list[str | None] = [None]
+        if parallel.is_main:
+            refused[0] = refused_content(checkpoint, files or None) or _other_identity(
+                checkpoint, manifest, run_id
+            )
+        dist.broadcast_object_list(refused, src=0)
+        fault = refused[0]
+    return fault
+
+
+def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) -> str | None:
+    """Why an intact checkpoint is not the one that its place says, in a line; None if it is."""
+    try:
+        state = read_run_state(checkpoint)
+    except (KeyError, TypeError) as error:
+        return f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands ({error})"
+    except ValueError:
+        return None  # of another version, which is not damaged: who loads it says so
+    numbers = (state.step, state.tokens, state.phase_index, state.phase_start, *state.layout)
+    if any(type(each) is not int for each in numbers) or not isinstance(state.data, dict):
+        return f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands"
+    try:
+        sections = yaml.safe_load(state.config_yaml)
+        known = isinstance(sections, dict) and sections.keys() >= {"model", "gsa", "phases"}
+    except (yaml.YAMLError, AttributeError):
+        known = False
+    if not known:
+        return f"{COMMON_STATE_FNAME} is damaged: it does not hold the run's config"
+    step = step_of(checkpoint.name)
+    if step is not None and state.step != step:
+        return f"it is the checkpoint of step {state.step} under the name of step {step}"
+    if manifest is not None and state.format_version >= 4:
+        said, meant = (
+            f"run {run} ({number}), step {at}"
+            for run, number, at in (
+                (manifest.run, manifest.run_id, manifest.step),
+                (state.run, state.run_id, state.step),
+            )
+        )
+        if said != meant:
+            return f"{MANIFEST} is of {said}, {COMMON_STATE_FNAME} of {meant}"
+    if run_id and state.run_id and run_id != state.run_id:
+        return (
+            f"it is of another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}: give "
+            "it by --resume-from from a folder of its own; or delete starts.jsonl if that is what is wrong"
+        )
+    return None
+
+
+def _why_no_manifest(checkpoint: Path) -> str | None:
+    if not is_complete(checkpoint):
+        return "it is missing or incomplete"
+    try:
+        version = read_run_state(checkpoint).format_version
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
+    if version >= 2:
+        return f"it has no {MANIFEST}"
+    logger.warning("%s was written before checkpoints had a %s: it is not verified", checkpoint, MANIFEST)
+    return None

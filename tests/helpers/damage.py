@@ -1,0 +1,73 @@
+"""What may happen to a file, and a table of what then happened to a start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+Damage = Callable[[Path], None]
+
+
+def flip(place: float) -> Damage:
+    """One bit, at this share of the file."""
+
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[min(int(place * len(content)), len(content) - 1)] ^= 4
+        path.write_bytes(content)
+
+    return change
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def put(other: Path) -> Damage:
+    """The content of another file in its place."""
+
+    def change(path: Path) -> None:
+        path.write_bytes(other.read_bytes())
+
+    return change
+
+
+DAMAGES: dict[str, Damage] = {
+    "bit in head": flip(0.0),
+    "bit in middle": flip(0.5),
+    "bit in tail": flip(1.0),
+    "cut": cut,
+    "emptied": empty,
+    "deleted": Path.unlink,
+}
+
+
+def damages_of(path: Path, others: dict[str, Path]) -> dict[str, Damage]:
+    """Those of any file, and its exchange with others: name -> the file that comes into its place."""
+    exchanges = {
+        f"exchanged: {name}": put(other)
+        for name, other in others.items()
+        if other.is_file() and other.read_bytes() != path.read_bytes()
+    }
+    return DAMAGES | exchanges
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+class Table:
+    """File x damage -> what happened."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str]] = []
+
+    def add(self, file: str, damage: str, outcome: str) -> None:
+        self.rows.append((file, damage, " ".join(outcome.split())))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{file:44} {damage:26} {outcome}" for file, damage, outcome in self.rows)

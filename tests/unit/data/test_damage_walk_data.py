@@ -1,0 +1,129 @@
+"""Every file of text, of prepared tokens and of indexed datasets, damaged in every way between two starts: refused.
+
+`pytest -s tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, what a resume makes of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_corpus import document, write_corpus
+from test_data_indexed import write_indexed
+
+from gsa_data import DataFault, Tokenizer
+from gsa_data.content import SAMPLE_BYTES, changed_files, sample_contents
+from gsa_data.corpus import open_corpus, shard_reader
+from gsa_data.faults import Reading
+from gsa_data.prepare_tokens import prepare_tokens
+from helpers.damage import Table, damages_of, files_below
+
+READING = Reading(retries=0)
+LINES = 40
+
+
+def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    """The samples of a corpus that is the one of before, and the sum of all of its ids, each of them read.
+
+    Raises DataFault where it is another one, or cannot be read."""
+    corpus = open_corpus(str(root), reading=READING)
+    samples = sample_contents(corpus, READING)
+    changed = changed_files(before, samples)
+    if changed:
+        raise DataFault(f"is not that of the saved run: {changed}")
+    reader = shard_reader(corpus, tokenizer, READING)
+    total = 0
+    for relpath, _ in reader.manifest.shards:
+        lines = reader.open(relpath, 0, 1, Counter())
+        for place in range(len(lines)):
+            line = lines[place]
+            total += 0 if isinstance(line, str) else int(line.tokens.sum())
+    return samples, total
+
+
+def write_text(root: Path, first: int, tokenizer: Tokenizer) -> None:
+    write_corpus(root, num_shards=2, documents_per_shard=LINES)
+    if first:  # other documents under the same names
+        write_corpus(root / "new", num_shards=2 + first, documents_per_shard=LINES)
+        for shard in range(2):
+            (root / f"new/chunk1/s{shard + first}.jsonl.zst").replace(root / f"chunk1/s{shard}.jsonl.zst")
+        shutil.rmtree(root / "new")
+
+
+def write_tokens(root: Path, first: int, tokenizer: Tokenizer) -> None:
+    text = root.with_name(f"{root.name}_text")
+    write_text(text, first, tokenizer)
+    prepare_tokens(str(text), tokenizer, root, 1, READING)
+
+
+def write_datasets(root: Path, first: int, tokenizer: Tokenizer) -> None:
+    root.mkdir()
+    for name in ("a", "b"):
+        documents = [np.append(tokenizer.encode(document(first + n)), tokenizer.eos_id) for n in range(LINES)]
+        write_indexed(root, name, documents)
+        first += LINES
+
+
+@pytest.mark.parametrize("write", [write_text, write_tokens, write_datasets])
+def test_every_file_of_a_corpus(write: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    own, other, folder = (tmp_path / name for name in ("own", "other", "folder"))
+    write(own, 0, tokenizer)
+    write(other, 2, tokenizer)
+    before, total = read(own, tokenizer, None)
+    assert read(own, tokenizer, before) == (before, total)
+    table, silent = Table(), []
+    for name in files_below(own):
+        swap = str.maketrans("01ab", "10ba")
+        sibling = Path(name).with_name(Path(name).name[:2].translate(swap) + Path(name).name[2:])
+        others = {"other corpus": other / name, "other shard": own / sibling}
+        for damage, change in damages_of(own / name, others).items():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(own, folder)
+            change(folder / name)
+            try:
+                read(folder, tokenizer, before)
+                outcome = "as before"
+            except DataFault as fault:
+                outcome = f"refused: {fault}"
+                assert "\n" not in outcome
+                is_named = Path(name).stem.split(".")[0] in outcome or name == "tokens.json"
+                assert is_named, (name, damage, outcome)
+            silent += [f"{name}, {damage}"] if outcome == "as before" else []
+            table.add(name, damage, outcome.replace(str(tmp_path), ""))
+    print(f"\n{table}")
+    assert silent == []
+
+
+def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
+    """A file of up to three samples is read whole."""
+    path = tmp_path / "a.jsonl"
+
+    def sampled(content: bytes, place: int) -> bool:
+        path.write_bytes(content)
+        before = sample_contents(open_corpus(str(tmp_path)), READING)
+        path.write_bytes(content[:place] + b"x" + content[place + 1 :])
+        return bool(changed_files(before, sample_contents(open_corpus(str(tmp_path)), READING)))
+
+    small, large = bytes(3 * SAMPLE_BYTES), bytes(9 * SAMPLE_BYTES)
+    assert all(sampled(small, place) for place in (0, SAMPLE_BYTES, 2 * SAMPLE_BYTES, len(small) - 1))
+    assert [sampled(large, place * SAMPLE_BYTES) for place in range(9)] == [
+        place in (0, 4, 8) for place in range(9)
+    ]
+
+
+def test_which_files_changed_is_said_in_a_line() -> None:
+    def files(**sizes: str) -> dict[str, Any]:
+        return {"kind": "text", "files": sizes}
+
+    before = files(a="5 aa", b="6 bb", c="7 cc")
+    assert changed_files(before, before) == changed_files(None, before) == ""
+    assert changed_files(before, {**before, "kind": "tokens"}) == ""
+    now = files(a="5 ab", c="8 cc", d="1 d", e="1 e")
+    assert changed_files(before, now) == "b is gone; d is new; e is new (and 2 more)"
+    assert changed_files(before, files(a="5 ab", b="6 bb", c="8 cc")) == (
+        "a: its content is another; c: 8 bytes instead of 7"
+    )

@@ -1,0 +1,213 @@
+"""Every file that a run folder and its checkpoints hold, damaged in every way: noticed, and repaired or refused.
+
+`pytest -s tests/unit/test_damage_walk.py` prints the table: file, damage, what a start makes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gsa_train.checkpoint.files import MANIFEST, step_of
+from gsa_train.cli import Arguments
+from gsa_train.config import Config
+from gsa_train.files import write_checked
+from gsa_train.monitor.monitor import MonitorState, MonitorStop
+from gsa_train.monitor.rewind import Rewind, known_rewinds
+from gsa_train.monitor.stop import SpikeAhead, note_stop
+from gsa_train.optimizer.mcore import build_optimizer
+from gsa_train.phases import phase_ranges
+from gsa_train.resume import ResumeError, Start, choose_start
+from gsa_train.run.folder import open_run_folder
+from gsa_train.run.lock import RunFolderError, RunLock
+from helpers.checkpoints import write_checkpoint
+from helpers.damage import Table, damages_of, files_below
+from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+
+STEPS = (2, 4)
+UNREAD = (
+    *(f"{folder}/" for folder in ("tensorboard", "wandb", "plots", "profile", "previous", "slurm", "faults")),
+    *("report.html", "console.log"),
+)
+"""What no start reads, or only to quote it."""
+OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "starts.jsonl", "summary.json", "stopped.json", "lock")
+"""Of these a start reads what it must to go on with them; a changed digit in a record is not noticed, and changes no
+step. Of starts.jsonl it takes the run's id, which has a checksum."""
+REWIND = Rewind(checkpoint_step=2, spike_step=4, first_skipped=3, last_skipped=4, spikes=1)
+
+
+def config_of(runs: Path) -> Config:
+    logging = {"wandb": "disabled", "tensorboard": False, "every_steps": 1}
+    return tiny_config([SPARSE], run={"dir": str(runs), "name": "run"}, logging=logging)
+
+
+def write_run(runs: Path) -> Path:
+    """A run that has stood at steps 2 and 4, and has gone back once."""
+    config, folder = config_of(runs), runs / "run"
+    opened = open_run_folder(config, Start(), single_rank())
+    opened.log.close(0)
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    for step in STEPS:
+        monitor = dataclasses.asdict(MonitorState(rewinds=[dataclasses.asdict(REWIND)]))
+        fields = {"run_id": opened.run_id, "monitor": monitor}
+        write_checkpoint(opened.checkpoints, step, model, optimizer, config, **fields)
+    write_checked(opened.checkpoints / "rewinds.json", {"rewinds": [dataclasses.asdict(REWIND)]})
+    lines = [json.dumps({"step": step, "phase": "sparse", "loss": 4.5 + step / 7}) for step in range(1, 5)]
+    for name in ("metrics.jsonl", "metrics_rewound.jsonl"):
+        (folder / name).write_text("\n".join(lines) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"steps": 4, "tokens": 256}))
+    (folder / "stopped.json").write_text(json.dumps({"step": 4, "reason": "SIGTERM", "unix_seconds": 1.5}))
+    (folder / "lock").write_text("process 7 on host\n")
+    for name in UNREAD:
+        path = folder / name / "file" if name.endswith("/") else folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"{runs.name} of {name}".encode() * 9)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_run(tmp_path_factory.mktemp("own")), write_run(tmp_path_factory.mktemp("other"))
+
+
+def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
+    """A start with all that it reads before the model is made, and its rewinds."""
+    config = config_of(folder.parent)
+    lock = RunLock(folder, single_rank())
+    lock.take(make=False)
+    try:
+        arguments = Arguments("", (), None, False, False, False, False, 1)
+        start = choose_start(config, arguments, phase_ranges(config.phases), single_rank())
+        with contextlib.redirect_stdout(io.StringIO()):
+            opened = open_run_folder(config, start, single_rank())
+        rewinds = known_rewinds(opened.checkpoints, start, single_rank())
+        opened.log.close(0)
+    finally:
+        lock.close()
+    return start, rewinds
+
+
+def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """`refused: ...`, `repaired: ...` or `as before`."""
+    caplog.clear()
+    try:
+        start, rewinds = start_in(folder)
+    except (ResumeError, SpikeAhead, RunFolderError) as error:
+        return f"refused: {error}"
+    assert start.checkpoint is not None
+    same = intact / "checkpoints" / start.checkpoint.name
+    for name in files_below(same):
+        assert (start.checkpoint / name).read_bytes() == (same / name).read_bytes(), (
+            "the start took what is damaged"
+        )
+    assert (folder / "config.yaml").read_text() == (intact / "config.yaml").read_text().replace(
+        str(intact.parent), str(folder.parent)
+    )
+    warnings = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert all("\n" not in each for each in warnings)
+    if warnings:
+        return f"repaired, from step {start.step}: {warnings[0]}"
+    assert start.step == STEPS[-1]
+    assert rewinds == [dataclasses.asdict(REWIND)]
+    return "as before"
+
+
+def test_every_file_of_a_run_folder(
+    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = runs
+    table, silent = Table(), []
+    folder = tmp_path / "run"
+    shutil.copytree(own, folder)
+    assert outcome_of(folder, own, caplog) == "as before"
+    for name in files_below(own):
+        in_checkpoint = step_of(Path(name).parent.name)
+        if in_checkpoint == STEPS[0]:
+            continue  # the older one, on which others fall back
+        others = {"other run": other / name}
+        if in_checkpoint is not None:
+            others["other step"] = own / name.replace("step_00000004", "step_00000002")
+            others["other rank"] = own / name.replace("__0_0", "__0_1")
+        for damage, change in damages_of(own / name, others).items():
+            shutil.rmtree(folder)
+            shutil.copytree(own, folder)
+            change(folder / name)
+            outcome = outcome_of(folder, own, caplog)
+            if outcome == "as before":
+                may = name.startswith(UNREAD) or name in OUTPUTS or name == "config.yaml"
+                may |= (name, damage) in HARMLESS
+                silent += [] if may else [f"{name}, {damage}"]
+            else:
+                is_named = Path(name).name in outcome or (
+                    name == LATEST and "is missing or incomplete" in outcome
+                )
+                # One of another checkpoint tells of every file.
+                is_named |= Path(name).name == MANIFEST and "step_00000004 is damaged: " in outcome
+                silent += [] if is_named else [f"{name}, {damage} is not named: {outcome}"]
+                assert not name.startswith(UNREAD), "listed as not read"
+            table.add(name, damage, outcome.replace(str(tmp_path), ""))
+    print(f"\n{table}")
+    assert silent == []
+
+
+LATEST = "checkpoints/latest"
+HARMLESS = [
+    (LATEST, "deleted"),  # the newest counts, as after a kill before the first `latest`
+    (LATEST, "bit in tail"),
+    ("checkpoints/rewinds.json", "deleted"),  # each checkpoint after a rewind holds it, too
+    ("launch.txt", "deleted"),  # the start counts as the first of its job
+    ("launch.txt", "exchanged: other run"),  # a job and a time
+    ("metrics.jsonl", "bit in middle"),
+]
+
+
+def test_a_checkpoint_under_another_name_is_not_taken_for_it(
+    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = runs
+    cases: dict[str, Path] = {
+        "it is the checkpoint of step 2 under the name of step 4": own / "checkpoints/step_00000002",
+        "it is of another run, run (": other / "checkpoints/step_00000004",
+    }
+    for number, (expected, source) in enumerate(cases.items()):
+        folder = tmp_path / str(number) / "run"
+        shutil.copytree(own, folder)
+        shutil.rmtree(folder / "checkpoints/step_00000004")
+        shutil.copytree(source, folder / "checkpoints/step_00000004")
+        outcome = outcome_of(folder, own, caplog)
+        assert outcome.startswith("repaired, from step 2: checkpoint step_00000004 is damaged: " + expected)
+
+
+def test_latest_behind_newer_checkpoints_is_said_and_loses_nothing(
+    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs[0], folder)
+    (folder / "checkpoints/latest").write_text("step_00000002")
+    outcome = outcome_of(folder, runs[0], caplog)
+    assert "latest names step_00000002, and step_00000004 beside it is newer" in outcome
+    assert (folder / "checkpoints/set_aside/step_00000004/common.pt").is_file()
+    rewound = (folder / "metrics_rewound.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in rewound.splitlines()] == [1, 2, 3, 4, 3, 4]
+
+
+@pytest.mark.parametrize("damage", ["bit in head", "bit in middle", "bit in tail", "cut", "emptied"])
+def test_a_damaged_note_of_the_monitors_stop_still_refuses(
+    runs: tuple[Path, Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs[0], folder)
+    note_stop(folder, MonitorStop("a spike", 5, 6), saved_step=4)
+    damages: dict[str, Callable[[Path], None]] = damages_of(folder / "monitor_stop.json", {})
+    damages[damage](folder / "monitor_stop.json")
+    outcome = outcome_of(folder, runs[0], caplog)
+    assert outcome.startswith("refused: the monitor stopped this run, and ")
+    assert "monitor_stop.json, which says where, is damaged" in outcome
