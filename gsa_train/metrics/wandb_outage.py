@@ -77,8 +77,13 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Sends every start that W&B may not have whole, in their order."""
-    return f"wandb sync --include-online {run_dir}/wandb/*run-*-{run_id}*"
+    """Sends every start that W&B may not have whole. One by one: of several, `wandb sync` sends none behind one that was
+    killed, whose last record is incomplete."""
+    return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
+
+
+def _sync_each(folders: str) -> str:
+    return f'for start in {folders}; do wandb sync --include-online "$start"; done'
 
 
 def finish(run: Run, exit_code: int) -> str | None:
@@ -112,9 +117,9 @@ def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     if left:
         logger.warning(
-            "W&B may lack records of earlier starts of this run (%d); to send them: wandb sync --include-online %s",
+            "W&B may lack records of earlier starts of this run (%d); to send them: %s",
             len(left),
-            " ".join(map(str, sorted(left, key=lambda each: each.name.split("run-")[-1]))),
+            _sync_each(" ".join(map(str, sorted(left, key=lambda each: each.name.split("run-")[-1])))),
         )
 
 
