@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import wandb
 
@@ -56,6 +57,7 @@ def log_start(folder, steps, server, then="answer"):
 
 def cut_last_record(folder):
     """Of the start before, as a kill leaves it."""
+    wandb.teardown()  # its service has written all when it ends
     newest = max(folder.glob("wandb/run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     os.truncate(newest, newest.stat().st_size - 10)
 
@@ -139,6 +141,19 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
     server.does = "answer"
     sync_as(said(caplog)[-1])
     assert server.got("train/late")
+
+
+def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, caplog, monkeypatch):
+    """As W&B's own now and then does where the server hangs; its own limit is then not kept."""
+    sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
+    sink.log(STEP, {"train/loss": 0.5})
+    for name, seconds in (("FINISH_SECONDS", 1.0), ("ANSWER_SECONDS", 0.5), ("SERVICE_END_SECONDS", 1.0)):
+        monkeypatch.setattr(wandb_outage, name, seconds)
+    (service,) = (each for each in psutil.Process().children() if each.name() == wandb_outage.SERVICE)
+    service.suspend()
+    sink.close(0)
+    assert "W&B has not taken the last records in 1 s" in said(caplog)[-1]
+    assert service.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
