@@ -6,6 +6,7 @@ records the server has is marked as `wandb sync` marks it, so that one command s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
@@ -13,9 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -33,6 +37,8 @@ RETRIES = 10_000
 REFUSED_RECORDS = "filestream: fatal error"
 """In W&B's own log, where the server has refused records, as with a revoked key: W&B then sends no more, and its
 `finish` raises nothing."""
+SERVICE, SERVICE_END_SECONDS = "wandb-core", 5.0
+"""W&B's process, a child of this one, and how long it may take to end."""
 MARK = ".wandb.synced"
 """What `wandb sync` puts beside the records that it has sent, which it passes over from then on."""
 
@@ -77,18 +83,25 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Sends every start that W&B may not have whole, in their order."""
-    return f"wandb sync --include-online {run_dir}/wandb/*run-*-{run_id}*"
+    """Sends every start that W&B may not have whole. One by one: of several, `wandb sync` sends none behind one that
+    was killed, whose last record is incomplete."""
+    return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
+
+
+def _sync_each(folders: str) -> str:
+    return f'for start in {folders}; do wandb sync --include-online "$start"; done'
 
 
 def finish(run: Run, exit_code: int) -> str | None:
-    """End an online run; None where W&B has all its records, else why it may lack some."""
+    """End a run; None where W&B has all its records or the run is offline, else why it may lack some."""
     import wandb
 
+    late = f"has not taken the last records in {FINISH_SECONDS:g} s"
     try:
-        run.finish(exit_code=exit_code)
+        if not _finishes(run, exit_code, FINISH_SECONDS + ANSWER_SECONDS):
+            return late
     except TimeoutError:
-        return f"has not taken the last records in {FINISH_SECONDS:g} s"
+        return late
     except (wandb.Error, OSError) as error:
         return f"may lack the last records, its service failed: {error}"
     if run.offline:
@@ -105,6 +118,36 @@ def finish(run: Run, exit_code: int) -> str | None:
     return None
 
 
+def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
+    """Whether `run.finish` comes back in time. W&B's own limit is not always kept: where the server hangs, its service
+    may answer no more. Then the service is ended, and with it all that waits for it."""
+    import wandb
+
+    done: Future[None] = Future()
+
+    def finish() -> None:
+        try:
+            done.set_result(run.finish(exit_code=exit_code))
+        except BaseException as error:  # noqa: BLE001  the caller gets it
+            done.set_exception(error)
+
+    threading.Thread(target=finish, daemon=True).start()
+    wait([done], seconds)
+    if done.done():
+        done.result()
+        return True
+    services = [each for each in psutil.Process().children() if each.name() == SERVICE]
+    for service in services:
+        service.terminate()
+    _, alive = psutil.wait_procs(services, SERVICE_END_SECONDS)
+    for service in alive:
+        service.kill()
+    wait([done], SERVICE_END_SECONDS)
+    with contextlib.suppress(wandb.Error, OSError):
+        wandb.teardown()  # else at the end of this process, with a traceback
+    return False
+
+
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
     """Name the starts of this run, apart from `but`, whose records W&B may not have: one was killed before it had sent
     them, or the server was away."""
@@ -112,9 +155,9 @@ def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     if left:
         logger.warning(
-            "W&B may lack records of earlier starts of this run (%d); to send them: wandb sync --include-online %s",
+            "W&B may lack records of earlier starts of this run (%d); to send them: %s",
             len(left),
-            " ".join(map(str, sorted(left, key=lambda each: each.name.split("run-")[-1]))),
+            _sync_each(" ".join(map(str, sorted(left, key=lambda each: each.name.split("run-")[-1])))),
         )
 
 

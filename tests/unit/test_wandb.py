@@ -13,6 +13,7 @@ import pytest
 import wandb
 
 from gsa_train.config import LoggingConfig
+from gsa_train.metrics import wandb_outage
 from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks, open_sinks
@@ -69,10 +70,7 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
         sinks.log(event("spike", 2, signal="loss", value=math.inf, threshold=2.0, action="log"))
         sinks.finish({"steps": 2})
 
-    assert (
-        places
-        == [(f"kept offline; to send it: wandb sync --include-online {tmp_path}/wandb/*run-*-{run_id}*",)] * 2
-    )
+    assert places == [(f"kept offline; to send it: {wandb_outage.sync_command(tmp_path, run_id)}",)] * 2
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))
     assert len(folders) == 2
     reference = f"file://{tmp_path}/checkpoints/step_00000002/manifest.json".encode()

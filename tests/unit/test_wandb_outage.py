@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import wandb
 
@@ -54,12 +55,18 @@ def log_start(folder, steps, server, then="answer"):
     sink.close(0)
 
 
+def cut_last_record(folder):
+    """Of the start before, as a kill leaves it."""
+    wandb.teardown()  # its service has written all when it ends
+    newest = max(folder.glob("wandb/run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    os.truncate(newest, newest.stat().st_size - 10)
+
+
 def sync_as(line):
     """Send what a line of the log says, as a user would type it, in a shell."""
-    command = line[line.index("wandb sync") :]
-    program = Path(sys.executable).parent / "wandb"
+    command = line[line.index("for start in ") :]
     environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    command = command.replace("wandb", str(program), 1)
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
     sent = subprocess.run(command, shell=True, env=environ, capture_output=True, text=True)
     assert sent.returncode == 0, sent.stderr
 
@@ -136,6 +143,19 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
     assert server.got("train/late")
 
 
+def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, caplog, monkeypatch):
+    """As W&B's own now and then does where the server hangs; its own limit is then not kept."""
+    sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
+    sink.log(STEP, {"train/loss": 0.5})
+    for name, seconds in (("FINISH_SECONDS", 1.0), ("ANSWER_SECONDS", 0.5), ("SERVICE_END_SECONDS", 1.0)):
+        monkeypatch.setattr(wandb_outage, name, seconds)
+    (service,) = (each for each in psutil.Process().children() if each.name() == wandb_outage.SERVICE)
+    service.suspend()
+    sink.close(0)
+    assert "W&B has not taken the last records in 1 s" in said(caplog)[-1]
+    assert service.status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
     """W&B raises nothing there."""
     log_start(tmp_path, (1,), server, then=401)
@@ -146,10 +166,11 @@ def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_pa
 
 
 def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog):
-    """One whole, one with the server away at its end, one offline as it was away at the start, and two whole ones."""
+    """One whole, one killed with the server away, one offline as it was away at the start, and two whole ones."""
     log_start(tmp_path, (1, 2), server)
     assert server.steps("abc") == [1, 2]
     log_start(tmp_path, (3, 4), server, then=403)
+    cut_last_record(tmp_path)
     server.does = "answer"
     log_start(tmp_path, (5,), server)
     assert [line.split(";")[0] for line in said(caplog) if "earlier starts" in line] == [
@@ -167,4 +188,5 @@ def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog)
     assert server.steps("abc") == [1, 2, 5, 7, 3, 4, 6]
     caplog.clear()
     log_start(tmp_path, (8,), server)
-    assert not [line for line in said(caplog) if "sync" in line]
+    (line,) = (line for line in said(caplog) if "sync" in line)
+    assert "(1)" in line  # the killed one: `wandb sync` marks no incomplete file
