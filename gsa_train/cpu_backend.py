@@ -84,7 +84,8 @@ def install() -> None:
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.Stream = _NoStream
     cuda.default_stream = lambda *args, **kwargs: _NoStream()
-    cuda.manual_seed = torch.manual_seed
+    # Not torch.manual_seed, which keeps a stack trace each time for devices that may come.
+    cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     module: Any = torch.nn.Module
     module.cuda = lambda self, *args, **kwargs: self
