@@ -242,7 +242,16 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
                 train.global_batch_size,
                 f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
                 "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
-                f"set it to {nearest(train.global_batch_size, unit)}",
+                _batch_remedy(config, replicas),
             )
         )
     return lines
+
+
+def _batch_remedy(config: Config, replicas: int) -> str:
+    train = config.train
+    remedy = f"set it to {nearest(train.global_batch_size, train.micro_batch_size * replicas)}"
+    if train.global_batch_size % replicas:
+        return remedy
+    fitting = math.gcd(train.micro_batch_size, train.global_batch_size // replicas)
+    return f"{remedy}, or train.micro_batch_size to {fitting}"
