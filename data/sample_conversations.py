@@ -99,7 +99,10 @@ def conversations() -> list[list[tuple[str, str]]]:
         add(f"What is the module {name} for?", f"The module {name} is for {meaning}.")
         add(f"Which module is for {meaning}?", f"Import {name}.")
         add(
-            f"I need {meaning}.", f"Use the module {name}.", "How do I get it?", f"With the line: import {name}"
+            f"I need {meaning}.",
+            f"Use the module {name}.",
+            "How do I get it?",
+            f"With the line: import {name}",
         )
     draw = random.Random(0)
     for _ in range(60):

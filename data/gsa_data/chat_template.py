@@ -173,6 +173,16 @@ class ChatEncoder:
 
     def _check(self) -> None:
         template, tokenizer = self.template, self.tokenizer
+        unknown = [
+            name
+            for name in SPECIAL_TOKENS
+            if re.search(rf"\b{name}\b", template.source) and name not in self._variables
+        ]
+        if unknown:
+            raise TokenizerError(
+                f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "
+                f"not name; add it to {CONFIG_FILE} beside the tokenizer, or write the token into the template"
+            )
         try:
             text, parts = self.render(TRIAL, None)
         except ImportError as error:
@@ -187,16 +197,6 @@ class ChatEncoder:
             ) from error
         except NoPrefix as error:
             raise TokenizerError(str(error)) from error
-        unknown = [
-            name
-            for name in SPECIAL_TOKENS
-            if re.search(rf"\b{name}\b", template.source) and name not in self._variables
-        ]
-        if unknown:
-            raise TokenizerError(
-                f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "
-                f"not name; add it to {CONFIG_FILE} beside the tokenizer, or write the token into the template"
-            )
         names = {*TOKEN_NAME.findall(template.source), *TOKEN_NAME.findall(text)}
         names |= {value for value in self._variables.values() if value in text}
         missing = sorted(name for name in names if not tokenizer.has_token(name))
