@@ -197,6 +197,11 @@ class ChatEncoder:
             ) from error
         except NoPrefix as error:
             raise TokenizerError(str(error)) from error
+        if re.search(r"\bstrftime_now\s*\(", template.source):
+            raise TokenizerError(
+                f"chat template {template.origin} writes the day of the run (strftime_now), so that a resume would "
+                "read other text; write a date into a copy of it, and name that as chat_template"
+            )
         names = {*TOKEN_NAME.findall(template.source), *TOKEN_NAME.findall(text)}
         names |= {value for value in self._variables.values() if value in text}
         missing = sorted(name for name in names if not tokenizer.has_token(name))

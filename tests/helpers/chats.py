@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from gsa_data.chat_template import ChatTemplate
 
 WORDS = ["gate", "sparse", "query", "key", "value", "head", "token", "lane", "shard", "weather", "é", "漢"]
 
@@ -34,9 +34,13 @@ PLAIN = """\
 FORGETS = PLAIN.replace("message.content", "(message.content if loop.last else '...')")
 """Writes a message otherwise once another one follows."""
 
+TOOLS = [{"type": "function", "function": {"name": "é", "parameters": {}}}]
+
 
 def make_tokenizer(folder: Path) -> Path:
     """A byte-level tokenizer.json that ends documents with <|endoftext|>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,3 +73,7 @@ def write_chats(path: Path, conversations: Iterable[Sequence[dict[str, Any]]]) -
     path.write_text(
         "".join(json.dumps({"messages": each}) + "\n" for each in conversations), encoding="utf-8"
     )
+
+
+def template(source: str, **special_tokens: str) -> ChatTemplate:
+    return ChatTemplate(source, "chat.jinja", special_tokens)

@@ -273,6 +273,16 @@ def test_the_bundled_conversations_are_those_of_their_script(
         assert (tmp_path / name).read_bytes() == (ROOT / "data" / "sample_chat" / name).read_bytes()
 
 
+def test_the_config_for_1_7b_takes_the_model_of_its_pretraining() -> None:
+    configs = [
+        load_config(ROOT / f"configs/{name}_1.7b.yaml", world_size=8, need_data=False)
+        for name in ("sft", "gsa")
+    ]
+    for section in ("model", "gsa", "parallel"):
+        assert getattr(configs[0], section) == getattr(configs[1], section)
+    assert configs[0].data.format == "chat"
+
+
 def test_the_demo_takes_its_model_and_cuts_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     demo = load_config("configs/demo.yaml")
