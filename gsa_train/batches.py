@@ -17,9 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gsa_data.chat_template import ChatEncoder, ChatTemplate, find_chat_template
 from gsa_data.content import changed_files, sample_contents
-from gsa_data.corpus import Corpus, open_corpus
+from gsa_data.corpus import Corpus, open_chat, open_corpus
 from gsa_data.faults import DataFault, Reading
+from gsa_data.lanes import LONG_CONVERSATIONS
+from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import FILLER, document_ids, document_starts, loss_mask
 from gsa_data.source_weights import never_met
 from gsa_data.stream import (
@@ -65,16 +68,18 @@ def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
     """int32 [B, L + 1] -> inputs, labels, documents and loss mask, derived alike on every rank.
 
-    FILLER becomes EOS, each a document of its own, which nothing predicts and nothing else sees.
+    FILLER becomes EOS, each a document of its own, which nothing predicts and nothing else sees. The marks of
+    conversations become the loss mask, and keep an EOS inside one from ending it.
     """
-    is_text = blocks[:, 1:] != FILLER
+    is_scored = (blocks[:, 1:] & UNSCORED) == 0  # nor is FILLER
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
-    tokens, labels = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
+    ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS where a document ends, else some other number
+    tokens = blocks & TOKEN_ID
     return MicroBatch(
-        tokens,
-        labels,
-        None if attend_across_documents else document_ids(tokens, eos_id),
-        loss_mask(tokens, eos_id, attend_across_documents) * is_text,
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        None if attend_across_documents else document_ids(ends, eos_id),
+        loss_mask(ends, eos_id, attend_across_documents) * is_scored,
     )
 
 
@@ -90,12 +95,22 @@ def reading_of(config: Config) -> Reading:
 
 
 def open_training_corpus(config: Config) -> Corpus:
-    return open_corpus(config.data.train_dir, config.data.text_field, reading_of(config))
+    return _open(config, config.data.train_dir, reading_of(config))
 
 
 def open_validation_corpus(config: Config, folder: str) -> Corpus:
     """Text or tokens; a copy of a shard fails, whatever data.on_bad_shard does with it in training."""
-    return open_corpus(folder, config.data.text_field, reading_of(config).for_validation())
+    return _open(config, folder, reading_of(config).for_validation())
+
+
+def _open(config: Config, folder: str, reading: Reading) -> Corpus:
+    if config.data.format == "chat":
+        return open_chat(folder, _chat_template(config), reading)
+    return open_corpus(folder, config.data.text_field, reading)
+
+
+def _chat_template(config: Config) -> ChatTemplate:
+    return find_chat_template(config.data.tokenizer, config.data.chat_template, reading_of(config))
 
 
 def stream_config(config: Config) -> StreamConfig:
@@ -115,11 +130,17 @@ def stream_config(config: Config) -> StreamConfig:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Raises TokenizerError when there is none, or the model's embedding is too small for it."""
+    """Raises TokenizerError when there is none, the model's embedding is too small for it, or conversations cannot be
+    written for it."""
     try:
         tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
     except TokenizerError as error:
         raise TokenizerError(f"data.tokenizer: {error}") from error
+    if config.data.format == "chat":
+        try:
+            ChatEncoder(_chat_template(config), tokenizer)
+        except TokenizerError as error:
+            raise TokenizerError(f"data.chat_template: {error}") from error
     if tokenizer.vocab_size > config.model.vocab_size:
         raise TokenizerError(
             f"model.vocab_size = {config.model.vocab_size}: {config.data.tokenizer} has {tokenizer.vocab_size} "
@@ -154,6 +175,7 @@ class TrainBatches:
         self._epochs = 0 if state is None else whole_epochs(state)
         self._files: dict[str, Any] = {}
         """Of the text, on the main rank: gsa_data.content.sample_contents."""
+        self._long_conversations = 0
         outcome: DataFault | StateMismatch | dict[str, Any] | None = None
         corpus, changed = self._open_corpus(state)
         try:
@@ -272,6 +294,16 @@ class TrainBatches:
         if epochs > self._epochs and self._parallel.is_main:
             logger.warning("the training text has been read %d times, and its documents come again", epochs)
         self._epochs = epochs
+        long_conversations = merged["counters"].get(LONG_CONVERSATIONS, 0)
+        if long_conversations > self._long_conversations and self._parallel.is_main:
+            logger.warning(
+                "%d of the %d conversations read so far have more tokens than train.seq_len_tokens = %d and are cut; "
+                "what is behind a cut does not see what is before it",
+                long_conversations,
+                merged["counters"]["documents"],
+                self._config.train.seq_len_tokens,
+            )
+        self._long_conversations = long_conversations
         unknown = never_met(self._config.data.source_weights, merged["counters"])
         if unknown and self._parallel.is_main:
             logger.warning(

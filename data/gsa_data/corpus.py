@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from fsspec.implementations.local import LocalFileSystem
 
+from gsa_data.chat import ChatFolder, ChatReader
+from gsa_data.chat_template import ChatTemplate
 from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import Pulse, file_system
 from gsa_data.indexed import IndexedFolder, IndexedReader
@@ -22,7 +24,7 @@ LARGE_SHARD_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
 
-Corpus = Manifest | TokenFolder | IndexedFolder
+Corpus = Manifest | ChatFolder | TokenFolder | IndexedFolder
 
 
 def open_corpus(root: str, text_field: str = "text", reading: Reading | None = None) -> Corpus:
@@ -67,13 +69,32 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     return folder
 
 
+def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None) -> ChatFolder:
+    """The conversations of a folder: JSON lines or Parquet with `messages` (chat.py).
+
+    Raises DataFault for a missing or empty folder, and for one of tokens, which hold no conversations.
+    """
+    reading = reading or Reading()
+    files = list_files(root, reading)
+    for name in (MANIFEST_NAME, JOURNAL_NAME):
+        if name in files:
+            raise DataFault(
+                f"data folder {root!r} holds tokens of text ({name}); give the folder of the conversations themselves"
+            )
+    check_not_mixed(files, root)
+    manifest = manifest_of(root, files, "text", reading, is_chat=True)
+    _log_text(manifest, files)
+    return ChatFolder(manifest, template)
+
+
 def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
     others = count_endings(path for path in files if not path.endswith(FORMATS))
     largest, size_bytes = max(manifest.shards, key=lambda shard: shard[1])
     is_large = size_bytes > LARGE_SHARD_BYTES
     logger.info(
-        "%s holds text: %s, %.4g GB together%s%s",
+        "%s holds %s: %s, %.4g GB together%s%s",
         manifest.root,
+        "conversations" if manifest.is_chat else "text",
         count_endings(path for path, _ in manifest.shards),
         sum(size for _, size in manifest.shards) / 1e9,
         f"; not read: {others}" if others else "",
@@ -103,7 +124,10 @@ def check_not_mixed(files: Mapping[str, int], root: str) -> None:
 
 
 def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> ShardReader:
-    """Raises DataFault for tokens made by another tokenizer, or with other limits than `reading` has."""
+    """Raises DataFault for tokens made by another tokenizer, or with other limits than `reading` has, and
+    TokenizerError for a chat template that does not fit the tokenizer."""
+    if isinstance(corpus, ChatFolder):
+        return ChatReader(corpus, tokenizer, reading)
     if isinstance(corpus, TokenFolder):
         return TokenReader(corpus, tokenizer, reading)
     if isinstance(corpus, IndexedFolder):

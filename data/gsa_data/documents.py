@@ -56,8 +56,9 @@ def check_bad_lines(
     found = ", ".join(f"{name} {count}" for name, count in sorted(faults.items()))
     bad = sum(faults[name] for name in BAD_LINES)
     if bad > reading.max_bad_line_fraction * num_lines:
+        field = "" if manifest.is_chat else f"; text_field={manifest.text_field}"
         trouble = (
-            f"has {bad} bad lines of {num_lines} ({found}; text_field={manifest.text_field}), more than "
+            f"has {bad} bad lines of {num_lines} ({found}{field}), more than "
             f"max_bad_line_fraction={reading.max_bad_line_fraction} allows"
         )
         refuse(address, trouble, "shards_bad_lines", reading, counters)
@@ -78,7 +79,7 @@ def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return "bad_json" if _is_utf8(line) else "bad_utf8"
+        return "bad_json" if is_utf8(line) else "bad_utf8"
     text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         return "missing_text"
@@ -96,7 +97,7 @@ def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int 
     """The document of one row of Parquet, or the name of what is wrong with it, as in `parse_line`."""
     if text is None:
         return "missing_text"
-    if not _is_utf8(text):
+    if not is_utf8(text):
         return "bad_utf8"
     if not text.decode().strip():
         return "empty_text"
@@ -105,7 +106,8 @@ def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int 
     return Document(text, source.decode(errors="replace") if source else "")
 
 
-def _is_utf8(line: bytes) -> bool:
+def is_utf8(line: bytes) -> bool:
+    """Whether it can be decoded."""
     try:
         line.decode()
     except UnicodeDecodeError:

@@ -10,9 +10,9 @@ from typing import Literal
 
 OnBadShard = Literal["fail", "skip"]
 
-BAD_LINES = ("bad_utf8", "bad_json", "missing_text")
+BAD_LINES = ("bad_utf8", "bad_json", "missing_text", "missing_messages", "bad_message")
 """Faults that count towards `max_bad_line_fraction`."""
-HARMLESS_LINES = ("empty_text", "huge_document")
+HARMLESS_LINES = ("empty_text", "huge_document", "no_assistant", "template_refused")
 LOST_LINES = "lost_lines"
 """Lines of a shard that were there when a lane opened it, and are not at a resume within it."""
 FAILED_READINGS = ("shards_missing", "shards_unreadable")

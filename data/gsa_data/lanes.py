@@ -51,6 +51,9 @@ MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
 
 NO_WEIGHTS: Mapping[str, float] = {}
 
+LONG_CONVERSATIONS = "long_conversations"
+"""Counter: conversations of more tokens than a sequence holds, which are cut."""
+
 
 class Unit(NamedTuple):
     relpath: str
@@ -112,12 +115,17 @@ class LaneReader:
         seed: int,
         shuffle_documents: bool,
         source_weights: Mapping[str, float] = NO_WEIGHTS,
+        seq_len_tokens: int | None = None,
     ) -> None:
+        """`seq_len_tokens`: of the sequences, to count the conversations that do not fit into one; None counts none."""
         self.reader = reader
         self.num_lanes = num_lanes
         self.seed = seed
         self.shuffle_documents = shuffle_documents
         self.source_weights = source_weights
+        self.longest_tokens = None
+        if reader.manifest.is_chat and seq_len_tokens is not None:
+            self.longest_tokens = seq_len_tokens + 1
         self.parts = -(-num_lanes * MIN_UNITS_PER_LANE // len(reader.manifest.shards))
         self.counters: Counter[str] = Counter()
         self._units_of_epoch: dict[int, list[Unit]] = {}
@@ -206,6 +214,8 @@ class LaneReader:
         self.counters["documents"] += 1
         self.counters["text_bytes"] += document.text_bytes
         self.counters[f"{TOKENS_OF}{document.source}"] += len(document.tokens)
+        if self.longest_tokens is not None and len(document.tokens) > self.longest_tokens:
+            self.counters[LONG_CONVERSATIONS] += 1
 
     def take_counters(self) -> dict[str, int]:
         """What was counted since the last call."""

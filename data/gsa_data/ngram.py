@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gsa_data.pack import FILLER, Tokens
+from gsa_data.marks import TOKEN_ID, UNSCORED
+from gsa_data.pack import Tokens
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
@@ -86,13 +87,13 @@ class NgramModel:
 
 
 def scored_pairs(blocks: Tokens, eos_id: int, attend_across_documents: bool) -> tuple[Int64s, Int64s]:
-    """Inputs and labels of [n, L + 1] blocks where the loss mask is 1 (see pack.loss_mask), flattened."""
+    """Inputs and labels of [n, L + 1] blocks where the loss mask is 1 (pack.loss_mask, marks.UNSCORED), flattened."""
     wide: Int64s = blocks.astype(np.int64)  # input * vocab_size + label overflows int32
     inputs, labels = wide[:, :-1].reshape(-1), wide[:, 1:].reshape(-1)
-    scored = labels != FILLER
+    scored = (labels & UNSCORED) == 0  # nor is FILLER
     if not attend_across_documents:
-        scored &= inputs != eos_id
-    return inputs[scored], labels[scored]
+        scored &= (inputs & ~UNSCORED) != eos_id
+    return inputs[scored] & TOKEN_ID, labels[scored] & TOKEN_ID
 
 
 def fit_ngrams(

@@ -54,6 +54,37 @@ def parquet_rows(
     return rows, ""
 
 
+def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], str]:
+    """Of every row in file order the columns `messages`, `tools` and the source, as a line of JSON has them; None for
+    one that is no UTF-8. And what is wrong with the shard, as `parquet_rows`."""
+    arrow = require_pyarrow(shard)
+    rows: list[dict[str, Any] | None] = []
+    try:
+        file = arrow.parquet.ParquetFile(arrow.BufferReader(packed), page_checksum_verification=True)
+        columns = file.schema_arrow.names
+        if columns.count("messages") != 1:
+            return [], f"has not one column 'messages' (its columns: {', '.join(columns)})"
+        wanted = [name for name in ("messages", "tools") if name in columns]
+        paths = [file.schema.column(place).path for place in range(len(file.schema.names))]
+        has_source = SOURCE_COLUMN in paths
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(
+                group, columns=[*wanted, *([SOURCE_COLUMN] if has_source else [])], use_threads=False
+            )
+            sources = _sources(table, arrow) if has_source else [None] * len(table)
+            for place, source in enumerate(sources):
+                meta = {"redpajama_set_name": source.decode(errors="replace") if source else None}
+                try:
+                    rows.append(
+                        {**{name: table.column(name)[place].as_py() for name in wanted}, "meta": meta}
+                    )
+                except UnicodeDecodeError:
+                    rows.append(None)
+    except (arrow.ArrowException, OSError) as error:
+        return rows, f"is truncated or corrupt after {len(rows)} rows ({' '.join(str(error).split())[:200]})"
+    return rows, ""
+
+
 def _sources(table: Any, arrow: Any) -> list[bytes | None]:
     """Of each row; None where it is not text, as in lines of JSON."""
     names = table.column_names

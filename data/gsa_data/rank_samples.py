@@ -85,7 +85,12 @@ class RankSamples(IterableDataset[list[Block]]):
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         config = self.config
         reader = LaneReader(
-            self.reader, config.num_lanes, config.seed, config.shuffle_documents, config.source_weights
+            self.reader,
+            config.num_lanes,
+            config.seed,
+            config.shuffle_documents,
+            config.source_weights,
+            config.seq_len_tokens,
         )
         lanes: dict[int, Iterator[tuple[Tokens, Position]]] = {}
         next_samples: dict[int, int] = {}  # of each lane, what its iterator yields next

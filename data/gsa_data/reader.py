@@ -1,8 +1,8 @@
 """The seam between a corpus and its order: a shard reader gives the lines of one shard as tokens.
 
-There are three: TextReader tokenizes shards of text, TokenReader (token_files.py) maps what `prepare.py tokens`
-wrote, IndexedReader (indexed.py) maps megatron-core's datasets. The lanes, the packing and the stream know none
-of them apart.
+There are four: TextReader tokenizes shards of text, ChatReader (chat.py) conversations, TokenReader (token_files.py)
+maps what `prepare.py tokens` wrote, IndexedReader (indexed.py) maps megatron-core's datasets. The lanes, the packing
+and the stream know none of them apart.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class TextReader:
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
         lines = read_documents(self.manifest, relpath, self.reading, counters)
-        return _TextLines(lines[part::parts], self.tokenizer)
+        return TextLines(lines[part::parts], self.tokenizer)
 
 
-class _TextLines:
+class TextLines:
+    """Documents of one shard, tokenized when asked for."""
+
     def __init__(self, lines: list[Document | str], tokenizer: Tokenizer) -> None:
         self._lines = lines
         self._tokenizer = tokenizer

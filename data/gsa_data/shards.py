@@ -35,10 +35,14 @@ class Manifest:
     """Field or column that holds a document's text."""
     duplicates: tuple[str, ...] = ()
     """Shards left out because another one has the same content."""
+    is_chat: bool = False
+    """A line is a conversation (chat.py), not a text."""
 
     @cached_property
     def fingerprint(self) -> str:
         content: Any = self.shards if self.text_field == "text" else [self.text_field, self.shards]
+        if self.is_chat:
+            content = ["chat", self.shards]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @cached_property
@@ -60,7 +64,9 @@ def build_manifest(root: str, text_field: str = "text", reading: Reading | None 
     return manifest_of(root, list_files(root, reading), text_field, reading)
 
 
-def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: Reading) -> Manifest:
+def manifest_of(
+    root: str, files: Mapping[str, int], text_field: str, reading: Reading, is_chat: bool = False
+) -> Manifest:
     """The same from the files that `list_files` found below `root`."""
     shards = sorted((path, size_bytes) for path, size_bytes in files.items() if path.endswith(FORMATS))
     if not shards:
@@ -82,7 +88,11 @@ def manifest_of(root: str, files: Mapping[str, int], text_field: str, reading: R
             )
         warn_once(f"data folder {root!r}: left out, {trouble}")
     return Manifest(
-        root, tuple(shard for shard in shards if shard[0] not in copies), text_field, tuple(sorted(copies))
+        root,
+        tuple(shard for shard in shards if shard[0] not in copies),
+        text_field,
+        tuple(sorted(copies)),
+        is_chat,
     )
 
 

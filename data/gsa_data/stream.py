@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from gsa_data.best_fit import pool_of
+from gsa_data.chat import ChatFolder
 from gsa_data.corpus import Corpus, check_sources, shard_reader
 from gsa_data.lanes import ORDER_VERSION
 from gsa_data.pack import LANE_START, Cursor, Tokens
@@ -75,6 +76,8 @@ class BlockStream:
             "shuffle_documents": config.shuffle_documents,
             "packing": config.packing,
         }
+        if isinstance(corpus, ChatFolder):
+            self._identity["chat_template_fingerprint"] = corpus.template.fingerprint
         if config.packing == "best_fit":
             self._identity["packing_pool_documents"] = config.packing_pool_documents
         self._start_samples = 0
@@ -106,7 +109,8 @@ class BlockStream:
         self._blocks: Generator[Block, None, None] | None = blocks_in_order(samples, config)
 
     def next_blocks(self, count: int) -> Tokens:
-        """The rank's next `count` blocks: int32 [count, seq_len_tokens + 1], where best_fit leaves pack.FILLER."""
+        """The rank's next `count` blocks: int32 [count, seq_len_tokens + 1], where best_fit leaves pack.FILLER and
+        conversations have marks (marks.py)."""
         if self._blocks is None:
             raise ValueError("this BlockStream is closed; build a new one from its state")
         began = time.perf_counter()
@@ -179,8 +183,9 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state of plain values from the `local_state()` of every data-parallel rank.
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
-    packing_pool_documents (of best_fit), seq_len_tokens, source_weights, consumed_samples, counters, cursors
-    ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools ([num_lanes][waiting documents][the same]).
+    packing_pool_documents (of best_fit), chat_template_fingerprint (of conversations), seq_len_tokens, source_weights,
+    consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools
+    ([num_lanes][waiting documents][the same]).
     Of a lane that ranks share, the one that had its last block knows the position. Raises ValueError when ranks are
     missing or disagree.
     """
@@ -232,6 +237,7 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
         "order_version": "resume with the version of gsa_data that saved it",
         "manifest_fingerprint": "point the data folder at the files of the saved run",
         "tokenizer_fingerprint": "use the tokenizer file of the saved run",
+        "chat_template_fingerprint": "use the chat template, and the special tokens, of the saved run",
     }
     differences = [
         f"data state was saved with {name}={state[name]}, but this run has {name}={value}; "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +18,9 @@ from gsa_data.faults import Reading
 from gsa_data.fetch import read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
+
+Part = tuple[int, int]
+"""Of a text: its first character, and the one behind its last."""
 
 WORD_START = "\u2581"
 """How sentencepiece writes a space inside a piece."""
@@ -37,6 +43,14 @@ class TokenizerModel(Protocol):
         ...
 
     def token_bytes(self) -> list[int]: ...
+
+    def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[list[int], list[bool]]: ...
+
+    def has_token(self, name: str) -> bool: ...
+
+    def name_of(self, token: int) -> str: ...
+
+    def special_tokens(self) -> dict[str, str]: ...
 
 
 class Tokenizer:
@@ -89,6 +103,25 @@ class Tokenizer:
 
     def decode(self, tokens: NDArray[np.int32]) -> str:
         return self._model.decode(tokens.tolist())
+
+    def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids of a rendered conversation, and which of them reach into one of `parts`: both [tokens].
+
+        Here, unlike in `encode`, text that spells a special token is that token. tokenizer.json: as
+        transformers' apply_chat_template has it. Sentencepiece: what stands between control symbols and the bounds of
+        parts is encoded by itself, as a prompt and its answer are.
+        """
+        tokens, inside = self._model.encode_chat(text, parts)
+        return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)
+
+    def has_token(self, name: str) -> bool:
+        """Whether `encode_chat` makes one token of this text wherever it stands."""
+        return self._model.has_token(name)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those that the file itself names, as a chat template knows them (`bos_token`, ...), and `eos_token`."""
+        return {"eos_token": self._model.name_of(self.eos_id), **self._model.special_tokens()}
 
     @property
     def keeps_newlines(self) -> bool:
@@ -151,6 +184,40 @@ class SentencePieceModel:
     def default_eos(self) -> int | str:
         eos_id = int(self._processor.eos_id())
         return "has no EOS token" if eos_id < 0 else eos_id
+
+    def name_of(self, token: int) -> str:
+        return str(self._processor.id_to_piece(token))
+
+    def has_token(self, name: str) -> bool:
+        found = int(self._processor.piece_to_id(name))
+        is_piece = self._processor.id_to_piece(found) == name
+        return is_piece and self.encode_chat(f"a{name}a", [])[0].count(found) == 1
+
+    def special_tokens(self) -> dict[str, str]:
+        model = self._processor
+        ids = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
+        return {name: self.name_of(token) for name, token in ids.items() if token >= 0}
+
+    @cached_property
+    def _control_symbols(self) -> dict[str, int]:
+        """Piece -> id; text never encodes to them."""
+        model = self._processor
+        return {self.name_of(token): token for token in range(self.vocab_size) if model.is_control(token)}
+
+    def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[list[int], list[bool]]:
+        control = self._control_symbols
+        longest_first = sorted(control, key=len, reverse=True)
+        found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text)  # (?!): nothing
+        bounds = {0, len(text), *(bound for each in found for bound in each.span())}
+        bounds |= {bound for part in parts for bound in part}
+        tokens: list[int] = []
+        inside: list[bool] = []
+        for start, end in pairwise(sorted(bounds)):
+            piece = text[start:end]
+            encoded = [control[piece]] if piece in control else [int(token) for token in self.encode(piece)]
+            tokens += encoded
+            inside += [any(first <= start < behind for first, behind in parts)] * len(encoded)
+        return tokens, inside
 
     def token_bytes(self) -> list[int]:
         model = self._processor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -81,6 +82,26 @@ class TokenizerJson:
             return any(
                 self._vocab[token] in self.encode(text) for text in (token, f"{token}\n{token} {token}")
             )
+
+    def encode_chat(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        inside = [
+            any(end > first and start < behind for first, behind in parts) for start, end in found.offsets
+        ]
+        return found.ids, inside
+
+    def has_token(self, name: str) -> bool:
+        return name in self._vocab and self.encode_chat(f"a{name}a", [])[0].count(self._vocab[name]) == 1
+
+    def name_of(self, token: int) -> str:
+        return str(self._tokenizer.id_to_token(token))
+
+    def special_tokens(self) -> dict[str, str]:
+        return {}  # tokenizer_config.json has them
 
     def default_eos(self) -> int | str:
         named = [name for name in EOS_NAMES if name in self._special]

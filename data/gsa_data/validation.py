@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gsa_data.corpus import Corpus, shard_reader
 from gsa_data.faults import DataFault, Reading
+from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import LANE_START, Tokens, pack
 from gsa_data.tokenize import Tokenizer
 
@@ -27,7 +28,7 @@ class ScoredText:
     """Sequences for a model to score, and how much text their scored labels are."""
 
     blocks: Tokens
-    """int32 [n, L + 1]"""
+    """int32 [n, L + 1]; of conversations with their marks (marks.py)"""
     lengths: NDArray[np.int64]
     """[n] labels of each sequence that are text; what follows them is filling and counts for nothing"""
     scored_tokens: int
@@ -128,9 +129,11 @@ def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading)
 def is_scored(
     blocks: Tokens, lengths: NDArray[np.int64], eos_id: int, attend_across_documents: bool
 ) -> NDArray[np.bool_]:
-    """[n, L] which labels of [n, L + 1] blocks count: those of text that pack.loss_mask leaves."""
-    inputs = blocks[:, :-1]
+    """[n, L] which labels of [n, L + 1] blocks count: those of text that pack.loss_mask leaves, and of conversations
+    only what the assistant writes."""
+    inputs = blocks[:, :-1] & ~UNSCORED
     is_text: NDArray[np.bool_] = np.arange(inputs.shape[1]) < lengths[:, None]
+    is_text &= (blocks[:, 1:] & UNSCORED) == 0
     return is_text if attend_across_documents else is_text & (inputs != eos_id)
 
 
@@ -163,6 +166,6 @@ def _fill_up(stream: Tokens, seq_len_tokens: int, eos_id: int) -> tuple[Tokens, 
 def _scored_text(
     blocks: Tokens, lengths: NDArray[np.int64], tokenizer: Tokenizer, attend_across_documents: bool
 ) -> ScoredText:
-    labels = blocks[:, 1:][is_scored(blocks, lengths, tokenizer.eos_id, attend_across_documents)]
+    labels = blocks[:, 1:][is_scored(blocks, lengths, tokenizer.eos_id, attend_across_documents)] & TOKEN_ID
     words = labels[labels != tokenizer.eos_id]
     return ScoredText(blocks, lengths, len(labels), int(tokenizer.token_bytes[words].sum(dtype=np.int64)))

@@ -61,6 +61,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_ranges(config),
         *_check_run_name(config),
         *_check_validation_sets(config.data),
+        *_check_format(config.data),
         *_check_order(config.data),
         *_check_reading(config),
         *_check_model(config),
@@ -100,6 +101,26 @@ def _is_installed(package: str) -> bool:
 def _check_validation_sets(data: DataConfig) -> list[str]:
     empty = [field for field, folder in validation_fields(data).items() if not folder.strip()]
     return [problem_line(field, "", "empty", "give a folder") for field in empty]
+
+
+def _check_format(data: DataConfig) -> list[str]:
+    if data.format == "text":
+        wrong, remedy = "data.format = text reads none", "set data.format=chat, or leave it out"
+        return [problem_line("data.chat_template", data.chat_template, wrong, remedy)] * bool(
+            data.chat_template
+        )
+    lines = []
+    if data.attend_across_documents:
+        wrong = "with data.format = chat, an answer would see other conversations"
+        lines.append(problem_line("data.attend_across_documents", True, wrong, "set it to false"))
+    if data.text_field != DataConfig.text_field:
+        wrong = "data.format = chat reads the field messages"
+        lines.append(problem_line("data.text_field", data.text_field, wrong, "leave it out"))
+    if not _is_installed("transformers"):
+        wrong = "the package transformers, which writes conversations, is not installed"
+        remedy = "run in the checkout: pip install '.[hf]'"
+        lines.append(problem_line("data.format", data.format, wrong, remedy))
+    return lines
 
 
 def _check_order(data: DataConfig) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Literal
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text: all `*.jsonl`, `*.jsonl.zst`,
-    `*.jsonl.gz` and `*.parquet` below it. Or tokens made of them by `prepare.py tokens`, or megatron-core's indexed
-    datasets (`*.bin` and `*.idx`)."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text or conversations: all `*.jsonl`,
+    `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it. Or tokens made of text by `prepare.py tokens`, or
+    megatron-core's indexed datasets (`*.bin` and `*.idx`)."""
     validation_dir: str = "data/sample/validation"
     """The same for validation: one set, named `validation`. Not read where `validation_sets` names any."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -23,6 +23,12 @@ class DataConfig:
     eos_token: str = ""
     """Token that ends each document. Empty: sentencepiece's EOS, or of a tokenizer.json `</s>`, `<|endoftext|>`,
     ..."""
+    format: Literal["text", "chat"] = "text"
+    """What a line of the shards is. `text`: a document. `chat`: a conversation (field `messages`), of which only the
+    assistant's tokens count in the loss (extra `hf`). Fixed for a run."""
+    chat_template: str = ""
+    """Jinja file that says how a conversation is written, also at an fsspec address. Empty: `chat_template.jinja`, or
+    the template in `tokenizer_config.json`, beside `tokenizer`. Fixed for a run."""
     text_field: str = "text"
     """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
     seed: int = 0

@@ -43,6 +43,9 @@ def check_data(data: DataConfig) -> list[str]:
     if data.tokenizer and "://" not in data.tokenizer:
         ask = partial(_file_problems, "data.tokenizer", data.tokenizer)
         questions.append(_Question("data.tokenizer", data.tokenizer, ask))
+    if data.chat_template and "://" not in data.chat_template:
+        ask = partial(_file_problems, "data.chat_template", data.chat_template)
+        questions.append(_Question("data.chat_template", data.chat_template, ask))
     return _answers(questions, data)
 
 
@@ -125,7 +128,8 @@ def _folder_problems(field: str, folder: str) -> list[str]:
 def _file_problems(field: str, path: str) -> list[str]:
     if Path(path).is_file():
         return []
-    return [problem_line(field, path, _missing("file", path), "set a tokenizer file")]
+    remedy = "set a tokenizer file" if field == "data.tokenizer" else "set a Jinja file"
+    return [problem_line(field, path, _missing("file", path), remedy)]
 
 
 def _missing(what: str, path: str) -> str:

@@ -7,6 +7,7 @@ import sentencepiece
 from data_corpus import document, write_corpus
 
 from gsa_data import Manifest, Tokenizer, build_manifest
+from helpers.chats import make_tokenizer
 
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
 
@@ -39,3 +40,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 @pytest.fixture(scope="session")
 def sample_folder() -> Path:
     return SAMPLE
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("chat_tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tokenizer_file: Path) -> Tokenizer:
+    return Tokenizer(str(tokenizer_file))

@@ -1,0 +1,249 @@
+"""How a conversation is written for a model: a Jinja chat template, as transformers renders it (the extra `hf`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gsa_data.faults import Reading, warn_once
+from gsa_data.fetch import read_bytes
+from gsa_data.marks import mark
+from gsa_data.pack import Tokens
+from gsa_data.tokenize import Part, Tokenizer, TokenizerError
+
+CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+"""As transformers names them beside a tokenizer's file."""
+
+SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+"""Variables of a template that transformers fills from the tokenizer's config."""
+
+TOKEN_NAME = re.compile(r"<(?:\||\uff5c)[^<>\s'\"{}]+?(?:\||\uff5c)>")
+"""Text that is meant as one token in the templates that are around: `<|im_start|>`, DeepSeek's with wide bars."""
+
+RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
+"""What a template may raise of a conversation that it does not expect, beside Jinja's own errors."""
+
+TRIAL = [
+    {"role": "user", "content": "alpha"},
+    {"role": "assistant", "content": "beta"},
+    {"role": "user", "content": "gamma"},
+    {"role": "assistant", "content": "delta"},
+]
+"""What every template must be able to write."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TemplateRefused(ValueError):
+    """The template cannot write this conversation; the message is its own."""
+
+
+class NoPrefix(ValueError):
+    """What the template writes of the first messages is not how it begins the whole conversation."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    source: str
+    """Jinja."""
+    origin: str
+    """The file it is from."""
+    special_tokens: Mapping[str, str]
+    """Those that tokenizer_config.json names."""
+
+    @property
+    def fingerprint(self) -> str:
+        content = json.dumps([self.source, sorted(self.special_tokens.items())])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading) -> ChatTemplate:
+    """The template in `template_path`; where that is empty, the one beside the tokenizer's file.
+
+    Raises TokenizerError when there is none, several, or a file cannot be read.
+    """
+    folder = tokenizer_path.rpartition("/")[0]
+    beside = f"{folder}/" if folder else ""
+    config = _read_config(f"{beside}{CONFIG_FILE}", reading)
+    named = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name in SPECIAL_TOKENS
+    }
+    special_tokens = {name: value for name, value in named.items() if isinstance(value, str)}
+    origin = template_path or f"{beside}{TEMPLATE_FILE}"
+    found: Any = _read_text(origin, reading)
+    if found is None and template_path:
+        raise TokenizerError(f"chat template {template_path!r} does not exist; give a Jinja file")
+    if found is None:
+        origin, found = f"{beside}{CONFIG_FILE}", config.get("chat_template")
+    if isinstance(found, list):
+        names = ", ".join(str(each.get("name")) for each in found if isinstance(each, dict))
+        raise TokenizerError(
+            f"{origin} holds several chat templates ({names}); write the one to use into a file, and name it as "
+            "chat_template"
+        )
+    if not isinstance(found, str):
+        raise TokenizerError(
+            f"tokenizer {tokenizer_path!r} has no chat template beside it ({TEMPLATE_FILE}, or chat_template in "
+            f"{CONFIG_FILE}); name a Jinja file as chat_template"
+        )
+    return ChatTemplate(found, origin, special_tokens)
+
+
+class ChatEncoder:
+    """Conversations to tokens with marks. Can be pickled into data workers.
+
+    The assistant's tokens are those of the template's `{% generation %}` blocks. In a template without any they are
+    what the assistant's message adds to the messages before it with their generation prompt: from its first character
+    to the end of its turn.
+
+    Raises TokenizerError when the template cannot be used with this tokenizer, or transformers is not installed.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        self._variables = {**tokenizer.special_tokens, **template.special_tokens}
+        self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
+        self._check()
+
+    def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[Tokens, int]:
+        """A conversation with an EOS behind it, unless it ends with one: marked tokens (marks.py), and the bytes of its
+        text.
+
+        Raises:
+            TemplateRefused: the template cannot write it.
+            NoPrefix: where the assistant's tokens are, a template without generation blocks does not show.
+        """
+        text, parts = self.render(messages, tools)
+        tokens, is_scored = self.tokenizer.encode_chat(text, parts)
+        eos_id = self.tokenizer.eos_id
+        if len(tokens) == 0 or tokens[-1] != eos_id:
+            tokens, is_scored = np.append(tokens, np.int32(eos_id)), np.append(is_scored, False)
+        return mark(tokens, is_scored, eos_id), len(text.encode())
+
+    def render(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Part]]:
+        """A conversation's text, and where in it the assistant's parts are."""
+        if self._has_blocks:
+            return self._render(messages, tools, tracks=True)
+        text = self._render(messages, tools)[0]
+        parts = []
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:place], tools, prompts=True)[0]
+            through = self._render(messages[: place + 1], tools)[0]
+            if not (through.startswith(before) and text.startswith(through)):
+                raise NoPrefix(
+                    f"chat template {self.template.origin} writes message {place + 1} or those before it otherwise "
+                    "when more follow, so that the assistant's tokens cannot be told from the others; put "
+                    "{% generation %} and {% endgeneration %} around them in the template"
+                )
+            parts.append((len(before), len(through)))
+        return text, parts
+
+    def _render(
+        self, messages: Messages, tools: Sequence[Any] | None, prompts: bool = False, tracks: bool = False
+    ) -> tuple[str, list[Part]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template  # which says that it returns a str
+        try:
+            texts, parts = render(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.template.source,
+                return_assistant_tokens_mask=tracks,
+                add_generation_prompt=prompts,
+                **self._variables,
+            )
+        except (TemplateError, *RENDER_ERRORS) as error:
+            raise TemplateRefused(" ".join(str(error).split())) from error
+        return texts[0], parts[0] if tracks else []
+
+    def _check(self) -> None:
+        template, tokenizer = self.template, self.tokenizer
+        unknown = [
+            name
+            for name in SPECIAL_TOKENS
+            if re.search(rf"\b{name}\b", template.source) and name not in self._variables
+        ]
+        if unknown:
+            raise TokenizerError(
+                f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "
+                f"not name; add it to {CONFIG_FILE} beside the tokenizer, or write the token into the template"
+            )
+        try:
+            text, parts = self.render(TRIAL, None)
+        except ImportError as error:
+            raise TokenizerError(
+                f"chat template {template.origin} needs the package transformers ({error}); run in the checkout: "
+                "pip install '.[hf]'"
+            ) from error
+        except TemplateRefused as error:
+            raise TokenizerError(
+                f"chat template {template.origin} cannot write a conversation of user and assistant ({error}); correct "
+                "it, or name another one as chat_template"
+            ) from error
+        except NoPrefix as error:
+            raise TokenizerError(str(error)) from error
+        if re.search(r"\bstrftime_now\s*\(", template.source):
+            raise TokenizerError(
+                f"chat template {template.origin} writes the day of the run (strftime_now), so that a resume would "
+                "read other text; write a date into a copy of it, and name that as chat_template"
+            )
+        names = {*TOKEN_NAME.findall(template.source), *TOKEN_NAME.findall(text)}
+        names |= {value for value in self._variables.values() if value in text}
+        missing = sorted(name for name in names if not tokenizer.has_token(name))
+        if missing:
+            raise TokenizerError(
+                f"chat template {template.origin} writes {', '.join(map(repr, missing))}, which tokenizer "
+                f"{tokenizer.path!r} does not have as tokens; use a tokenizer that has them, or name a template of "
+                "those that it has as chat_template"
+            )
+        self._check_parts(text, parts)
+
+    def _check_parts(self, text: str, parts: Sequence[Part]) -> None:
+        origin = self.template.origin
+        answers = [message["content"] for message in TRIAL if message["role"] == "assistant"]
+        written = [text[start:end] for start, end in parts]
+        if not all(any(answer in part for part in written) for answer in answers):
+            raise TokenizerError(
+                f"chat template {origin}: its {{% generation %}} blocks do not hold all that the assistant says; put "
+                "them around each of its messages, with the token that ends its turn"
+            )
+        if any(part.rstrip().endswith(answer) for part in written for answer in answers):
+            warn_once(
+                f"chat template {origin}: the assistant's part ends before a token that ends its turn, so the model "
+                "does not learn to stop; put that token into the {% generation %} block, or at the end of its messages"
+            )
+
+
+def _read_text(address: str, reading: Reading) -> str | None:
+    try:
+        return read_bytes(address, reading, Counter()).decode()
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{address} cannot be read ({error}); check address and access") from error
+
+
+def _read_config(address: str, reading: Reading) -> dict[str, Any]:
+    text = _read_text(address, reading)
+    try:
+        content = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{address} is no JSON ({error}); restore it") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{address} holds no object; restore it")
+    return content

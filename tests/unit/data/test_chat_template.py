@@ -1,0 +1,188 @@
+"""Chat templates: which tokens are the assistant's, where a template is found, and which are refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gsa_data import DataFault, Tokenizer
+from gsa_data.chat import ChatReader
+from gsa_data.chat_template import ChatEncoder, find_chat_template
+from gsa_data.corpus import open_chat
+from gsa_data.faults import Reading, warn_once
+from gsa_data.marks import INSIDE, TOKEN_ID, UNSCORED
+from gsa_data.tokenize import TokenizerError
+from helpers.chats import FORGETS, PLAIN, TOOLS, WITH_BLOCKS, conversation, template, write_chats
+
+transformers = pytest.importorskip("transformers")
+
+READING = Reading(backoff_seconds=0.0)
+SAMPLE = Path(__file__).parents[3] / "data"
+
+
+@pytest.fixture(autouse=True)
+def warns_anew() -> None:
+    warn_once.cache_clear()
+
+
+def scored(tokenizer: Tokenizer, marked: np.ndarray) -> str:
+    return tokenizer.decode((marked & TOKEN_ID)[(marked & UNSCORED) == 0])
+
+
+# What is the assistant's
+
+
+HARD = [
+    {"role": "system", "content": "é <|endoftext|>"},
+    {"role": "user", "content": "hello <|im_end|> 漢"},
+    {"role": "assistant", "content": "\n world 🎉\n\n"},
+    {"role": "user", "content": " "},
+    {"role": "assistant", "content": "weather"},
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("messages", [HARD, *map(conversation, range(4))])
+def test_tokens_and_masks_are_those_of_transformers(
+    chat_tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=chat_tokenizer.path)
+    expected = theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=WITH_BLOCKS,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    marked, text_bytes = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer).encode(messages, tools)
+    assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
+    assert (marked & TOKEN_ID).tolist() == [*expected["input_ids"], chat_tokenizer.eos_id]
+    assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"]), False]
+    inside = np.flatnonzero(marked & INSIDE)
+    assert inside.tolist() == [n for n, t in enumerate(expected["input_ids"]) if t == chat_tokenizer.eos_id]
+    text = theirs.apply_chat_template(messages, tools=tools, chat_template=WITH_BLOCKS, tokenize=False)
+    assert text_bytes == len(text.encode())
+
+
+def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer: Tokenizer) -> None:
+    """That is what a block around the message and its end would hold, and the newline behind it."""
+    by_prefix = ChatEncoder(template(PLAIN), chat_tokenizer)
+    by_block = ChatEncoder(
+        template(WITH_BLOCKS.replace("<|im_end|>' -}}{%- endg", "<|im_end|>\n' -}}{%- endg")), chat_tokenizer
+    )
+    for number in range(6):
+        messages = conversation(number)
+        found = by_prefix.encode(messages, None)[0]
+        answers = [each["content"] + "<|im_end|>\n" for each in messages if each["role"] == "assistant"]
+        assert scored(chat_tokenizer, found) == "".join(answers)
+        expected = by_block.encode(messages, None)[0]
+        text = scored(chat_tokenizer, expected)
+        assert text == "".join(answers)
+
+
+def test_sentencepiece_writes_control_symbols_and_an_eos_that_ends_a_turn_ends_no_document() -> None:
+    tokenizer = Tokenizer(str(SAMPLE / "sample" / "tokenizer.model"))
+    found = find_chat_template(tokenizer.path, str(SAMPLE / "sample_chat" / "chat_template.jinja"), READING)
+    encoder = ChatEncoder(found, tokenizer)
+    messages = conversation(3)[:5]
+    marked = encoder.encode(messages, None)[0]
+    tokens = marked & TOKEN_ID
+    assert np.flatnonzero(tokens == tokenizer.eos_id).tolist() == [
+        int(np.flatnonzero(marked & INSIDE)[0]),
+        len(tokens) - 1,
+    ]
+    assert marked[-1] == tokenizer.eos_id  # of the last turn, to be predicted; none is put behind it
+    answers = [np.append(tokenizer.encode(messages[n]["content"]), tokenizer.eos_id) for n in (2, 4)]
+    assert tokens[(marked & UNSCORED) == 0].tolist() == np.concatenate(answers).tolist()
+    prompt = encoder._render(messages[:2], None, prompts=True)[0]
+    assert tokens[: len(tokenizer.encode(prompt))].tolist() == tokenizer.encode(prompt).tolist()
+
+
+# Templates that are refused
+
+
+def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_tokenizer: Tokenizer) -> None:
+    copy = tmp_path / "tokenizer.json"
+    copy.write_bytes(tokenizer_file.read_bytes())
+    with pytest.raises(TokenizerError, match=r"no chat template beside it .* name a Jinja file"):
+        find_chat_template(str(copy), "", READING)
+    config = {"chat_template": PLAIN, "bos_token": {"content": "<|im_start|>"}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = find_chat_template(str(copy), "", READING)
+    assert (found.source, found.special_tokens) == (PLAIN, {"bos_token": "<|im_start|>"})
+    (tmp_path / "chat_template.jinja").write_text(WITH_BLOCKS)
+    beside = find_chat_template(str(copy), "", READING)
+    assert beside.source == WITH_BLOCKS
+    assert beside.fingerprint != found.fingerprint
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}" + PLAIN)
+    mine = find_chat_template(str(copy), str(tmp_path / "mine.jinja"), READING)
+    text = ChatEncoder(mine, chat_tokenizer).render(conversation(1), None)[0]
+    assert text.startswith("<|im_start|><|im_start|>user")
+    (tmp_path / "chat_template.jinja").unlink()
+    several = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": PLAIN}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    with pytest.raises(TokenizerError, match=r"several chat templates \(default, tool_use\); write the one"):
+        find_chat_template(str(copy), "", READING)
+    with pytest.raises(TokenizerError, match="chat template 'gone' does not exist; give a Jinja file"):
+        find_chat_template(str(copy), "gone", READING)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is no JSON"):
+        find_chat_template(str(copy), "", READING)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", r"cannot write a conversation .*Expected"),
+        ("{{ raise_exception('no ' + messages[0].role) }}", r"cannot write a conversation .*\(no user\)"),
+        ("{{ messages[0].content + 1 }}", r"cannot write a conversation"),
+        ("{{ eos_token + bos_token }}" + PLAIN, r"uses bos_token, which tokenizer .* does not name"),
+        (PLAIN.replace("im_end", "eot_id"), r"writes '<\|eot_id\|>', which tokenizer .* does not have"),
+        ("{{ strftime_now('%d') }}" + PLAIN, r"writes the day of the run"),
+        (FORGETS, r"writes message \d or those before it otherwise .* put \{% generation %\}"),
+        (
+            WITH_BLOCKS.replace("{%- if message.role == 'assistant'", "{%- if loop.last"),
+            r"blocks do not hold all that the assistant says",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_used(chat_tokenizer: Tokenizer, source: str, message: str) -> None:
+    with pytest.raises(TokenizerError, match=rf"chat template chat\.jinja.*{message}"):
+        ChatEncoder(template(source), chat_tokenizer)
+
+
+def test_a_sentencepiece_model_lacks_the_tokens_of_chatml() -> None:
+    tokenizer = Tokenizer(str(SAMPLE / "sample" / "tokenizer.model"))
+    with pytest.raises(TokenizerError, match=r"'<\|im_end\|>', '<\|im_start\|>', which tokenizer"):
+        ChatEncoder(template(PLAIN), tokenizer)
+
+
+def test_a_block_without_the_end_of_its_turn_is_warned_of(
+    chat_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = WITH_BLOCKS.replace("'<|im_end|>' -}}{%- endgeneration -%}", "'' -}}{%- endgeneration -%}")
+    ChatEncoder(template(source), chat_tokenizer)
+    assert "does not learn to stop" in caplog.text
+    caplog.clear()
+    ChatEncoder(template(WITH_BLOCKS), chat_tokenizer)
+    assert caplog.text == ""
+
+
+def test_a_conversation_that_is_written_otherwise_later_names_its_line(
+    tmp_path: Path, chat_tokenizer: Tokenizer
+) -> None:
+    forgets_thoughts = PLAIN.replace(
+        "message.content", "(message.content if loop.last else message.content.split('~')[-1])"
+    )
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "thought~b"}
+    write_chats(tmp_path / "s.jsonl", [[user, answer], [user, answer, user, answer]])
+    reader = ChatReader(open_chat(str(tmp_path), template(forgets_thoughts)), chat_tokenizer, READING)
+    lines = reader.open("s.jsonl", 0, 1, Counter())
+    assert not isinstance(lines[0], str)
+    with pytest.raises(DataFault, match=r"s\.jsonl, line 2: chat template chat\.jinja writes message 2"):
+        lines[1]

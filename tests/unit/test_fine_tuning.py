@@ -1,0 +1,297 @@
+"""Fine-tuning on conversations: what a step learns from, and what a config or a tokenizer is refused for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gsa_data.chat import ChatFolder
+from gsa_data.chat_template import ChatEncoder
+from gsa_data.marks import INSIDE, UNSCORED
+from gsa_data.pack import FILLER
+from gsa_data.tokenize import Tokenizer, TokenizerError
+from gsa_train.batches import (
+    TrainBatches,
+    load_tokenizer,
+    open_training_corpus,
+    read_validation_sets,
+    to_micro_batch,
+)
+from gsa_train.config import ConfigError, load_config
+from gsa_train.evaluate import evaluate, ngram_perplexities
+from gsa_train.phases import enter_phase
+from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
+from helpers.single_rank import (
+    DENSE,
+    EOS,
+    SPARSE,
+    WARM_UP,
+    random_blocks,
+    single_rank,
+    step_gradients,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 192
+NUMBERS = range(40)
+NO_KL = dataclasses.replace(SPARSE, kl_coeff=0.0)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    make_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(WITH_BLOCKS)
+    write_chats(folder / "train" / "s.jsonl", map(conversation, NUMBERS))
+    return folder
+
+
+def config_of(chats: Path, **data: Any) -> Any:
+    """Every query selects all that it sees, so no rounding can change a selection."""
+    folders = {"train_dir": str(chats / "train"), "validation_dir": str(chats / "train")}
+    return tiny_config(
+        [NO_KL],
+        model={"vocab_size": 384, "init_std": 0.2},
+        gsa={"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH},
+        train={"seq_len_tokens": LENGTH},
+        data={
+            **folders, "format": "chat", "tokenizer": str(chats / "tokenizer.json"), "num_lanes": 2,
+            "packing": "best_fit", "packing_pool_documents": 8, **data,
+        },
+    )  # fmt: skip
+
+
+def test_marks_become_the_loss_mask() -> None:
+    marked = [
+        5 | UNSCORED,
+        6,
+        EOS | INSIDE,
+        7 | UNSCORED,
+        8,
+        EOS,
+        9 | UNSCORED,
+        3,
+        EOS | UNSCORED,
+        FILLER,
+        FILLER,
+    ]
+    batch = to_micro_batch(torch.tensor([marked], dtype=torch.int32), EOS, False)
+    assert batch.tokens.tolist() == [[5, 6, EOS, 7, 8, EOS, 9, 3, EOS, EOS]]
+    assert batch.labels.tolist() == [[6, EOS, 7, 8, EOS, 9, 3, EOS, EOS, EOS]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 0, 1, 0, 0, 0]]
+    assert batch.document_ids is not None
+    assert batch.document_ids.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
+def test_loss_and_gradient_are_those_of_labels_of_minus_100(chats: Path, phase: Any) -> None:
+    """As transformers has it: cross-entropy over the logits with ignore_index -100, mean over the labels that count."""
+    config = config_of(chats)
+    batches = TrainBatches(config, single_rank(), load_tokenizer(config), None).next_step()
+    assert all(0 < batch.loss_mask.mean() < 0.7 for batch in batches)
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, phase)
+    losses, count = [], sum(int(batch.loss_mask.sum()) for batch in batches)
+    for batch in batches:
+        positions = torch.arange(LENGTH).expand_as(batch.tokens)
+        with model.runtime.during(model.runtime.attention_pass):
+            logits = model.module(batch.tokens, positions, batch.document_ids)
+        labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
+        losses.append(F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum"))
+    mean = torch.stack(losses).sum() / count
+    mean.backward()
+    expected = {name: p.grad for name, p in model.gpt.named_parameters() if p.grad is not None}
+    result, gradients = step_gradients(tiny_model(config, variance_ema=0.02), phase, batches, config)
+    assert result.loss_tokens == count
+    assert result.loss_sum.item() / count == pytest.approx(mean.item(), rel=1e-6)
+    assert len(expected) > 10
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_packed_is_unpacked(chats: Path) -> None:
+    """The conversations of packed sequences, each in a sequence of its own, have the same losses and gradients."""
+    config = config_of(chats)
+    tokenizer = load_tokenizer(config)
+    batches = TrainBatches(config, single_rank(), tokenizer, None)
+    assert batches._stream is not None
+    blocks = batches._stream.next_blocks(4)
+    rows = []
+    for block in blocks:
+        ends = np.flatnonzero((block & ~UNSCORED) == tokenizer.eos_id) + 1
+        for piece in np.split(block, ends):
+            if len(piece) > 1 and piece[0] != FILLER:
+                rows.append(np.append(piece, np.full(LENGTH + 1 - len(piece), FILLER, np.int32)))
+    assert len(rows) > 1.5 * len(blocks)
+    rows += [np.full(LENGTH + 1, FILLER, np.int32)] * (-len(rows) % 2)
+    found = []
+    for each in (blocks, np.stack(rows)):
+        size = {"global_batch_size": len(each)}
+        of_size = dataclasses.replace(config, train=dataclasses.replace(config.train, **size))
+        parts = torch.from_numpy(each).split(2)
+        micro_batches = [to_micro_batch(part, tokenizer.eos_id, False) for part in parts]
+        found.append(step_gradients(tiny_model(config, variance_ema=0.02), NO_KL, micro_batches, of_size))
+    (packed, gradients), (unpacked, others) = found
+    assert packed.loss_tokens == unpacked.loss_tokens > 0
+    torch.testing.assert_close(packed.loss_sum, unpacked.loss_sum, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_what_is_masked_changes_nothing(chats: Path) -> None:
+    """Neither another label where none counts nor a sequence without any moves the loss or a gradient by a bit."""
+    config = config_of(chats)
+    batches = TrainBatches(config, single_rank(), load_tokenizer(config), None).next_step()
+    relabelled = [
+        dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 0, 5))
+        for batch in batches
+    ]
+    found = [
+        step_gradients(tiny_model(config, variance_ema=0.02), NO_KL, each, config)
+        for each in (batches, relabelled)
+    ]
+    assert found[0][0].loss_sum == found[1][0].loss_sum
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_a_batch_without_an_answer_has_a_loss_of_0() -> None:
+    config = tiny_config()
+    blocks = random_blocks(config).clamp(min=1) | UNSCORED
+    batches = [to_micro_batch(part, EOS, False) for part in blocks.split(2)]
+    result, gradients = step_gradients(tiny_model(config, variance_ema=0.02), NO_KL, batches, config)
+    assert (result.loss_sum, result.grad_norm) == (0, 0)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_the_indexer_loss_counts_all_tokens() -> None:
+    config = tiny_config()
+    blocks = random_blocks(config)
+    found = []
+    for each in (blocks, blocks.masked_fill(blocks != EOS, 0) + (blocks | UNSCORED) * (blocks != EOS)):
+        batches = [to_micro_batch(part, EOS, False) for part in each.split(2)]
+        found.append(step_gradients(tiny_model(config, variance_ema=0.02), WARM_UP, batches, config))
+    assert found[1][0].loss_tokens < found[0][0].loss_tokens
+    assert any("indexer" in name for name in found[0][1])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_validation_and_baselines_score_the_answers(chats: Path) -> None:
+    config = config_of(chats)
+    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, max_blocks=5))
+    tokenizer = load_tokenizer(config)
+    (found,) = read_validation_sets(config, tokenizer)
+    model = tiny_model(config, variance_ema=0.02)
+    batch = to_micro_batch(torch.from_numpy(found.text.blocks), tokenizer.eos_id, False)
+    losses = token_losses(model, batch, evaluating=True)[batch.loss_mask > 0]
+    assert found.text.scored_tokens == len(losses) < batch.labels.numel() / 2
+    record = evaluate(model, [found], tokenizer.eos_id, config, single_rank())
+    assert record["validation_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    baselines = ngram_perplexities(found.text.blocks, tokenizer, 16, config)
+    assert 1 < baselines["bigram_perplexity"] < baselines["unigram_perplexity"] < 384
+
+
+def test_long_conversations_are_told_at_a_save(chats: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(chats)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len_tokens=16))
+    batches = TrainBatches(config, single_rank(), load_tokenizer(config), None)
+    batches.next_step()
+    batches.state()
+    assert "have more tokens than train.seq_len_tokens = 16 and are cut" in caplog.text
+    caplog.clear()
+    batches.state()
+    assert "are cut" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.attend_across_documents=true"], "an answer would see other conversations; set it to false"),
+        (["data.text_field=chat"], "data.text_field = chat: data.format = chat reads the field messages"),
+        (["data.format=text"], "data.format = text reads none; set data.format=chat"),
+        (["data.chat_template=gone.jinja"], "data.chat_template = gone.jinja: not in the current folder"),
+        (["data.format=chats"], "data.format"),
+    ],
+)
+def test_configs_that_are_refused(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    initial = ["checkpoint.initial_weights=configs"]  # any folder
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            ROOT / "configs" / "demo_sft.yaml",
+            [*initial, "data.packing=concatenate", *overrides],
+            world_size=1,
+        )
+    assert message in str(caught.value)
+    load_config(ROOT / "configs" / "demo_sft.yaml", initial)
+
+
+def test_transformers_is_asked_for_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("gsa_train.config.checks._is_installed", lambda package: package != "transformers")
+    with pytest.raises(ConfigError, match=r"the package transformers, .* is not installed; .*'\.\[hf\]'"):
+        load_config(ROOT / "configs" / "demo_sft.yaml", ["checkpoint.initial_weights=configs"], world_size=1)
+
+
+def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
+    with pytest.raises(
+        TokenizerError, match=r"data\.chat_template: chat template .* does not have as tokens"
+    ):
+        load_tokenizer(
+            config_of(
+                chats,
+                tokenizer=str(ROOT / "data/sample/tokenizer.model"),
+                chat_template=str(chats / "chat_template.jinja"),
+            )
+        )
+
+
+def test_the_bundled_conversations_are_those_of_their_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
+    runpy.run_path(str(ROOT / "data" / "sample_conversations.py"), run_name="__main__")
+    for split in ("train", "validation"):
+        name = f"{split}/conversations.jsonl"
+        assert (tmp_path / name).read_bytes() == (ROOT / "data" / "sample_chat" / name).read_bytes()
+
+
+def test_the_config_for_1_7b_takes_the_model_of_its_pretraining() -> None:
+    configs = [
+        load_config(ROOT / f"configs/{name}_1.7b.yaml", world_size=8, need_data=False)
+        for name in ("sft", "gsa")
+    ]
+    for section in ("model", "gsa", "parallel"):
+        assert getattr(configs[0], section) == getattr(configs[1], section)
+    assert configs[0].data.format == "chat"
+
+
+def test_the_demo_takes_its_model_and_cuts_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    demo = load_config("configs/demo.yaml")
+    config = load_config("configs/demo_sft.yaml", ["checkpoint.initial_weights=configs"])
+    assert (config.model, config.gsa) == (demo.model, demo.gsa)
+    tokenizer: Tokenizer = load_tokenizer(config)
+    corpus = open_training_corpus(config)
+    assert isinstance(corpus, ChatFolder)
+    encoder = ChatEncoder(corpus.template, tokenizer)
+    lines = (ROOT / "data/sample_chat/train/conversations.jsonl").read_text().splitlines()
+    lengths = [len(encoder.encode(json.loads(line)["messages"], None)[0]) for line in lines]
+    assert max(lengths) <= config.train.seq_len_tokens + 1
