@@ -53,8 +53,8 @@ class LayerOutput(NamedTuple):
     out: torch.Tensor
     """[B, L, d]"""
     indexer_loss: torch.Tensor | None
-    """fp32, 0-d: mean KL over the rows, to be added to the loss of the model; its gradient reaches the indexer alone.
-    None where the indexer does not learn."""
+    """fp32, 0-d: mean KL over the rows whose query sees at least two keys (that of the others is 0), to be added to the
+    loss of the model; its gradient reaches the indexer alone. None where the indexer does not learn."""
     selection: Selection | None
     """What the queries selected; None where the indexer did not run."""
 
@@ -82,7 +82,7 @@ class GatedSparseAttention(nn.Module):
         self.score_bias = nn.Parameter(torch.zeros(options.indexer_heads))  # b_j
         self.head_weight_bias = nn.Parameter(torch.zeros(options.indexer_heads))  # c_j
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
-        # Sum of the variances, and their number, since the last update.
+        # Sum of the variances, and number of those that count, since the last update.
         self.register_buffer("variance_sum", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(
@@ -125,7 +125,7 @@ class GatedSparseAttention(nn.Module):
             total, rows = indexer_loss(
                 indexer, q, k, lse, attended, geometry, implementation=self.implementation
             )  # eqs. 14 and 15
-            loss = total / rows.numel()
+            loss = total / _counted_rows(geometry, rows).clamp(min=1)
         return LayerOutput(self.output(heads.flatten(2)), loss, selection)
 
     def _index(self, hidden: torch.Tensor) -> Indexer:
@@ -146,12 +146,8 @@ class GatedSparseAttention(nn.Module):
         selection = select(indexer, rule, ema, geometry, implementation=self.implementation)
         if self.training:
             variance = selection.variance
-            self.variance_sum += torch.stack(
-                [
-                    variance.sum(dtype=torch.float64),
-                    variance.new_tensor(variance.numel(), dtype=torch.float64),
-                ]
-            )
+            count = _counted_rows(geometry, variance)
+            self.variance_sum += torch.stack([variance.sum(dtype=torch.float64), count.double()])
         return selection
 
     @torch.no_grad()
@@ -189,3 +185,13 @@ def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
     cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
     first, second = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def _counted_rows(geometry: Geometry, of_rows: torch.Tensor) -> torch.Tensor:
+    """How many of these rows [B, R] are of queries that see at least two keys: int64, 0-d. The others, first tokens of
+    documents and filler, have nothing to choose, and a variance and KL of 0."""
+    batch, rows = of_rows.shape
+    positions = torch.arange(rows, device=of_rows.device) * geometry.selection_block
+    starts = geometry.document_starts
+    firsts = torch.zeros_like(positions) if starts is None else starts[:, :: geometry.selection_block]
+    return (positions > firsts).expand(batch, rows).sum()
