@@ -5,7 +5,8 @@
 
 Prints one row per shard and the problems found; the exit code is 1 when there are any. With a tokenizer also what
 either way of packing (data.packing) does to the documents of an epoch: the share of the labels that only fill
-sequences up, the share of the documents that are cut, and the documents, or parts of documents, in a sequence.
+sequences up, the share of the documents that are cut, the documents, or parts of documents, in a sequence, and the
+share of the queries that see more keys than they select (gsa.k_base), with a warning where it is below a half.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
@@ -108,6 +110,39 @@ class Packed(NamedTuple):
     """Parts of documents included."""
 
 
+LEAST_SPARSE_SHARE = 0.5
+"""Of the queries; a model whose attention is sparse for fewer is hardly one."""
+
+
+def sparse_share(parts: NDArray[np.int64], k_base: int) -> float:
+    """Share of the queries that see more than k_base keys, where attention ends with the document.
+
+    Args:
+        parts: tokens of each document, or part of one, in a sequence.
+    """
+    return float(np.maximum(parts - k_base, 0).sum() / parts.sum())
+
+
+def concatenated_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.int64]:
+    """Lengths of what each lane is cut into by the ends of documents and of sequences."""
+    cuts = []
+    for lengths in lanes:
+        ends = np.cumsum([0, *lengths])
+        cuts.append(np.diff(np.union1d(ends, np.arange(0, ends[-1], seq_len_tokens))))
+    return np.concatenate(cuts)
+
+
+def best_fit_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.int64]:
+    """Lengths of the documents, of which only those that fit into no sequence are cut."""
+    parts: list[int] = []
+    for length in itertools.chain(*lanes):
+        while length > seq_len_tokens + 1:
+            parts.append(seq_len_tokens)
+            length -= seq_len_tokens
+        parts.append(length)
+    return np.array(parts)
+
+
 def lane_lengths(root: str, tokenizer: Tokenizer, num_lanes: int) -> list[list[int]]:
     """Tokens of the documents of each lane in one epoch, with their EOS, in the order of a run with seed 0."""
     reader = LaneReader(TextReader(build_manifest(root), tokenizer, Reading()), num_lanes, 0, True)
@@ -150,26 +185,43 @@ def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int
     return Packed(*(shares[name] or 0.0 for name in Packed._fields))
 
 
-def report_packing(root: str, tokenizer: Tokenizer, seq_len_tokens: int, num_lanes: int, pool: int) -> str:
-    if min(seq_len_tokens, num_lanes, pool) < 1:
+def report_packing(
+    root: str, tokenizer: Tokenizer, seq_len_tokens: int, num_lanes: int, pool: int, k_base: int
+) -> str:
+    if min(seq_len_tokens, num_lanes, pool, k_base) < 1:
         raise ValueError(
-            f"--seq-len={seq_len_tokens}, --num-lanes={num_lanes}, --pool={pool} must be at least 1"
+            f"--seq-len={seq_len_tokens}, --num-lanes={num_lanes}, --pool={pool}, --k-base={k_base} must be at least 1"
         )
     lanes = lane_lengths(root, tokenizer, num_lanes)
     lengths = np.concatenate(lanes)
     rows = {
-        "concatenate": concatenated(lanes, seq_len_tokens),
-        f"best_fit, pool of {pool}": best_fitted(lanes, seq_len_tokens, pool),
+        "concatenate": (
+            concatenated(lanes, seq_len_tokens),
+            sparse_share(concatenated_parts(lanes, seq_len_tokens), k_base),
+        ),
+        f"best_fit, pool of {pool}": (
+            best_fitted(lanes, seq_len_tokens, pool),
+            sparse_share(best_fit_parts(lanes, seq_len_tokens), k_base),
+        ),
     }
+    across = max(seq_len_tokens - k_base, 0) / seq_len_tokens
     lines = [
         f"packing at {seq_len_tokens} tokens, {num_lanes} lanes: {len(lengths)} documents, mean {lengths.mean():.0f} "
         f"tokens, {np.mean(lengths > seq_len_tokens + 1):.1%} longer than a sequence",
-        f"{'':24} {'filler':>8} {'documents cut':>14} {'documents per sequence':>23}",
+        f"{'':24} {'filler':>8} {'documents cut':>14} {'documents per sequence':>23} {'sparse queries':>15}",
     ]
     lines += [
-        f"{name:24} {row.filler_share:8.2%} {row.cut_share:14.1%} {row.documents_per_block:23.2f}"
-        for name, row in rows.items()
+        f"{name:24} {row.filler_share:8.2%} {row.cut_share:14.1%} {row.documents_per_block:23.2f} {sparse:15.1%}"
+        for name, (row, sparse) in rows.items()
     ]
+    lines.append(f"sparse queries see more than k_base = {k_base} keys; {across:.1%} across documents")
+    few = [f"{name} ({sparse:.1%})" for name, (_, sparse) in rows.items() if sparse < LEAST_SPARSE_SHARE]
+    if few:
+        lines.append(
+            f"WARNING by {' and '.join(few)} fewer than half of the queries see more keys than they may select: GSA is "
+            f"dense attention for the others. Across documents (data.attend_across_documents=true) it is {across:.1%}; "
+            "or take longer documents, a smaller gsa.k_base or longer sequences"
+        )
     return "\n".join(lines)
 
 
@@ -184,6 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--num-lanes", type=int, default=8, help="data.num_lanes of the run")
     parser.add_argument("--pool", type=int, default=128, help="data.packing_pool_documents of the run")
+    parser.add_argument("--k-base", type=int, default=2048, help="gsa.k_base of the run")
     options = parser.parse_args(arguments)
     packing = ""
     try:
@@ -195,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
                 options.seq_len,
                 options.num_lanes,
                 options.pool,
+                options.k_base,
             )
     except (DataFault, ValueError) as fault:  # a TokenizerError is a ValueError
         print(f"error: {fault}", file=sys.stderr)

@@ -65,6 +65,17 @@ def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
+def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int) -> torch.Tensor:
+    """Queries that select and see at least two keys: fp32, 0-d, on the device. The others, the first tokens of
+    documents and filler, have nothing to choose, and count in no mean of the indexer's.
+
+    Args:
+        selection_block: the first query of each aligned block of so many selects.
+    """
+    counts = [(batch.visible_keys()[:, ::selection_block] >= 2).sum() for batch in micro_batches]
+    return torch.stack(counts).sum().float()
+
+
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
     """int32 [B, L + 1] -> inputs, labels, documents and loss mask, derived alike on every rank.
 

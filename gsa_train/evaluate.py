@@ -62,7 +62,7 @@ def evaluate(
             record |= {
                 f"validation_{name}": value
                 for name, value in attention_metrics(reduced.layers).items()
-                if not name.startswith("layer_")
+                if not name.startswith(("layer_", "head_"))
             }
         if each.by_source:
             by_source = {

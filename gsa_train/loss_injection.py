@@ -6,20 +6,23 @@ from typing import Any
 
 import torch
 
+Scale = float | torch.Tensor
+"""A number, or 0-d on the device: how many rows count in a step is known there alone."""
+
 
 class _InjectLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activations: torch.Tensor, loss: torch.Tensor, grad_scale: float) -> torch.Tensor:
+    def forward(ctx: Any, activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:
         ctx.grad_scale = grad_scale
         ctx.of_loss = {"dtype": loss.dtype, "device": loss.device}
         return activations.view_as(activations)
 
     @staticmethod
     def backward(ctx: Any, grad_activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad_activations, torch.full((), ctx.grad_scale, **ctx.of_loss), None
+        return grad_activations, torch.ones((), **ctx.of_loss) * ctx.grad_scale, None
 
 
-def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: float) -> torch.Tensor:
+def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:
     """Return `activations` unchanged; their backward pass also differentiates `grad_scale * loss`.
 
     The loss so reaches its parameters on every pipeline stage, without being sent to the last one. megatron-core
@@ -34,7 +37,7 @@ def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: float
 
 
 def differentiate_indexer_loss(
-    out: torch.Tensor, loss: torch.Tensor, grad_scale: float, base_has_graph: bool
+    out: torch.Tensor, loss: torch.Tensor, grad_scale: Scale, base_has_graph: bool
 ) -> torch.Tensor:
     """Differentiate a layer's summed KL with the backward pass of `out`, which is returned; at once where the base has
     no graph, in the indexer warm-up.
@@ -51,16 +54,17 @@ def differentiate_indexer_loss(
 
 
 def indexer_kl_grad_scale(
-    kl_coeff: float, num_indexers: int, rows_per_step: int, data_parallel_size: int
-) -> float:
-    """Factor that turns a layer's sum of KL over rows into lambda times the mean over tokens and layers.
+    kl_coeff: float, num_indexers: int, rows_per_step: torch.Tensor, data_parallel_size: int
+) -> torch.Tensor:
+    """Factor that turns a layer's sum of KL over rows into lambda times the mean over tokens and layers: fp32, 0-d.
 
-    Data-parallel gradients are averaged afterwards, which the last factor undoes.
+    Rows whose query sees one key are not in the mean: their KL is 0 whatever the indexer says. Data-parallel gradients
+    are averaged afterwards, which the last factor undoes.
 
     Args:
         kl_coeff: lambda of eq. 15.
         num_indexers: layers of the whole model that have an indexer.
-        rows_per_step: scored queries of the whole global batch.
+        rows_per_step: 0-d, at least 1: rows that count, of the whole global batch.
         data_parallel_size: ranks over which gradients are averaged, data x context.
     """
-    return kl_coeff * data_parallel_size / (num_indexers * rows_per_step)
+    return (kl_coeff * data_parallel_size / num_indexers) / rows_per_step.float()

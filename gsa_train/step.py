@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gsa_train.batches import MicroBatch, mean_visible_keys
+from gsa_train.batches import MicroBatch, counted_rows, mean_visible_keys
 from gsa_train.config import Config
 from gsa_train.context_sharding import ContextSharding
 from gsa_train.loss_injection import indexer_kl_grad_scale
@@ -77,13 +77,19 @@ def train_step(
     model, optimizer, config = training.model, training.optimizer, training.config
     detector, check, groups = training.detector, training.check, training.parallel.groups
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
+    uses_indexer = model.runtime.attention_pass.uses_indexer
+    rows = (
+        counted_rows(micro_batches, config.gsa.selection_block) if uses_indexer else loss_tokens.new_zeros(())
+    )
+    counts = torch.stack([loss_tokens, rows])
     model.work_time.end()  # what a rank waits for others is not its own work
-    dist.all_reduce(loss_tokens, group=groups.dp)
-    loss_tokens.clamp_(min=1)  # of text that is all EOS the loss is 0, not 0 / 0
+    dist.all_reduce(counts, group=groups.dp)
+    loss_tokens, rows = counts.unbind()
+    loss_tokens = loss_tokens.clamp(min=1)  # of text that is all EOS the loss is 0, not 0 / 0
     model.work_time.begin()
     optimizer.set_learning_rate(lr, config.train.weight_decay)
 
-    attention_pass = _training_pass(training, step, measures)
+    attention_pass = _training_pass(training, step, measures, rows)
     compute = partial(_compute, training, micro_batches, loss_tokens, attention_pass)
     computed = compute() if check is None else check.compute(step + 1, compute)
     verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
@@ -95,24 +101,28 @@ def train_step(
         check.compare_replicas(step + 1, saves)
     with model.work_time.part("optimizer"):
         optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
-        update_variance_emas(
-            model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied
-        )
+        if uses_indexer:
+            update_variance_emas(
+                model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied, rows
+            )
     visible_keys = mean_visible_keys(micro_batches) if measures else None
     return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, visible_keys)
 
 
-def _training_pass(training: Training, step: int, measures: bool) -> AttentionPass:
-    """What kind of pass this step's micro-batches make through the attention layers."""
+def _training_pass(training: Training, step: int, measures: bool, rows: torch.Tensor) -> AttentionPass:
+    """What kind of pass this step's micro-batches make through the attention layers.
+
+    Args:
+        rows: 0-d, `counted_rows` of the whole global batch.
+    """
     model, config, parallel = training.model, training.config, training.parallel
     of_phase = model.runtime.attention_pass
-    kl_grad_scale = 0.0
+    kl_grad_scale: float | torch.Tensor = 0.0
     if of_phase.trains_indexer:
-        blocks_per_sequence = -(-config.train.seq_len_tokens // config.gsa.selection_block)
         kl_grad_scale = indexer_kl_grad_scale(
             training.optimizer.phase.kl_coeff,
             model.num_indexers,
-            config.train.global_batch_size * blocks_per_sequence,
+            rows.clamp(min=1),
             parallel.data_size * parallel.context_size,
         )
     rank = parallel.data_rank * parallel.context_size + parallel.context_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,15 @@ from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.plan import StepPlan, plan_step
 from gsa_train.profiling.trace_spans import trace_span
+from gsa_train.run.dense_queries import dense_queries_warning
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.work_time import slowest
 from gsa_train.schedule import learning_rate, lr_multipliers
 from gsa_train.step import StepResult, Training, train_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -121,6 +125,10 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan, lr: float) -> StepResu
     run.model.work_time.begin()
     with trace_span("data"):
         micro_batches = batches.next_step()
+    if state.step == run.start.step and run.parallel.is_main:
+        said = dense_queries_warning(run.config, micro_batches)
+        if said is not None:
+            logger.warning(said)
     run.services.watchdog.heartbeat(state.step, "training")
     result = train_step(
         phase.training, micro_batches, lr, state.step, saves=plan.weights_are_kept, measures=plan.logs

@@ -17,6 +17,7 @@ from gsa_data.faults import Reading
 from gsa_data.fetch import Pulse, file_system
 from gsa_data.indexed import IndexedFolder
 from gsa_data.listing import retried
+from gsa_data.shards import Manifest
 from gsa_data.token_files import TokenFolder
 
 SAMPLE_BYTES = 1 << 14
@@ -40,7 +41,7 @@ def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
             each.path: f"{each.tokens} {each.tokens_sha256[:16]}{each.lines_sha256[:16]}" for each in records
         }
         return {"kind": "tokens", "files": files}
-    sizes = dict(corpus.manifest.shards if isinstance(corpus, IndexedFolder) else corpus.shards)
+    sizes = dict(corpus.shards if isinstance(corpus, Manifest) else corpus.manifest.shards)
     if isinstance(corpus, IndexedFolder):
         indexes = [str(Path(name).with_suffix(".idx")) for name in sizes]
         sizes |= {name: (corpus.root / name).stat().st_size for name in indexes}

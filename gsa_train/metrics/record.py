@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from gsa_data.faults import skipped_totals
 from gsa_data.source_weights import TOKENS_OF, tokens_by_source
 from gsa_train.config import Config, DataConfig, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
-from gsa_train.model.stats import EXTREMES, LayerStats
+from gsa_train.model.stats import EXTREMES, HEADS, PLACES, LayerStats
 from gsa_train.parallel import Parallel
 from gsa_train.run.work_time import STEP_PARTS, Worked, slowest
 
@@ -200,18 +201,48 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Per layer (`layer_<name>`, NaN for one without) and overall: the mean over the layers that have a value, or the
-    extreme. What is NaN in a layer, as of a step that was left out, is NaN overall."""
+    extreme. What is NaN in a layer, as of a step that was left out, is NaN overall. Of a vector a dict label -> mean
+    over the layers; of the one of heads a list by layer of lists by head, and the spread over a layer's heads."""
     record: dict[str, Any] = {}
+    heads: list[list[float | None]] = []
     for name, values in layers.items():
-        present = [value for value in values if value is not None]
-        if any(math.isnan(value) for value in present):
-            record[name] = math.nan
-        elif name in EXTREMES:
-            record[name] = min(present) if name == "k_min" else max(present)
+        vector, _, label = name.partition("/")
+        if vector == HEADS:
+            heads.append(values)
+        elif label:
+            record.setdefault(vector, {})[label] = _overall(vector, values)
         else:
-            record[name] = sum(present) / len(present)
-        record[f"layer_{name}"] = [math.nan if value is None else value for value in values]
+            record[name] = _overall(name, values)
+            record[f"layer_{name}"] = _filled(values)
+    if heads:
+        by_layer = [list(of_layer) for of_layer in zip(*heads, strict=True)]
+        spread = [None if None in of_layer else _spread(_filled(of_layer)) for of_layer in by_layer]
+        record[HEADS] = [_filled(of_layer) for of_layer in by_layer]
+        record["first_token_attention_spread"] = _overall("", spread)
+        record["layer_first_token_attention_spread"] = _filled(spread)
+    if PLACES[0] in layers:
+        known = [layer for layer, place in enumerate(layers[PLACES[0]]) if place is not None]
+        largest = max(known, key=lambda layer: record["layer_max_activation"][layer])
+        for name in PLACES:
+            record[name] = int(record[f"layer_{name}"][largest])
     return record
+
+
+def _filled(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+def _spread(values: list[float]) -> float:
+    return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _overall(name: str, values: list[float | None]) -> float:
+    present = [value for value in values if value is not None]
+    if any(math.isnan(value) for value in present):
+        return math.nan
+    if name in EXTREMES:
+        return min(present) if name == "k_min" else max(present)
+    return sum(present) / len(present)
 
 
 def step_record(

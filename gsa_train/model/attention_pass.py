@@ -23,8 +23,8 @@ class AttentionPass:
     """Validation: no gradients, no moving average moves."""
     measuring: bool = False
     """Record the statistics of the attention (stats.py): this step or validation is logged."""
-    kl_grad_scale: float = 0.0
-    """Factor from a layer's sum of KL over its rows to its share of the gradient."""
+    kl_grad_scale: float | torch.Tensor = 0.0
+    """Factor from a layer's sum of KL over its rows to its share of the gradient: a number, or fp32, 0-d."""
     row_fraction: float = 1.0
     """Share of the queries that the indexer loss takes (`gsa.indexer_loss_row_fraction`); validation takes all."""
     row_key: str = ""

@@ -14,6 +14,9 @@ class VarianceTracker(torch.nn.Module):
     The average is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the
     optimizer step: all micro-batches of a step, and its recomputation, see the value from before it, and no
     future token can reach an earlier one through it.
+
+    Only the variances are added up here. How many of them count is the same for all layers, and the step knows it: a
+    query that sees one key does not count, and its variance is 0.
     """
 
     ema: torch.Tensor
@@ -27,8 +30,10 @@ class VarianceTracker(torch.nn.Module):
         super().__init__()
         self._add_total = _fused_add_total() if fused else _add_total
         self.register_buffer("ema", torch.zeros((), dtype=torch.float32, device=device))
-        # [sum of variances, number of queries] of this step on this rank
-        self.register_buffer("step_sum", torch.zeros(2, dtype=torch.float64, device=device), persistent=False)
+        # sum of the variances of this step on this rank
+        self.register_buffer(
+            "step_sum", torch.zeros((), dtype=torch.float64, device=device), persistent=False
+        )
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Follow moves between devices but keep the precision: megatron-core casts a bf16 model's buffers."""
@@ -43,15 +48,13 @@ class VarianceTracker(torch.nn.Module):
         return self
 
     def record(self, variance: torch.Tensor) -> None:
-        """Count the variances [B, R] of one micro-batch."""
+        """Add the variances [B, R] of one micro-batch."""
         self._add_total(variance, self.step_sum)
 
 
-def _add_total(values: torch.Tensor, sums: torch.Tensor) -> None:
-    """sums[0] += the sum of `values`, sums[1] += their number."""
-    total, count = sums.unbind()  # an indexed += would also copy the sum onto itself
+def _add_total(values: torch.Tensor, total: torch.Tensor) -> None:
+    """total += the sum of `values`."""
     total.add_(values.sum(dtype=torch.float64))
-    count.add_(values.numel())
 
 
 def _fused_add_total() -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -66,20 +69,25 @@ def update_variance_emas(
     decay: float,
     data_parallel_group: dist.ProcessGroup,
     applied: torch.Tensor,
+    counted_rows: torch.Tensor,
 ) -> None:
     """V̄ <- decay * V̄ + (1 - decay) * mean variance of the step over all micro-batches and data-parallel ranks.
 
-    The first step's mean starts the average. Layers that recorded nothing, or nothing finite, keep theirs, and all do
-    where the step is not `applied` (0-d bool). Nothing is read back to the host.
+    Call it after steps whose pass ran the indexers. The first step's mean starts the average. Layers without a finite
+    mean keep theirs, and all do where the step is not `applied` (0-d bool), or where no row counts. Nothing is read
+    back to the host.
+
+    Args:
+        data_parallel_group: over which the rows of the global batch are spread, context parallelism included.
+        counted_rows: 0-d, rows of the whole global batch whose query sees at least two keys.
     """
     if not trackers:
         return
     sums = torch.stack([tracker.step_sum for tracker in trackers])
     dist.all_reduce(sums, group=data_parallel_group)
-    total, count = sums.unbind(1)
-    mean = (total / count.clamp(min=1)).float()
+    mean = (sums / counted_rows.clamp(min=1)).float()
     emas = torch.stack([tracker.ema for tracker in trackers])
     moved = torch.where(emas == 0, mean, decay * emas + (1 - decay) * mean)
-    emas = torch.where((count > 0) & mean.isfinite() & applied, moved, emas)
+    emas = torch.where((counted_rows > 0) & mean.isfinite() & applied, moved, emas)
     torch._foreach_copy_([tracker.ema for tracker in trackers], list(emas.unbind()))
     torch._foreach_zero_([tracker.step_sum for tracker in trackers])

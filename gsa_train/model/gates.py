@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import bias_gradient, weight_gradient
-from gsa_train.model.stats import Statistics
+from gsa_train.model.stats import GATE_BINS, Statistics, Vector
 
 
 class GateProjection(ColumnParallelLinear):
@@ -137,7 +137,16 @@ def gate_statistics(logits: torch.Tensor, config: GSATransformerConfig) -> Stati
             statistics.means[f"{name}_mean"] = opening
             statistics.means[f"{name}_low"] = opening < 0.1
             statistics.means[f"{name}_high"] = opening > 0.9
+            statistics.vectors[f"{name}_histogram"] = _histogram(opening)
     return statistics
+
+
+def _histogram(opening: torch.Tensor) -> Vector:
+    """Share of the gates in each of GATE_BINS. What is not finite is in the last one."""
+    edges = torch.arange(1, GATE_BINS, device=opening.device) / GATE_BINS
+    bins = torch.bucketize(opening.flatten(), edges, right=True)
+    counts = (bins[:, None] == torch.arange(GATE_BINS, device=opening.device)).sum(0)
+    return Vector(counts, counts.sum().expand(GATE_BINS))
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, int]:

@@ -26,7 +26,7 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 def saturation_statistics(
     inputs: AttentionInputs, indexer: Indexer | None, geometry: Geometry, rows: torch.Tensor
 ) -> Statistics:
-    """Of some queries, against their causal keys.
+    """Of some queries that see at least two keys, against their causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
@@ -37,11 +37,15 @@ def saturation_statistics(
     if geometry.document_starts is not None:
         starts = geometry.document_starts[:, rows]
         causal = causal & (torch.arange(k.shape[1], device=k.device) >= starts[..., None])
-    statistics = Statistics(maxima={"max_attention_logit": largest_logit(q, k, causal)})
+    has_choice = causal.sum(-1) >= 2  # else softmax and selection are the same whatever logit and score are
+    statistics = Statistics(
+        maxima={"max_attention_logit": largest_logit(q, k, causal & has_choice[..., None])}
+    )
     if indexer is not None:
-        statistics.means["indexer_saturated"] = saturated_share(
+        share = saturated_share(
             indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, causal
         )
+        statistics.average("indexer_saturated", share, has_choice[..., None])
     return statistics
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
-from gsa_train.report.charts import Chart, chart_of, layer_charts
+from gsa_train.report.charts import Chart, chart_of, head_charts, layer_charts
 from gsa_train.report.events import KINDS, Event
 from gsa_train.report.panels import PANELS, SECTIONS
 from gsa_train.report.run_files import RunFiles
@@ -33,7 +33,7 @@ READING = (
 )
 PLOTLY = {"displaylogo": False, "displayModeBar": False, "doubleClick": "reset+autosize"}
 ZOOM_TOGETHER = """
-const charts = [...document.querySelectorAll(".plotly-graph-div")];
+const charts = [...document.querySelectorAll(".plotly-graph-div")].filter((chart) => !chart.layout?.meta);
 let following = false;
 for (const chart of charts) chart.on("plotly_relayout", (change) => {
   const from = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0];
@@ -45,7 +45,7 @@ for (const chart of charts) chart.on("plotly_relayout", (change) => {
     .finally(() => { following = false; });
 });
 """
-"""What a person does to the x axis of one chart is done to the others."""
+"""What a person does to the x axis of one chart is done to the others that have steps or tokens there."""
 
 
 def write_report(run_dirs: list[Path], path: Path) -> Path:
@@ -85,12 +85,12 @@ pictures.</p></noscript>{plots}
 
 
 def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
-    """Of each section: its panels, then of attention the pictures by layer."""
+    """Of each section: its panels, then of attention the pictures by layer and by head."""
     charts: dict[str, list[Chart]] = {section: [] for section in SECTIONS}
     for panel in PANELS:
         if chart := chart_of(panel, runs):
             charts[panel.section].append(chart)
-    charts["gsa"] += [chart for run in runs for chart in layer_charts(run, runs)]
+    charts["gsa"] += [chart for run in runs for chart in (*layer_charts(run, runs), *head_charts(run, runs))]
     return charts
 
 

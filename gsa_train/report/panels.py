@@ -78,6 +78,11 @@ RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall
 GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
 HIGH_GATES = {"value_gate_high": "value gate", "output_gate_high": "output gate"}
+FIRST_TOKEN = {
+    "first_token_attention": "of the document",
+    "first_token_attention_spread": "spread over heads",
+    "sequence_start_attention": "of the sequence",
+}
 SKIPPED = {"spikes": "spikes", "skipped_updates": "skipped updates", "rewinds": "rewinds"}
 SPEED = {"tflops_per_second": "this model", "tflops_per_second_dense_equivalent": "dense equivalent"}
 MFU = {"mfu": "MFU", "mfu_dense_equivalent": "dense equivalent"}
@@ -108,6 +113,16 @@ PANELS = (
     Panel("gsa", "indexer", "saturated indexer activations", {"indexer_saturated": "saturated"}, "percent"),
     Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
     Panel("gsa", "budget", "keys per query", KEYS, "log"),
+    Panel("gsa", "budget", "queries that attend densely", {"dense_query_share": "dense"}, "share"),
+    Panel(
+        "gsa",
+        "budget",
+        "mean k_t by the query's position in its document",
+        {},
+        "log",
+        per_entry="k_by_position",
+        conditional=True,
+    ),
     Panel("gsa", "budget", "variance of the scores (average)", {"variance_ema": "variance"}, "log"),
     Panel("gsa", "selection", "keys shared with the query before", {"adjacent_overlap": "overlap"}, "share"),
     Panel("gsa", "selection", "union of 32 queries / mean k_t", {"union_ratio_32": "union of 32"}),
@@ -122,7 +137,34 @@ PANELS = (
     Panel("gsa", "gates", "mean gate", GATES, "share"),
     Panel("gsa", "gates", "gates below 0.1", LOW_GATES, "percent"),
     Panel("gsa", "gates", "gates above 0.9", HIGH_GATES, "percent"),
-    Panel("gsa", "sink", "attention to the first token", {"first_token_attention": "first token"}, "percent"),
+    Panel(
+        "gsa",
+        "gates",
+        "value gate: share by opening",
+        {},
+        "percent",
+        per_entry="value_gate_histogram",
+        conditional=True,
+    ),
+    Panel(
+        "gsa",
+        "gates",
+        "output gate: share by opening",
+        {},
+        "percent",
+        per_entry="output_gate_histogram",
+        conditional=True,
+    ),
+    Panel("gsa", "sink", "attention to the first token", FIRST_TOKEN, "percent"),
+    Panel(
+        "gsa",
+        "sink",
+        "attention by the key's position in its document",
+        {},
+        "percent",
+        per_entry="sink_by_position",
+        conditional=True,
+    ),
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
     Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
     Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
@@ -151,6 +193,8 @@ PANELS = (
 )
 LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_mean": "mean k_t"}
 """Shown as a picture, layer by step."""
+HEADS = {"head_first_token_attention": "attention to the document's first token, newest step"}
+"""Shown as a picture, layer by head; a list by layer of lists by head, of which no sink draws curves."""
 
 
 BEST = {

@@ -132,7 +132,7 @@ class _AddLoss(torch.autograd.Function):
         total, rows = ctx.saved_tensors
         if ctx.loss.on_rows is not None:
             ctx.loss.on_rows(rows)
-        return grad, torch.full_like(total, ctx.loss.scale), None, None
+        return grad, torch.ones_like(total) * ctx.loss.scale, None, None
 
 
 def sampled_lse(

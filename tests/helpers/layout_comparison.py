@@ -16,6 +16,12 @@ CLEAR_MARGIN = 1e-4
 """Of a selection: a hundred times what fp32 rounds in these few steps."""
 COUNTS = {"value_gate_low", "value_gate_high", "output_gate_low", "output_gate_high", "indexer_saturated"}
 """Shares of what is beyond a threshold: with large weights some of it lies near, and rounding decides."""
+TIES = {"max_activation_token"}
+"""Where a document begins with the same token twice both have the same activations, but for rounding. In the text of
+SELECTED no token comes twice."""
+VARIANCE = 5e-5
+"""Relative: of scores near 1 fp32 keeps 6e-8, of their deviations, 0.03, so 2e-6, and of the squares' mean after a step
+ten times as much."""
 _one_rank: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -39,7 +45,8 @@ def assert_same(
     for step, (record, other) in enumerate(zip(found, expected, strict=True)):
         assert record.keys() == other.keys()
         for key in record.keys() - but:
-            assert record[key] == pytest.approx(other[key], rel=relative, abs=1e-9, nan_ok=True), (step, key)
+            near = VARIANCE if key in ("variance", "variance_ema") else relative
+            assert record[key] == pytest.approx(other[key], rel=near, abs=1e-9, nan_ok=True), (step, key)
 
 
 def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
@@ -52,4 +59,4 @@ def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
         assert max(expected[-1]["recall"]) < 0.9  # keys are left out in every layer
         assert_same(found, expected, relative=1e-5, but=COUNTS)
     else:
-        assert_same(found, expected, relative=1e-5)
+        assert_same(found, expected, relative=1e-5, but=TIES)

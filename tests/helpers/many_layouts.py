@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "model": {"qk_norm": True, "tie_embeddings": True},
 }
-SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 6}}
+SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of the keys that it sees. The text of this seed has no near ties, which rounding, and so the
 processor, would decide: no token comes twice in a sequence (`blocks`), and test_many_layouts measures the margins."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}

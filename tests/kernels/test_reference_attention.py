@@ -41,22 +41,20 @@ def test_dense_attention_is_torchs(length: int, dtype: torch.dtype) -> None:
 def test_probabilities_are_those_on_the_mask() -> None:
     q, k, v = make_qkv(17)
     mask = random_selection(17)
-    result = ops.sparse_attention(q, k, v, mask, return_probs=True, return_sink=True)
+    result = ops.sparse_attention(q, k, v, mask, return_probs=True)
     assert result.head_sum_probs is not None
-    assert result.sink is not None
     torch.testing.assert_close(result.head_sum_probs.sum(-1), torch.full((2, 17), 4.0, dtype=torch.float64))
     assert not result.head_sum_probs[~mask].any()
-    torch.testing.assert_close(result.sink.sum(-1), result.head_sum_probs[..., 0])
     plain = ops.sparse_attention(q, k, v, mask)
-    assert (plain.head_sum_probs, plain.recall, plain.sink) == (None, None, None)
+    assert (plain.head_sum_probs, plain.recall) == (None, None)
 
 
 def test_measurements_carry_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(5))
     visible = ops.causal_mask(5)
-    result = ops.sparse_attention(q, k, v, visible, recall_among=visible, return_probs=True, return_sink=True)
+    result = ops.sparse_attention(q, k, v, visible, recall_among=visible, return_probs=True)
     assert result.out.requires_grad
-    for measured in (result.head_sum_probs, result.recall, result.sink):
+    for measured in (result.head_sum_probs, result.recall):
         assert measured is not None
         assert not measured.requires_grad
 
@@ -80,9 +78,8 @@ def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
         mask,
         recall_among=ops.causal_mask(17),
         return_probs=True,
-        return_sink=True,
     )
-    for tensor in (result.out, result.head_sum_probs, result.recall, result.sink):
+    for tensor in (result.out, result.head_sum_probs, result.recall):
         assert tensor is not None
         assert tensor.isfinite().all()
         assert not tensor[:, [0, 5, 16]].any()

@@ -42,6 +42,8 @@ def write_run(folder, *events, every=10, starts=(0,)):
             "k_min": 2.0,
             "k_max": 9.0,
             "layer_recall": [0.25, None if step < 20 else 0.5],
+            "head_first_token_attention": [[0.1, 0.5], [step / 100, "NaN"]],
+            "sink_by_position": {"0": 0.25, "1-3": 0.75},
         }
         records.append(record)
     records += events
@@ -136,6 +138,11 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
     ((picture,), _) = charts_in(page)["recall by layer"]
     assert picture["z"] == [[0.25] * 6, [None, 0.5, 0.5, 0.5, 0.5, 0.5]]
     assert picture["x"] == [0, 10, 20, 30, 40, 50, 60]
+    ((heads,), layout) = charts_in(page)["attention to the document's first token, newest step"]
+    assert heads["z"] == [[0.1, 0.5], [0.6, None]]
+    assert layout["meta"]  # its x axis follows no zoom
+    positions = lines_of(page, "attention by the key's position in its document")
+    assert [(line["name"], line["y"][0]) for line in positions] == [("0", 0.25), ("1-3", 0.75)]
     assert set(re.findall(r'<h2 id="(\w+)"', page)) == {"runs", "events", "train", "gsa", "stability"}
 
 

@@ -259,7 +259,9 @@ def test_names_of_scalars():
     record = step_record(
         5, loss=1.0, mfu=0.4, k_mean=9.0, lrs={"gates": 0.1}, layer_recall=[0.5, None], recall=None
     )
+    record |= {"sink_by_position": {"0": 0.5, "1-3": None}, "head_first_token_attention": [[0.1, 0.2]]}
     assert to_scalars(record) == {
+        "gsa/sink_by_position/0": 0.5,
         "train/loss": 1.0,
         "system/mfu": 0.4,
         "gsa/k_mean": 9.0,

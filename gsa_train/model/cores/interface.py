@@ -34,6 +34,9 @@ class AttentionInputs:
 class IndexerLossInputs:
     indexer: Indexer
     rows: RowSample
+    counted_rows: torch.Tensor | None
+    """0-d: by what the sum of the rows' KL is divided in the statistics; queries that see one key do not count. None
+    where the pass measures nothing."""
     on_rows: Callable[[torch.Tensor], None] | None
     """Called with the KL of each query, for the statistics, by a core that knows it in the backward pass only."""
 

@@ -14,6 +14,7 @@ from gsa_train.config import GSAConfig
 from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.loss_injection import differentiate_indexer_loss
 from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.attention_statistics import visible_keys
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
@@ -123,7 +124,7 @@ class CoreOverChunks:
             if indexer is not None and indexed is not None:
                 with attention_pass.indexer_graph():
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, attention_pass)
+                    loss = self._loss_inputs(indexer, of_chunk, geometry, chunk.end, attention_pass)
             if sample is not None and len(sample.sparse) > 0:
                 applied = None
                 if indexer is not None and of_chunk is not None:
@@ -168,14 +169,26 @@ class CoreOverChunks:
         return Geometry(starts, chunk.start, self.gsa.selection_block, self.gsa.local_window)
 
     def _loss_inputs(
-        self, indexer: Indexer, indexed: IndexerProjections, attention_pass: AttentionPass
+        self,
+        indexer: Indexer,
+        indexed: IndexerProjections,
+        geometry: Geometry,
+        num_keys: int,
+        attention_pass: AttentionPass,
     ) -> IndexerLossInputs | None:
         """None where this pass has no use for the indexer loss."""
         if not attention_pass.needs_indexer_loss:
             return None
-        on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer)
+        counted = on_rows = None
+        if attention_pass.measures:
+            visible = visible_keys(geometry, num_keys, indexed.queries.device)
+            counted = (visible[:, :: self.gsa.selection_block] >= 2).sum() * (
+                len(indexed.queries) // len(visible)
+            )
+            on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
         return IndexerLossInputs(
             indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
             self.runtime.draw_rows(attention_pass, self.layer),
-            on_rows if attention_pass.measures else None,
+            counted,
+            on_rows,
         )

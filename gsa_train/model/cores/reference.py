@@ -25,9 +25,11 @@ from gsa_kernels import (
     sum_over_blocks,
     union_ratio,
 )
+from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.sampling import sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.attention_statistics import budget_statistics, selection_statistics, sink_statistics
 from gsa_train.model.cores.interface import (
     AttentionInputs,
     AttentionResult,
@@ -73,9 +75,9 @@ class ReferenceCore:
         selected = _complete(select_top_k(scores, rows, budget), causal, geometry)
         statistics = Statistics()
         if sample is not None:
-            statistics.means |= {"k_mean": budget, "variance": variance, "variance_ema": variance_ema}
-            statistics.maxima |= {"k_max": budget.max(), "k_min": -budget.min()}
-            statistics.means |= _selection_statistics(selected, causal, sample)
+            statistics = budget_statistics(budget, variance, rows.sum(-1))
+            statistics.means["variance_ema"] = variance_ema
+            statistics.join(_selection_statistics(selected, causal, sample))
         return SelectionResult(selected, variance, statistics)
 
     def attend(
@@ -99,7 +101,6 @@ class ReferenceCore:
             attended,
             recall_among=causal if sample is not None and attention_pass.sparse else None,
             return_probs=loss is not None or dense_recall,
-            return_sink=sample is not None,
         )
         out, probs, statistics = attention.out, attention.head_sum_probs, Statistics()
         if probs is not None:
@@ -112,21 +113,44 @@ class ReferenceCore:
                 recall = torch.where(selection, probs, 0).sum(-1) / (
                     q.shape[2] * self.settings.tp_group.size()
                 )
+            if len(sample.sparse) > 0:
+                statistics = self._sink_statistics(q, k, attended, geometry, sample)
             if recall is not None:
-                statistics.means["recall"] = recall[:, sample.sparse]
-            assert attention.sink is not None
-            statistics.means["first_token_attention"] = attention.sink[:, sample.sparse]
+                assert selection is not None
+                chooses = (selection != causal)[:, sample.sparse].any(-1)
+                recall = recall[:, sample.sparse]
+                statistics.average("recall", recall, chooses if recall.ndim == 2 else chooses[..., None])
         kl = None
         if loss is not None:
             assert probs is not None
             with attention_pass.indexer_graph(), trace_span("kl"):
                 rows = _kl_of_rows(loss.indexer, probs, attended, geometry.selection_block)
                 kl, logged = _sum_or_estimate(rows, loss.rows)
-            if sample is not None:
-                statistics.means["indexer_kl"] = logged
+            if loss.counted_rows is not None:
+                # Of a query that sees one key it is 0.
+                statistics.means["indexer_kl"], statistics.counts["indexer_kl"] = logged, loss.counted_rows
         if inputs.output_gate is not None:
             out = sigmoid_gate(out, inputs.output_gate.flatten(2, 3))  # eq. 10
         return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
+
+    def _sink_statistics(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        attended: torch.Tensor,
+        geometry: Geometry,
+        sample: QuerySample,
+    ) -> Statistics:
+        rows, starts, tp = sample.sparse, geometry.document_starts, self.settings.tp_group
+        return sink_statistics(
+            q[:, rows],
+            k,
+            pack_mask(attended[:, rows]),
+            geometry.query_start + rows,
+            None if starts is None else starts[:, rows],
+            tp.rank() * q.shape[2],
+            "reference",
+        )
 
 
 def _complete(chosen: torch.Tensor, causal: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -172,28 +196,19 @@ def _causal_keys(geometry: Geometry, num_keys: int, device: torch.device) -> tor
 
 
 def _sum_or_estimate(rows: torch.Tensor, taken: RowSample) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL of the rows [B, R] -> their sum, and what to log: the rows, or the mean of a sample of them."""
+    """KL of the rows [B, R] -> their sum, and what to log: the rows, or the estimate of their sum by a sample."""
     if taken.fraction == 1:
         return rows.sum(), rows
     sample, factor = sample_rows(rows.shape[1], taken.fraction, taken.seed)
     kl = rows[:, sample.rows(rows.device)].sum() * factor
-    return kl, kl.detach() / rows.numel()
+    return kl, kl.detach()
 
 
-def _selection_statistics(
-    selected: torch.Tensor, causal: torch.Tensor, sample: QuerySample
-) -> dict[str, torch.Tensor]:
+def _selection_statistics(selected: torch.Tensor, causal: torch.Tensor, sample: QuerySample) -> Statistics:
     """Of the sampled queries."""
     if len(sample) == 0:
-        return {}
-    selected = selected[:, sample.rows]
-    found = {
-        "adjacent_overlap": adjacent_overlap(selected)[:, sample.neighbours],
-        "selected_keys": selected.sum(-1),
-        # The exact expectation for as many keys drawn at random: each causal key is as likely as any other,
-        # so the expected share of the probability is the share of the keys.
-        "random_recall": selected[:, sample.sparse_rows].sum(-1) / causal[:, sample.sparse].sum(-1),
-    }
-    if len(sample.grouped) > 0:
-        found["union_ratio_32"] = union_ratio(selected[:, sample.grouped], sample.group)
-    return found
+        return Statistics()
+    selected, visible = selected[:, sample.rows], causal[:, sample.rows].sum(-1)
+    overlaps = adjacent_overlap(selected)[:, sample.neighbours]
+    ratios = union_ratio(selected[:, sample.grouped], sample.group) if len(sample.grouped) > 0 else None
+    return selection_statistics(sample, selected.sum(-1), visible, overlaps, ratios)

@@ -15,6 +15,12 @@ from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
 from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.attention_statistics import (
+    budget_statistics,
+    selection_statistics,
+    sink_statistics,
+    visible_keys,
+)
 from gsa_train.model.cores.interface import (
     AttentionInputs,
     AttentionResult,
@@ -70,7 +76,9 @@ class TritonCore:
         self._say_format(selection, geometry.query_start)
         statistics = Statistics()
         if sample is not None:
-            statistics = _selection_statistics(selection, variance_ema, geometry, sample)
+            statistics = _selection_statistics(
+                selection, variance_ema, geometry, indexer.keys.shape[1], sample
+            )
         return SelectionResult(selection, selection.variance, statistics)
 
     def attend(
@@ -103,14 +111,16 @@ class TritonCore:
                 out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
         statistics = Statistics()
         if sample is not None and len(sample.sparse) > 0:
-            statistics.means |= _attention_statistics(inputs, lse, selection, attended, geometry, sample)
+            first_head = self.settings.tp_group.rank() * q.shape[2]
+            statistics = _attention_statistics(inputs, lse, selection, attended, geometry, sample, first_head)
         kl = None
         if loss is not None and not fuses_loss:
             assert lse is not None
             with attention_pass.indexer_graph(), trace_span("kl"):
                 kl, rows = self._indexer_loss(loss, inputs, lse, attended, geometry, attention_pass)
-            if sample is not None:
-                statistics.means["indexer_kl"] = rows
+            if loss.counted_rows is not None:
+                # Of a query that sees one key it is 0, but for rounding.
+                statistics.means["indexer_kl"], statistics.counts["indexer_kl"] = rows, loss.counted_rows
         return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
 
     def _fuses_loss(
@@ -140,7 +150,7 @@ class TritonCore:
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and the rows [B, R]; of a
-        sample of rows an estimate of the sum, and its mean over all rows, 0-d.
+        sample of rows an estimate of the sum, twice.
 
         The target has the heads of all tensor-parallel ranks. These exchange queries, keys and log-sum-exps, which grow
         with L, instead of probabilities, which grow with L^2, and each takes its share of the rows. The sum is this
@@ -157,7 +167,7 @@ class TritonCore:
         total = kl.detach().clone()
         if tp.size() > 1 and attention_pass.measures:
             dist.all_reduce(total, group=tp)
-        return kl * tp.size(), total / rows.numel()
+        return kl * tp.size(), total
 
     def _say_format(self, selection: Selection, query_start: int) -> None:
         """Log which attention kernel the selection of these queries goes to, when that changes."""
@@ -180,14 +190,16 @@ def _attention_statistics(
     attended: Selection | None,
     geometry: Geometry,
     sample: QuerySample,
-) -> dict[str, torch.Tensor]:
-    """Of the sparse queries of the sample: recall from the masses of selected and of causal keys, first-token
-    attention from one dot product.
+    first_head: int,
+) -> Statistics:
+    """Of the sparse queries of the sample: recall from the masses of selected and of causal keys, and where in the
+    document the probability goes.
 
     Args:
         lse: of all queries over what they attended to; None where another library attended to all causal keys.
         selection: if there is one.
         attended: the selection, if it is what was attended to; else None.
+        first_head: number of this rank's first head.
     """
     rows, k, starts = sample.sparse, inputs.k, geometry.document_starts
     q = inputs.q.index_select(1, rows)
@@ -198,46 +210,38 @@ def _attention_statistics(
         causal = causal_packed_mask(sample.start + rows, k.shape[1], starts)
     chosen = None if selection is None else selection.packed_rows(rows)
     sparse = attended is not None
-    mask, other = (chosen, causal) if sparse else (causal, chosen)
+    mask = chosen if sparse else causal
     assert mask is not None
 
     def lse_over(packed_mask: torch.Tensor) -> torch.Tensor:
         """By our kernel: what is logged must not change what the pass calculates."""
         return api.sampled_lse(q, k, packed_mask, starts, implementation="triton")
 
-    found = {}
-    mass = lse_over(mask) if lse is None else lse.index_select(2, rows)
-    if other is not None:
-        other_mass = lse_over(other)
-        found["recall"] = (mass - other_mass if sparse else other_mass - mass).exp()
-    first_key = k[:, :1].repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    logits = (q.float() * first_key.float()).sum(-1) * q.shape[-1] ** -0.5  # [B, S, n_h]
-    sees_first = mask[..., :1] & 1 == 1
-    probability = (logits - mass.transpose(1, 2)).exp()
-    found["first_token_attention"] = torch.where(sees_first, probability, 0)
-    return found
+    statistics = sink_statistics(q, k, mask, sample.start + rows, starts, first_head, "triton")
+    if chosen is not None:
+        mass = lse_over(mask) if lse is None else lse.index_select(2, rows)
+        other_mass = lse_over(causal if sparse else chosen)
+        recall = (mass - other_mass if sparse else other_mass - mass).exp().transpose(1, 2)
+        statistics.average("recall", recall, (chosen != causal).any(-1, keepdim=True))
+    return statistics
 
 
 @torch.no_grad()
 def _selection_statistics(
-    selection: Selection, variance_ema: torch.Tensor, geometry: Geometry, sample: QuerySample
+    selection: Selection, variance_ema: torch.Tensor, geometry: Geometry, num_keys: int, sample: QuerySample
 ) -> Statistics:
-    budget = selection.budget
-    means = {"k_mean": budget, "variance": selection.variance, "variance_ema": variance_ema}
-    statistics = Statistics(means, {"k_max": budget.max(), "k_min": -budget.min()})
+    visible = visible_keys(geometry, num_keys, selection.budget.device)
+    of_leaders = visible[:, :: geometry.selection_block]
+    statistics = budget_statistics(selection.budget, selection.variance, of_leaders)
+    statistics.means["variance_ema"] = variance_ema
     if selection.density is not None:
-        means["union_density"] = torch.full((1,), selection.density, device=budget.device)
+        statistics.means["union_density"] = torch.full((1,), selection.density, device=visible.device)
     if len(sample) == 0:
         return statistics
     mask = selection.packed_rows(sample.rows)
     found = statistics_of_packed_mask(mask, sample.neighbours, sample.grouped, sample.group)
-    means["adjacent_overlap"] = found.overlaps
-    means["union_ratio_32"] = found.union_ratios
-    means["selected_keys"] = found.sizes
-    if len(sample.sparse) == 0:
-        return statistics
-    causal = geometry.query_start + 1 + sample.sparse
-    if geometry.document_starts is not None:
-        causal = causal - geometry.document_starts.index_select(1, sample.sparse)
-    means["random_recall"] = found.sizes.index_select(1, sample.sparse_rows) / causal
+    ratios = found.union_ratios if len(sample.grouped) > 0 else None
+    statistics.join(
+        selection_statistics(sample, found.sizes, visible[:, sample.rows], found.overlaps, ratios)
+    )
     return statistics

@@ -15,6 +15,7 @@ from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
+from gsa_train.model.massive_activations import measure_activations
 from gsa_train.model.mcore.config import GSATransformerConfig, to_mcore_config
 from gsa_train.model.mcore.init import initialize_weights
 from gsa_train.model.mcore.named_parts import NamedGPTModel
@@ -66,7 +67,7 @@ class Model:
 def build_model(config: Config, parallel: Parallel) -> Model:
     """Build the stage, draw its weights, and hang the measuring hooks."""
     mcore_config = to_mcore_config(config, parallel)
-    runtime = AttentionRuntime(LayerStats(config.model.num_layers, parallel.device))
+    runtime = AttentionRuntime(LayerStats(config.model.num_layers, parallel.device, config.model.num_heads))
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
     dense = (
@@ -87,7 +88,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         chunk.decoder.register_forward_hook(_let_go_of_selection(runtime))
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     for layer in layers:
-        layer.register_forward_hook(_measure_activations(runtime, layer.layer_number - 1))
+        layer.register_forward_hook(measure_activations(runtime), with_kwargs=True)
     has_indexer = config.gsa.attention == "sparse"
     return Model(
         chunks=chunks,
@@ -158,16 +159,5 @@ def _let_go_of_selection(runtime: AttentionRuntime) -> Any:
 
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         runtime.shared_selection = None
-
-    return hook
-
-
-def _measure_activations(runtime: AttentionRuntime, layer: int) -> Any:
-    """Forward hook: the largest absolute value of the residual stream behind a layer."""
-
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if runtime.pass_of_this_forward().measures:
-            largest = torch.linalg.vector_norm(output[0].detach(), torch.inf)  # without a copy
-            runtime.stats.maximum("max_activation", layer, largest)
 
     return hook

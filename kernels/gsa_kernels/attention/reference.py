@@ -20,9 +20,6 @@ class AttentionOutput:
     recall: torch.Tensor | None = None
     """[B, Lq, H]: share of the dense attention probability that falls on the mask."""
 
-    sink: torch.Tensor | None = None
-    """[B, Lq, H]: probability on key 0, the first token of the sequence."""
-
     lse: torch.Tensor | None = None
     """fp32 [B, H, Lq]: log sum_{s in S_t} exp(q[t] . k[s] / sqrt(D)), -inf for a row whose mask is empty."""
 
@@ -35,7 +32,6 @@ def sparse_attention(
     *,
     recall_among: torch.Tensor | None = None,
     return_probs: bool = False,
-    return_sink: bool = False,
     return_lse: bool = False,
 ) -> AttentionOutput:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
@@ -71,7 +67,6 @@ def sparse_attention(
         out=out,
         head_sum_probs=probs.detach().sum((1, 2)) if return_probs else None,
         recall=None if recall_among is None else _recall(logits.detach(), mask, recall_among[:, None, None]),
-        sink=_heads_last(probs.detach()[..., 0]) if return_sink else None,
         lse=_log_sum_exp(logits.detach(), mask) if return_lse else None,
     )
 

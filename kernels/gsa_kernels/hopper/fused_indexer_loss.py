@@ -28,7 +28,8 @@ from gsa_kernels.types import FusedLoss, Geometry, Selection
 class Settings(NamedTuple):
     """What is no tensor."""
 
-    loss_scale: float
+    loss_scale: torch.Tensor
+    """fp32 of one element."""
     activation: Literal["sigmoid", "relu"]
     query_start: int
     loss_chunk_bytes: int
@@ -99,7 +100,10 @@ def attention_with_indexer_loss(
         starts = starts.contiguous()
     # The loss counts four bytes for each query and key, and has two for each part.
     loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS), 1)
-    settings = Settings(loss.scale, indexer.activation, geometry.query_start, loss_chunk_bytes, loss.on_rows)
+    scale = loss.scale
+    if not isinstance(scale, torch.Tensor):
+        scale = torch.full((1,), scale, dtype=torch.float32, device=q.device)
+    settings = Settings(scale, indexer.activation, geometry.query_start, loss_chunk_bytes, loss.on_rows)
     return _AttentionWithLoss.apply(
         q, k, v, inputs.gate_logits, *tensors_of(indexer), packed_mask, starts, selection.log_sum, settings
     )

@@ -76,8 +76,8 @@ class Wanted:
     gradients: bool
     value: bool = True
     """Without it sum and KL are None; the gradients are the same to the bit."""
-    gradient_scale: float = 1.0
-    """Factor of the gradients."""
+    gradient_scale: torch.Tensor | None = None
+    """Factor of the gradients, fp32 of one element; 1 if None. It stays on the device."""
 
 
 def masked_indexer_loss(

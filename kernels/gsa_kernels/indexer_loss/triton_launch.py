@@ -79,8 +79,8 @@ class Outputs:
     adds_keys: bool = True
     """Whether dk is fp32 and added to: the caller starts it at 0. Else it is written whole, by the only chunk."""
 
-    gradient_scale: float = 1.0
-    """Factor of dq, dk and dw; `partial_sums` are without it."""
+    gradient_scale: torch.Tensor | None = None
+    """fp32 of one element: factor of dq, dk and dw; `partial_sums` are without it. 1 if None."""
 
 
 SUMMED_ROWS = 16
@@ -94,7 +94,7 @@ def new_outputs(
     with_gradients: bool,
     sampled: bool,
     one_chunk: bool,
-    gradient_scale: float = 1.0,
+    gradient_scale: torch.Tensor | None = None,
 ) -> Outputs:
     """Memory for the results.
 

@@ -212,7 +212,7 @@ def reduce_kernel(
     num_segments,
     key_programs,  # of a sequence, the first ones: they have more to read
     scale,
-    gradient_scale,
+    gradient_scale,  # [1] fp32, or None for 1
     STRIDE: tl.constexpr,
     HI: tl.constexpr,
     HEADS: tl.constexpr,
@@ -238,12 +238,13 @@ def reduce_kernel(
     set, and then without the first."""
     program = tl.program_id(0)
     heads: tl.constexpr = HI if WITH_GRADIENTS else 1
+    factor = 1.0 if gradient_scale is None else tl.load(gradient_scale)
     if program < key_programs:
         if WITH_GRADIENTS:
             parts: tl.constexpr = BLOCK_D // BD
             _reduce_keys(
                 program // parts, program % parts, first_keys, dk_parts, dk, L, query_start, row_start, num_rows,
-                num_tiles, scale * LN_2 * gradient_scale, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, STRETCH, SPACING,
+                num_tiles, scale * LN_2 * factor, STRIDE, DI, BLOCK_D, BM, BN, BK, BD, STRETCH, SPACING,
                 HAS_STARTS, STACKED, ADDS,
             )  # fmt: skip
     else:
@@ -251,7 +252,7 @@ def reduce_kernel(
         _reduce_rows(
             program // heads, program % heads, weight_logits, weight_bias, beta, first_keys, row_sums, dq_parts,
             kl_rows, partial_sums, dq, dw, R, query_start, row_start, num_rows, num_tiles, num_segments, scale,
-            gradient_scale, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, STRETCH, SPACING, KIND, WEIGHT_BIAS,
+            factor, STRIDE, HI, HEADS, DI, BLOCK_D, BM, BR, SEGMENT, STRETCH, SPACING, KIND, WEIGHT_BIAS,
             STACKED, WITH_GRADIENTS, WITH_VALUE,
         )  # fmt: skip
 
@@ -264,7 +265,7 @@ def totals_kernel(
     d_weight_bias,  # out: [HI]
     d_score_bias,  # out: [HI]
     size,
-    gradient_scale,  # of these three
+    gradient_scale,  # of these three; [1] fp32, or None for 1
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -278,7 +279,8 @@ def totals_kernel(
     summed = tl.sum(sums)
     if total is not None:
         tl.store(total, summed.to(tl.float32), mask=row == 0)
-    summed *= gradient_scale
+    if gradient_scale is not None:
+        summed *= tl.load(gradient_scale)
     which, head = (row + HI - 1) // HI, (row + HI - 1) % HI
     if d_beta is not None:
         tl.store(d_beta + head, summed, mask=which == 1)

@@ -19,10 +19,13 @@ def causal_packed_mask(
         int32 [B, R, ceil(Lk / 32)], or [1, R, ...] without `document_starts`: bit s % 32 of word s // 32 says that
         the query sees key s
     """
-    words = _below(positions[None] + 1, num_keys)
-    if document_starts is not None:
-        words = words - _below(document_starts, num_keys)
-    return int32_words(words)
+    starts = torch.zeros_like(positions[None]) if document_starts is None else document_starts
+    return packed_mask_of_ranges(starts, positions[None] + 1, num_keys)
+
+
+def packed_mask_of_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """The keys starts <= s < ends: int of equal shapes -> int32 [..., ceil(Lk / 32)]; none where start >= end."""
+    return int32_words(_below(torch.maximum(starts, ends), num_keys) - _below(starts, num_keys))
 
 
 def _below(ends: torch.Tensor, num_keys: int) -> torch.Tensor:

@@ -135,10 +135,10 @@ def test_the_report_of_verify(
 ) -> None:
     """Two lanes of 100 documents at 64 tokens, against blocks taken one by one."""
     arguments = ["--tokenizer", tokenizer.path, "--seq-len", "64", "--num-lanes", "2", "--pool", "5"]
+    arguments += ["--k-base", "16"]
     assert verify.main([corpus.root, *arguments]) == 0
-    rows = dict(
-        re.findall(r"^(concatenate|best_fit, pool of 5) +(.*)$", capsys.readouterr().out, re.MULTILINE)
-    )
+    printed = capsys.readouterr().out
+    rows = dict(re.findall(r"^(concatenate|best_fit, pool of 5) +(.*)$", printed, re.MULTILINE))
 
     lanes = verify.lane_lengths(corpus.root, tokenizer, 2)
     assert sum(map(len, lanes)) == 200
@@ -152,8 +152,22 @@ def test_the_report_of_verify(
                 parts_of.setdefault(owner, set()).add(place // 64)
         cut += sum(len(part) > 1 for part in parts_of.values())
         parts, blocks = parts + sum(map(len, parts_of.values())), blocks + len(owners) / 64
-    assert rows["concatenate"].split() == ["0.00%", f"{cut / 200:.1%}", f"{parts / blocks:.2f}"]
+    sparse = queries = 0
+    for lengths in lanes:
+        visible = 0
+        owners = [number for number, length in enumerate(lengths) for _ in range(length)]
+        for place, owner in enumerate(owners):
+            visible = 1 if place % 64 == 0 or owners[place - 1] != owner else visible + 1
+            sparse, queries = sparse + (visible > 16), queries + 1
+    shares = [f"{cut / 200:.1%}", f"{parts / blocks:.2f}", f"{sparse / queries:.1%}"]
+    assert rows["concatenate"].split() == ["0.00%", *shares]
     assert rows["best_fit, pool of 5"]
+    assert "more than k_base = 16 keys; 75.0% across documents" in printed
+    assert ("WARNING" in printed) == (sparse / queries < 0.5)
+    assert verify.main([corpus.root, *arguments[:-1], "64"]) == 0  # no query of 64 tokens sees more
+    assert (
+        "WARNING by concatenate (0.0%) and best_fit, pool of 5 (0.0%) fewer than" in capsys.readouterr().out
+    )
     assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 1
 
 
@@ -162,6 +176,13 @@ def test_the_report_of_verify_on_a_corpus_of_fewer_documents_than_lanes() -> Non
     with_empty, alone = (verify.best_fitted(lanes, 64, 4) for lanes in ([[70, 5], [], [9]], [[70, 5], [9]]))
     assert with_empty == alone
     assert verify.concatenated([[70, 5], [], [9]], 64) == verify.concatenated([[70, 5], [9]], 64)
+
+
+def test_documents_that_fit_stay_whole_and_longer_ones_leave_a_rest() -> None:
+    lanes = [[65, 66, 200], [3]]
+    assert verify.best_fit_parts(lanes, 64).tolist() == [65, 64, 2, 64, 64, 64, 8, 3]
+    assert verify.concatenated_parts([[65, 66], [3]], 64).tolist() == [64, 1, 63, 3, 3]
+    assert verify.sparse_share(np.array([65, 64, 2]), 60) == 9 / 131
 
 
 # As a part of the stream

@@ -14,6 +14,7 @@ from data_corpus import Run, read_run
 from gsa_data import DataFault, StreamConfig, Tokenizer
 from gsa_data.chat import ChatFolder, parse_chat_line, read_conversations
 from gsa_data.chat_template import ChatEncoder
+from gsa_data.content import changed_files, sample_contents
 from gsa_data.corpus import open_chat
 from gsa_data.documents import Document
 from gsa_data.faults import Reading, skipped_totals, warn_once
@@ -271,6 +272,16 @@ def test_another_template_is_other_data(folder: ChatFolder, chat_tokenizer: Toke
     assert caught.value.other_data
     text = open_chat(folder.root, folder.template).manifest
     assert text.fingerprint != type(text)(text.root, text.shards).fingerprint
+
+
+def test_a_resume_names_the_file_whose_conversations_are_others(tmp_path: Path) -> None:
+    write_chats(tmp_path / "s.jsonl", (conversation(n) for n in range(3)))
+    chats = open_chat(str(tmp_path), template(PLAIN))
+    before = sample_contents(chats, READING)
+    assert changed_files(before, sample_contents(chats, READING)) == ""
+    shard = tmp_path / "s.jsonl"
+    shard.write_bytes(shard.read_bytes().replace(b"e", b"a"))
+    assert changed_files(before, sample_contents(chats, READING)) == "s.jsonl: its content is another"
 
 
 def test_validation_counts_what_the_assistant_says(folder: ChatFolder, chat_tokenizer: Tokenizer) -> None:

@@ -95,13 +95,17 @@ def test_layer_equals_the_oracle(name: str) -> None:
     if has_indexer:
         assert layer.variance is not None
         assert torch.equal(model.runtime.shared_selection[0], theirs["selected"])
-        assert layer.variance.step_sum[1] == theirs["variance"].numel()
-        assert_close(layer.variance.step_sum[0], theirs["variance"].sum(), "variance")
-        assert stats["variance"][0] == pytest.approx(theirs["variance"].mean().item(), rel=1e-9)
-        assert stats["indexer_kl"][0] == pytest.approx(theirs["kl"].mean().item(), rel=1e-9)
+        visible = torch.tensor([seen_by_leaders(case, config, b) for b in (0, 1)])
+        counted = int((visible >= 2).sum())
+        assert 0 < counted < visible.numel()
+        assert_close(layer.variance.step_sum, theirs["variance"].sum(), "variance")
+        assert stats["variance"][0] == pytest.approx(theirs["variance"].sum().item() / counted, rel=1e-9)
+        assert stats["indexer_kl"][0] == pytest.approx(theirs["kl"].sum().item() / counted, rel=1e-9)
         budget = theirs["budget"].double()
-        assert stats["k_mean"][0] == pytest.approx(budget.mean().item(), rel=1e-12)
-        assert (stats["k_min"][0], stats["k_max"][0]) == (budget.min(), budget.max())
+        chosen = budget[budget < visible]
+        assert stats["k_mean"][0] == pytest.approx(chosen.mean().item(), rel=1e-12)
+        assert (stats["k_min"][0], stats["k_max"][0]) == (chosen.min(), chosen.max())
+        assert stats["dense_query_share"][0] == pytest.approx(1 - len(chosen) / counted, rel=1e-12)
     else:
         assert not {"indexer_kl", "variance", "k_mean"} & stats.keys()
 
@@ -128,6 +132,15 @@ def test_layer_equals_the_oracle(name: str) -> None:
         actual = parameters[f"indexer.{INDEXER[key]}"].grad
         tolerance = 1e-6 if key == "log_beta" else 1e-9  # beta is taken in fp32
         assert_close(actual.reshape(expected.shape), KL_SCALE * expected, f"d KL / d {key}", tolerance)
+
+
+def seen_by_leaders(case: Case, config: Config, sequence: int) -> list[int]:
+    """How many keys the queries see that select."""
+    documents = case.packing[sequence] if case.packing else [0] * LENGTH
+    return [
+        sum(documents[s] == documents[t] for s in range(t + 1))
+        for t in range(0, LENGTH, config.gsa.selection_block)
+    ]
 
 
 def test_the_cases_select_and_adapt() -> None:

@@ -34,8 +34,9 @@ def test_selecting_everything_is_dense_attention() -> None:
     everything = {"k_min": 16, "k_base": 16, "k_max": 16}
     config = tiny_config(gsa=everything)
     stats = measure(config, SPARSE)
-    assert stats["recall"] == pytest.approx([1.0, 1.0])
-    assert stats["random_recall"] == [1.0, 1.0]
+    assert stats["dense_query_share"] == [1.0, 1.0]
+    of_choices = {"recall", "random_recall", "k_mean", "k_min", "k_max", "adjacent_overlap", "union_ratio_32"}
+    assert not of_choices & stats.keys()  # no query leaves keys out
     losses = []
     for phase in (SPARSE, DENSE):
         model = tiny_model(config)
@@ -57,7 +58,7 @@ def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None
         assert closed[f"{gate}_low"] == [1.0, 1.0]
 
 
-def test_first_token_attention_of_nearly_equal_logits_is_one_over_the_visible_keys(
+def test_attention_to_the_start_of_nearly_equal_logits_is_one_over_the_visible_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
@@ -66,4 +67,4 @@ def test_first_token_attention_of_nearly_equal_logits_is_one_over_the_visible_ke
     enter_phase(model, DENSE)
     token_losses(model, random_batches(config, attend_across=True)[0], measuring=True)
     expected = sum(1 / count for count in range(1, 17)) / 16
-    assert read_stats(model)["first_token_attention"] == pytest.approx([expected] * 2, rel=1e-3)
+    assert read_stats(model)["sequence_start_attention"] == pytest.approx([expected] * 2, rel=1e-3)

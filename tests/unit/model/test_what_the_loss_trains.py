@@ -46,7 +46,8 @@ def test_injected_loss_leaves_value_and_gradient_of_the_activations_and_adds_its
 
 def test_scale_is_lambda_over_layers_and_rows_and_undoes_the_average_over_replicas() -> None:
     assert (
-        indexer_kl_grad_scale(0.5, num_indexers=4, rows_per_step=100, data_parallel_size=2) == 0.5 * 2 / 400
+        indexer_kl_grad_scale(0.5, 4, rows_per_step=torch.tensor(100.0), data_parallel_size=2)
+        == 0.5 * 2 / 400
     )
 
 

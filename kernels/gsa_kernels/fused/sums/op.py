@@ -20,21 +20,18 @@ PROGRAMS, MOST_PARTS = 640, 128
 """About as many as an H200 holds at once, for all columns together; of one column as many as a thread has room for."""
 
 
-def add_total(values: torch.Tensor, sums: torch.Tensor) -> None:
-    """sums[0] += the sum of `values`, sums[1] += their number.
+def add_total(values: torch.Tensor, total: torch.Tensor) -> None:
+    """total += the sum of `values`.
 
     Args:
         values: any shape, fp32; copied where it is not contiguous
-        sums: fp64 [2]
+        total: fp64, 0-d
     """
-    check_shape("sums", sums, "[2]", (2,))
-    if sums.dtype != torch.float64 or not sums.is_contiguous() or values.dtype != torch.float32:
-        raise ValueError(
-            f"values is {values.dtype} and sums {sums.dtype} with strides {sums.stride()}; pass fp32 and fp64, the "
-            "second contiguous"
-        )
+    check_shape("total", total, "0-d", ())
+    if total.dtype != torch.float64 or values.dtype != torch.float32:
+        raise ValueError(f"values is {values.dtype} and total {total.dtype}; pass fp32 and fp64")
     with launching_on(values, "values"):
-        _total_kernel[(1,)](values.contiguous(), sums, values.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        _total_kernel[(1,)](values.contiguous(), total, values.numel(), BLOCK=BLOCK, num_warps=WARPS)
 
 
 def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
@@ -75,13 +72,12 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
 
 
 @triton.jit
-def _total_kernel(values, sums, size, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float64)
+def _total_kernel(values, total, size, BLOCK: tl.constexpr):
+    summed = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        total += tl.load(values + place, mask=place < size, other=0.0).to(tl.float64)
-    tl.store(sums, tl.load(sums) + tl.sum(total))
-    tl.store(sums + 1, tl.load(sums + 1) + size)
+        summed += tl.load(values + place, mask=place < size, other=0.0).to(tl.float64)
+    tl.store(total, tl.load(total) + tl.sum(summed))
 
 
 @triton.jit

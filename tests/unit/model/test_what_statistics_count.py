@@ -1,0 +1,338 @@
+"""Which queries count in which statistic, against loops over single tokens; packing alone moves no sink."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_data.pack import FILLER, document_starts
+from gsa_kernels import causal_mask
+from gsa_kernels.packed_mask import pack_mask
+from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.metrics.record import attention_metrics
+from gsa_train.model import attention_statistics, query_sample
+from gsa_train.model.attention_statistics import sink_statistics
+from gsa_train.model.gates import gate_statistics
+from gsa_train.model.massive_activations import largest_activation, token_kind
+from gsa_train.model.mcore.build import Model
+from gsa_train.model.stats import (
+    ENDS_DOCUMENT,
+    ORDINARY,
+    POSITIONS,
+    STARTS_DOCUMENT,
+    LayerStats,
+    Statistics,
+    Vector,
+)
+from gsa_train.phases import enter_phase
+from helpers.single_rank import (
+    EOS,
+    SPARSE,
+    WARM_UP,
+    read_stats,
+    single_rank,
+    step_gradients,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+LENGTH = 24
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("documents", [1, 2, 4, 8])
+def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> None:
+    """The first token gets most of a query's attention, as much in each document. Of the sequence's first token the
+    share falls with the number of documents, which is why that is another measure."""
+    length, heads, logit = 128, 3, torch.tensor([4.0, 6.0, 2.0])
+    packed = documents * length
+    starts = torch.arange(packed).div(length, rounding_mode="floor")[None].int() * length
+    positions = torch.arange(packed)
+    k = torch.zeros(1, packed, 1, 2)
+    k[:, ::length, :, 0] = 1.0
+    q = torch.zeros(1, packed, heads, 2)
+    q[..., 0] = logit * 2**0.5
+    visible = causal_mask(packed) & (positions >= starts[..., None])
+    found = sink_statistics(q, k, pack_mask(visible), positions, starts, 0, "reference")
+    stats = LayerStats(1, CPU, heads)
+    stats.record(0, found)
+    of = read(stats)
+    counted = range(64, length + 1)  # keys that a query sees
+    for head in range(heads):
+        shares = [1 / (1 + (keys - 1) * math.exp(-logit[head])) for keys in counted]
+        mean = math.fsum(shares) / len(shares)
+        assert of[f"head_first_token_attention/{head:02d}"] == pytest.approx([mean], rel=1e-5)
+    mean = sum(of[f"head_first_token_attention/{head:02d}"][0] for head in range(heads)) / heads
+    assert of["first_token_attention"] == pytest.approx([mean], rel=1e-5)
+    assert of["sink_by_position/0"] == pytest.approx([mean], rel=1e-5)
+    by_position = [values[0] for name, values in of.items() if name.startswith("sink_by_position/")]
+    assert len(by_position) == len(POSITIONS)
+    assert sum(by_position) == pytest.approx(1, rel=1e-5)
+    # Of all queries, also those that see few keys, as far as they see the sequence's first token.
+    shares = [
+        1 / (1 + (keys - 1) * math.exp(-each)) for keys in range(1, length + 1) for each in logit.tolist()
+    ]
+    assert of["sequence_start_attention"] == pytest.approx([math.fsum(shares) / (packed * heads)], rel=1e-5)
+
+
+def read(stats: LayerStats) -> dict[str, list[Any]]:
+    single_rank()
+    return stats.reduce(torch.zeros(0, dtype=torch.float64), [], [])[0]
+
+
+def test_probability_by_position_is_that_of_the_loops() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k = torch.randn(2, 40, 4, 8, generator=generator), torch.randn(2, 40, 2, 8, generator=generator)
+    ids = torch.tensor([[0] * 23 + [1] * 17, [0] + [1] * 39])
+    starts = document_starts(ids.int())
+    rows = torch.tensor([0, 7, 22, 23, 39])
+    attended = torch.rand(2, len(rows), 40, generator=generator) < 0.6
+    visible = (torch.arange(40) <= rows[:, None])[None] & (torch.arange(40) >= starts[:, rows, None])
+    attended = (attended | (torch.arange(40) == rows[:, None])) & visible
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_statistics, "LEAST_KEYS", 8)
+        found = sink_statistics(q[:, rows], k, pack_mask(attended), rows, starts[:, rows], 4, "reference")
+    expected = torch.zeros(4, len(POSITIONS), dtype=torch.float64)
+    count = 0
+    for b in range(2):
+        for i, t in enumerate(rows.tolist()):
+            start = int(starts[b, t])
+            if t + 1 - start < 8:
+                continue
+            count += 1
+            for head in range(4):
+                keys = [s for s in range(40) if attended[b, i, s]]
+                weights = [math.exp(float(q[b, t, head] @ k[b, s, head // 2]) / 8**0.5) for s in keys]
+                for s, weight in zip(keys, weights, strict=True):
+                    group = max(g for g, first in enumerate(POSITIONS) if first <= s - start)
+                    expected[head, group] += weight / math.fsum(weights)
+    heads, positions = found.vectors["head_first_token_attention"], found.vectors["sink_by_position"]
+    assert heads.first == 4
+    assert heads.counts.tolist() == [count] * 4 == [6] * 4
+    torch.testing.assert_close(heads.sums.double(), expected[:, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(positions.sums.double(), expected.sum(0), rtol=1e-5, atol=1e-5)
+    assert positions.counts.tolist() == [4 * count] * len(POSITIONS)
+
+
+def batch_of(documents: list[int], config: Config, filler: int = 0) -> MicroBatch:
+    """One sequence of documents of these lengths, EOS included, and filler."""
+    generator = torch.Generator().manual_seed(len(documents))
+    blocks = torch.randint(
+        1, config.model.vocab_size, (1, LENGTH + 1), generator=generator, dtype=torch.int32
+    )
+    ends = torch.tensor(documents).cumsum(0) - 1
+    blocks[0, ends[ends <= LENGTH]] = EOS
+    if filler:
+        blocks[0, LENGTH + 1 - filler :] = FILLER
+    return to_micro_batch(blocks, EOS, attend_across_documents=False)
+
+
+def measured(config: Config, phase: PhaseConfig, batches: list[MicroBatch]) -> dict[str, list[float]]:
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, phase)
+    for batch in batches:
+        token_losses(model, batch, measuring=True)
+    return read_stats(model)
+
+
+@pytest.fixture
+def one_sequence(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
+    monkeypatch.setattr(query_sample, "GROUP", 4)
+    return tiny_config(
+        gsa={"k_base": 3, "k_min": 2, "k_max": 4},
+        train={"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 1},
+    )
+
+
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_filler_changes_no_statistic_of_choices(one_sequence: Config, phase: PhaseConfig) -> None:
+    """A document of 17 tokens, then 7 of filler, beside the same document alone, in a sequence of 17."""
+
+    filled = batch_of([17], one_sequence, filler=8)
+    assert filled.visible_keys()[0].tolist() == [*range(1, 18), *[1] * 7]
+    alone = MicroBatch(
+        *(getattr(filled, name)[:, :17] for name in ("tokens", "labels", "document_ids", "loss_mask"))
+    )
+    with_filler, without = (measured(one_sequence, phase, [batch]) for batch in (filled, alone))
+    costs = {"selected_keys", "sequence_start_attention", "max_activation"}
+    gates = {name for name in without if "gate" in name}
+    first = {"k_by_position/0", "max_activation_dimension", "max_activation_token"}
+    compared = without.keys() - costs - gates - first
+    assert {"indexer_kl", "variance", "recall", "k_mean", "dense_query_share", "adjacent_overlap"} <= compared
+    assert {"union_ratio_32", "random_recall", "indexer_saturated", "max_attention_logit"} <= compared
+    for name in compared:
+        assert with_filler[name] == pytest.approx(without[name], rel=1e-5), name
+    assert with_filler["selected_keys"] != without["selected_keys"]
+
+
+def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(one_sequence: Config) -> None:
+    """Against loops over the first layer's selections."""
+    model = tiny_model(one_sequence, variance_ema=0.02)
+    enter_phase(model, SPARSE)
+    kept: list[torch.Tensor] = []
+    core = model.attentions[0].over_chunks.core
+    select = core.select
+
+    def recorded(*arguments: Any) -> Any:
+        kept.append((result := select(*arguments)).selection)
+        return result
+
+    core.select = recorded  # type: ignore[method-assign]
+    batch = batch_of([9, 3, 12], one_sequence)
+    token_losses(model, batch, measuring=True)
+    stats, (selection,) = read_stats(model), kept
+    sets = [set(row.nonzero()[:, 0].tolist()) for row in selection[0]]
+    assert batch.document_ids is not None
+    ids, visible = batch.document_ids[0].tolist(), batch.visible_keys()[0].tolist()
+    chooses = [len(chosen) < seen for chosen, seen in zip(sets, visible, strict=True)]
+    assert 0 < sum(chooses) < LENGTH
+    overlaps = [
+        len(sets[t] & sets[t - 1]) / len(sets[t])
+        for t in range(1, LENGTH)
+        if chooses[t] and chooses[t - 1] and ids[t] == ids[t - 1]
+    ]
+    assert stats["adjacent_overlap"][0] == pytest.approx(math.fsum(overlaps) / len(overlaps), rel=1e-6)
+    groups = [range(t, t + 4) for t in range(0, LENGTH, 4)]
+    groups = [each for each in groups if all(chooses[t] for t in each) and ids[each[0]] == ids[each[-1]]]
+    assert groups
+    ratios = [
+        len(set().union(*(sets[t] for t in each))) * 4 / sum(len(sets[t]) for t in each) for each in groups
+    ]
+    assert stats["union_ratio_32"][0] == pytest.approx(math.fsum(ratios) / len(ratios), rel=1e-6)
+    random = [len(sets[t]) / visible[t] for t in range(LENGTH) if chooses[t]]
+    assert stats["random_recall"][0] == pytest.approx(math.fsum(random) / len(random), rel=1e-6)
+    counted = [t for t in range(LENGTH) if visible[t] >= 2]
+    dense = sum(not chooses[t] for t in counted) / len(counted)
+    assert stats["dense_query_share"][0] == pytest.approx(dense, rel=1e-6)
+    budgets = {0: [1.0] * 3}
+    for t in range(LENGTH):
+        if visible[t] > 1:
+            budgets.setdefault(4 ** int(math.log(visible[t] - 1, 4) + 1e-9), []).append(len(sets[t]))
+    for label, first in (("0", 0), ("1-3", 1), ("4-15", 4)):
+        mean = sum(budgets[first]) / len(budgets[first])
+        assert stats[f"k_by_position/{label}"][0] == pytest.approx(mean, rel=1e-6), label
+
+
+def test_the_average_and_the_loss_are_means_over_the_queries_that_count(one_sequence: Config) -> None:
+    """Two sequences, of one document and of eight, in two micro-batches: the step's mean is that of all rows, not of
+    the micro-batches' means."""
+    config = tiny_config(
+        gsa={"k_base": 3, "k_min": 2, "k_max": 4, "variance_ema_decay": 0.75},
+        train={"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 2},
+    )
+    batches = [batch_of([LENGTH + 1], config), batch_of([3] * 8, config)]
+    counts = [int((batch.visible_keys() >= 2).sum()) for batch in batches]
+    assert counts == [23, 16]
+    alone = []
+    for batch in batches:
+        one = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=1))
+        model = tiny_model(one, variance_ema=0.02)
+        _, gradients = step_gradients(model, SPARSE, [batch], one, measures=True)
+        alone.append((averages(model), gradients, read_stats(model)))
+    model = tiny_model(config, variance_ema=0.02)
+    _, gradients = step_gradients(model, SPARSE, batches, config, measures=True)
+    stats = read_stats(model)
+    for layer in range(2):
+        for found, each in (
+            (stats["variance"], [of[2]["variance"] for of in alone]),
+            (stats["indexer_kl"], [of[2]["indexer_kl"] for of in alone]),
+            (averages(model), [of[0] for of in alone]),
+        ):
+            mean = sum(count * values[layer] for count, values in zip(counts, each, strict=True)) / sum(
+                counts
+            )
+            assert found[layer] == pytest.approx(mean, rel=1e-5)
+    for name, gradient in gradients.items():
+        if ".indexer." in name:
+            mean = sum(count * of[1][name] for count, of in zip(counts, alone, strict=True)) / sum(counts)
+            torch.testing.assert_close(gradient, mean, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def averages(model: Model) -> list[float]:
+    return [attention.variance.ema.item() for attention in model.attentions if attention.variance]
+
+
+def test_gates_in_bins_are_those_of_the_loops() -> None:
+    config = tiny_config()
+    model = tiny_model(config)
+    logits = 3 * torch.randn(5, 2, 24, generator=torch.Generator().manual_seed(1))
+    logits[0, 0, 0] = math.nan
+    found = gate_statistics(logits, model.mcore_config)
+    opened = logits.sigmoid().unflatten(-1, (2, 12))
+    for name, gate in (("value", opened[..., :4]), ("output", opened[..., 4:])):
+        counts = [0] * 10
+        for value in gate.flatten().tolist():
+            counts[9 if math.isnan(value) else min(int(value * 10), 9)] += 1
+        vector = found.vectors[f"{name}_gate_histogram"]
+        assert vector.sums.tolist() == counts
+        assert vector.counts.tolist() == [gate.numel()] * 10
+
+
+def test_the_largest_activation_and_its_place() -> None:
+    hidden = torch.randn(7, 2, 5, generator=torch.Generator().manual_seed(2))
+    hidden[4, 1, 3] = -9.0
+    hidden[2, 0, 1] = 8.5
+    found = largest_activation(hidden)
+    assert [float(each) for each in found] == [9.0, 4, 1, 3]
+    hidden[5, 0, 2] = math.nan
+    assert largest_activation(hidden).value.isnan()
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
+    kinds = [int(token_kind(torch.tensor(t), torch.tensor(0), ids)) for t in range(7)]
+    s, e, o = STARTS_DOCUMENT, ENDS_DOCUMENT, ORDINARY
+    assert kinds == [s, o, e, s, e, s, o]
+    assert [int(token_kind(torch.tensor(t), torch.tensor(0), None)) for t in range(3)] == [s, o, o]
+
+
+def test_the_record_has_vectors_as_dicts_and_heads_as_a_table() -> None:
+    stats = LayerStats(3, CPU, 2)
+    for layer, sums in ((0, [3.0, 1.0]), (2, [1.0, 1.0])):
+        of_heads = Vector(torch.tensor(sums), torch.tensor([4, 4]))
+        of_positions = Vector(torch.tensor([1.0, 2.0]), torch.tensor([4, 8 * (layer + 1)]), first=1)
+        stats.record(
+            layer,
+            Statistics(vectors={"head_first_token_attention": of_heads, "sink_by_position": of_positions}),
+        )
+    for layer, (value, dimension) in enumerate(((5.0, 1), (9.0, 4), (7.0, 2))):
+        stats.maximum_at(layer, *(torch.tensor(each) for each in (value, dimension, STARTS_DOCUMENT)))
+    record = attention_metrics(read(stats))
+    assert record["head_first_token_attention"][::2] == [[0.75, 0.25], [0.25, 0.25]]
+    assert all(math.isnan(value) for value in record["head_first_token_attention"][1])
+    assert record["layer_first_token_attention_spread"][::2] == [0.25, 0.0]
+    assert record["first_token_attention_spread"] == 0.125
+    assert record["sink_by_position"] == {"1-3": 0.25, "4-15": (2 / 8 + 2 / 24) / 2}
+    assert record["max_activation"] == 9.0
+    assert (record["max_activation_dimension"], record["max_activation_token"]) == (4, STARTS_DOCUMENT)
+    assert record["layer_max_activation_dimension"] == [1, 4, 2]
+    nothing = torch.full((2,), math.nan)
+    for layer in (0, 2):  # as of a step whose numbers are not finite
+        stats.record(
+            layer, Statistics(vectors={"head_first_token_attention": Vector(nothing, torch.ones(2))})
+        )
+        stats.maximum_at(layer, nothing[0], torch.tensor(3), torch.tensor(0))
+    record = attention_metrics(read(stats))
+    assert math.isnan(record["first_token_attention_spread"])
+    assert math.isnan(record["max_activation"])
+    assert record["sink_by_position"]["1-3"] == 0.25
+
+
+def test_the_place_is_that_of_the_largest_of_all_micro_batches() -> None:
+    stats = LayerStats(2, CPU)
+    for value, dimension, kind in ((3.5, 7, 0), (1e6, 200_000, 2), (1e6 - 1, 3, 1)):
+        stats.maximum_at(1, *(torch.tensor(each) for each in (value, dimension, kind)))
+    found = read(stats)
+    assert found["max_activation_dimension"] == [None, 200_000]
+    assert found["max_activation_token"] == [None, 2]
+    assert found["max_activation"] == [None, 1e6]
+    kept = stats.copy()
+    stats.maximum_at(0, torch.tensor(math.nan), torch.tensor(1), torch.tensor(1))
+    assert math.isnan(read(stats)["max_activation"][0])
+    assert read(stats)["max_activation_dimension"] == [1, 200_000]
+    stats.restore(kept)
+    assert read(stats) == found
