@@ -28,7 +28,7 @@ class GSAConfig(PreTrainedConfig):
         output_gate (`bool`, *optional*, defaults to `True`):
             G1: attention's output times sigmoid(h W + b), elementwise and head-specific.
         layer_types (`list[str]`, *optional*):
-            For each layer `"full_attention"` (dense, no indexer) or `"indexed_attention"` (sparse); all sparse if unset.
+            For each layer `"full_attention"` (dense, no indexer) or `"indexed_attention"` (sparse); sparse if unset.
         index_n_heads (`int`, *optional*, defaults to 4):
             Heads of the indexer.
         index_head_dim (`int`, *optional*, defaults to 64):
