@@ -11,14 +11,14 @@ from torch import nn
 
 
 class IndexedTokens(NamedTuple):
-    """What the indexer made of the tokens, before scores."""
+    """What the indexer makes of tokens, before scores."""
 
     queries: torch.Tensor
-    """[B, L, HI, DI]: of each query, or of the first query of its block."""
+    """[B, L, HI, DI]"""
     keys: torch.Tensor
-    """[B, Lk, DI]"""
+    """[B, L or Lk, DI]"""
     weights: torch.Tensor
-    """[B, L, HI], before the bias and the sigmoid; of the same tokens as `queries`."""
+    """[B, L, HI], before the bias and the sigmoid."""
 
 
 class GSAIndexer(nn.Module):
@@ -47,8 +47,8 @@ class GSAIndexer(nn.Module):
 
     def forward(
         self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B, L, d] -> queries [B, L, HI, DI], keys [B, L, DI] and head weights [B, L, HI], without bias.
+    ) -> IndexedTokens:
+        """Of the tokens [B, L, d] of this forward pass.
 
         Args:
             hidden_states: detached here, so that only the indexer's own loss trains it
@@ -62,7 +62,7 @@ class GSAIndexer(nn.Module):
             queries = rotate(queries, cos[:, :, None], sin[:, :, None])
             keys = rotate(keys, cos, sin)
         weights = nn.functional.linear(hidden_states, self.weights_proj.weight)
-        return queries, keys, weights
+        return IndexedTokens(queries, keys, weights)
 
     def scores(self, tokens: IndexedTokens) -> torch.Tensor:
         """I of every query and key, visible or not: fp32 [B, L, Lk]."""
@@ -89,31 +89,31 @@ class GSAIndexer(nn.Module):
     # What the cache holds of a token. With blocks also what makes the selection of its block again, should the token
     # be its first: exact after every reordering and cropping of the cache.
 
-    def cache_row(self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def cache_row(self, tokens: IndexedTokens) -> torch.Tensor:
         """[B, L, width] to be put in the cache, in the dtype of the keys: its keys first."""
+        keys = tokens.keys
         if self.block_size == 1:
             return keys
-        parts = [keys, queries.flatten(2).to(keys.dtype), weights.to(keys.dtype)]
-        width = sum(part.shape[-1] for part in parts)
-        padding = -width % 16  # rows begin at multiples of 32 bytes
+        parts = [keys, tokens.queries.flatten(2).to(keys.dtype), tokens.weights.to(keys.dtype)]
+        padding = -sum(part.shape[-1] for part in parts) % 16  # rows begin at multiples of 32 bytes
         return torch.cat([*parts, keys.new_zeros(*keys.shape[:2], padding)], -1)
 
     def from_cache(
-        self, rows: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor, leaders: torch.Tensor | None
+        self, tokens: IndexedTokens, rows: torch.Tensor, leaders: torch.Tensor | None
     ) -> IndexedTokens:
-        """Rows of the cache [B, Lk, width] -> the keys, and what each query selects with.
+        """Rows of the cache [B, Lk, width] -> its keys, and what each query selects with.
 
         Args:
-            queries, weights: of this forward pass's tokens
+            tokens: of this forward pass
             leaders: int64 [B, L], slot of the first query of each query's block; None where blocks are of one
         """
-        keys = rows[..., : self.head_dim]
         if leaders is None:
-            return IndexedTokens(queries, keys, weights)
+            return tokens._replace(keys=rows)
         first, size = self.head_dim, self.heads * self.head_dim
         of_leaders = rows.gather(1, leaders[..., None].expand(-1, -1, rows.shape[-1]))
         queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))
-        return IndexedTokens(queries, keys, of_leaders[..., first + size : first + size + self.heads])
+        weights = of_leaders[..., first + size : first + size + self.heads]
+        return IndexedTokens(queries, rows[..., :first], weights)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GSAIndexer":
         """Follow a move to another device, but keep the average in fp32: budgets are made of it."""

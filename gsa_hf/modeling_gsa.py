@@ -7,7 +7,6 @@ Runs on torch and transformers alone, with tensors of [queries, keys], as `attn_
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +19,15 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .configuration_gsa import GSAConfig
-from .indexer_gsa import GSAIndexer, indexer_loss, mean_attention, rotate, select_keys
+from .indexer_gsa import GSAIndexer
+from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 
 CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """What this version of transformers calls the cache in arguments and outputs; `cache` since 5.20 or so."""
@@ -45,52 +45,6 @@ class GSACausalLMOutputWithPast(CausalLMOutputWithPast):
     """As in `GSAModelOutputWithPast`; `loss` has it in, times `indexer_loss_coef`."""
 
 
-class GSARMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-class GSARotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, for the first `partial_rotary_factor` of a head's channels."""
-
-    inv_freq: torch.Tensor
-    original_inv_freq: torch.Tensor
-
-    def __init__(self, config: GSAConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        assert config.rope_parameters is not None
-        self.rope_type = config.rope_parameters["rope_type"]
-        functions = {"default": self.compute_default_rope_parameters, **ROPE_INIT_FUNCTIONS}
-        inv_freq, self.attention_scaling = functions[self.rope_type](config)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    @staticmethod
-    def compute_default_rope_parameters(
-        config: GSAConfig, device: torch.device | None = None, **_: Any
-    ) -> tuple[torch.Tensor, float]:
-        assert config.rope_parameters is not None
-        channels = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [B, L] -> [B, L, rotated channels] twice, in the dtype of x."""
-        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(x.dtype), sin.to(x.dtype)
-
-
 class GSAMLP(nn.Module):
     def __init__(self, config: GSAConfig) -> None:
         super().__init__()
@@ -101,145 +55,6 @@ class GSAMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def sigmoid_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(logits), calculated in fp32."""
-    return (x.float() * torch.sigmoid(logits.float())).to(x.dtype)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query [B, H, L, D], key and value [B, Hkv, Lk, D], mask bool [B, 1, L, Lk] -> [B, L, H, D], probabilities."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    logits = torch.matmul(query, key.transpose(2, 3)) * scaling
-    logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
-    weights = nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-class GSAAttention(nn.Module):
-    """Attention of one layer: dense, or sparse over what its own or an earlier layer's indexer selected."""
-
-    def __init__(self, config: GSAConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        leader = config.indexer_layer(layer_idx)
-        self.is_sparse = leader is not None
-        hidden, bias = config.hidden_size, config.qkv_bias
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, queries, bias=bias)
-        self.k_proj = nn.Linear(hidden, keys, bias=bias)
-        self.v_proj = nn.Linear(hidden, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, hidden, bias=False)
-        self.q_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.value_gate_proj = nn.Linear(hidden, keys) if config.value_gate else None
-        self.output_gate_proj = nn.Linear(hidden, queries) if config.output_gate else None
-        self.indexer = GSAIndexer(config) if leader == layer_idx else None
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        cache: Cache | None = None,
-        indexer_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        selection: torch.Tensor | None = None,
-        output_indexer_loss: bool = False,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states: [B, L, d], normalised
-            position_embeddings: cosines and sines of the rotary embedding
-            attention_mask: bool [B, 1, L, Lk], the keys that each query may see
-            position_ids: int64 [B, L]
-            indexer_embeddings: cosines and sines for the indexer, where it has a rotary embedding
-            selection: bool [B, L, Lk], what an earlier layer selected for this one, too
-
-        Returns:
-            output [B, L, d]; probabilities, by "eager" only; the selection, for later layers; the indexer loss.
-        """
-        shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
-        v = self.v_proj(hidden_states)
-        if self.value_gate_proj is not None:
-            v = sigmoid_gate(v, self.value_gate_proj(hidden_states))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = (x[:, None] for x in position_embeddings)
-        q, k = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
-        v = v.view(shape).transpose(1, 2)
-
-        slots = torch.arange(shape[1], device=q.device)
-        if cache is not None:
-            slots = slots + cache.get_seq_length(
-                self.layer_idx
-            )  # before the update, which may move it in place
-            k, v = cache.update(k, v, self.layer_idx)
-        scores = leaders = None
-        if self.indexer is not None:
-            if self.config.index_block_size > 1:
-                leaders = slots - position_ids % self.config.index_block_size
-            scores = self._score(hidden_states, indexer_embeddings, cache, leaders, output_indexer_loss)
-            selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders)
-        attended = attention_mask
-        if self.is_sparse:
-            assert selection is not None
-            attended = selection[:, None]
-
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attention_interface(self, q, k, v, attended, scaling=self.scaling, **kwargs)
-        loss = None
-        if output_indexer_loss and self.indexer is not None:
-            assert scores is not None
-            if k.shape[2] != shape[1]:
-                raise ValueError(
-                    f"the cache holds {k.shape[2]} keys for {shape[1]} queries with the indexer loss; pass "
-                    "use_cache=False in training"
-                )
-            probs = mean_attention(q, k, attended[:, 0], self.scaling)
-            beta = self.indexer.inverse_temperature()
-            loss = indexer_loss(scores, probs, attended[:, 0], attention_mask[:, 0], leaders, beta)
-        out = out.reshape(*shape[:2], -1)
-        if self.output_gate_proj is not None:
-            out = sigmoid_gate(out, self.output_gate_proj(hidden_states))
-        return self.o_proj(out), weights, selection, loss
-
-    def _score(
-        self,
-        hidden_states: torch.Tensor,
-        embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-        cache: Cache | None,
-        leaders: torch.Tensor | None,
-        learns: bool,
-    ) -> torch.Tensor:
-        """The scores of every query, fp32 [B, L, Lk], in the graph where the indexer learns."""
-        assert self.indexer is not None
-        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            queries, keys, weights = self.indexer(hidden_states, embeddings)
-            rows = self.indexer.cache_row(queries, keys, weights)
-            if cache is not None:
-                rows = cache.update_indexer(rows, self.layer_idx)
-            return self.indexer.scores(self.indexer.from_cache(rows, queries, weights, leaders))
 
 
 class GSADecoderLayer(GradientCheckpointingLayer):
@@ -295,6 +110,7 @@ class GSAModel(GSAPreTrainedModel):
         self.norm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = GSARotaryEmbedding(config)
         self.indexer_rotary_emb = GSARotaryEmbedding(_of_indexer(config)) if config.index_rope else None
+        self.kernel_memory = KernelMemory()
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -303,7 +119,7 @@ class GSAModel(GSAPreTrainedModel):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -328,30 +144,32 @@ class GSAModel(GSAPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        if isinstance(attention_mask, dict):  # prepared by `generate`, the same for all kinds of layers
+            attention_mask = next(iter(attention_mask.values()))
+        visible = kernel_pass = None
+        if self.config._attn_implementation == "gsa":
+            arguments = (inputs_embeds, attention_mask, position_ids, cache)
+            kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
         if position_ids is None:
             position_ids = _positions(inputs_embeds, attention_mask, cache)
-
-        visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
+        if kernel_pass is None:
+            visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
         position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
         hidden_states = inputs_embeds
         shared: dict[str, Any] = {
+            "attention_mask": visible,
+            "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
             "indexer_embeddings": None,
+            "kernel_pass": kernel_pass,
+            "cache": cache,
+            "output_indexer_loss": output_indexer_loss,
         }
         if self.indexer_rotary_emb is not None:
             shared["indexer_embeddings"] = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states, selection, loss = layer(
-                hidden_states,
-                attention_mask=visible,
-                position_ids=position_ids,
-                cache=cache,
-                selection=selection,
-                output_indexer_loss=output_indexer_loss,
-                **shared,
-                **kwargs,
-            )
+            hidden_states, selection, loss = layer(hidden_states, selection=selection, **shared, **kwargs)
             if loss is not None:
                 losses.append(loss)
         held: dict[str, Any] = {CACHE_ARGUMENT: cache}
@@ -364,13 +182,11 @@ class GSAModel(GSAPreTrainedModel):
     def _visible_keys(
         self,
         inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+        attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         cache: Cache | None,
     ) -> torch.Tensor:
         """Causal keys of the query's own sequence that are no padding: bool [B, 1, L, Lk]."""
-        if isinstance(attention_mask, dict):  # prepared by `generate`, the same for all kinds of layers
-            attention_mask = next(iter(attention_mask.values()))
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
@@ -392,6 +208,12 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """`generate` compiles static caches' steps, but not the kernels: they are compiled, and can be captured."""
+        if self.config._attn_implementation == "gsa":
+            return False
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
 
     @can_return_tuple
     def forward(
