@@ -86,7 +86,8 @@ def convert_sentencepiece(file: bytes, path: str) -> str:
     Raises:
         ValueError: its kind of model has no counterpart.
     """
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    proto = messages.ModelProto()
     proto.ParseFromString(file)
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
     pieces = [piece.piece for piece in proto.pieces]
