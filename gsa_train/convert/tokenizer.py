@@ -66,7 +66,7 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     for text in PROBES:
         expected = tokenizer.encode(text).tolist()
-        found = theirs(text, add_special_tokens=False)["input_ids"]
+        found = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
         if found != expected:
             raise ValueError(
                 f"tokenizer {tokenizer.path}: transformers gives {text!r} the ids {found[:12]}, training "
