@@ -19,6 +19,9 @@ from gsa_data.fetch import read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
 
+TOKENIZER_JSON = "tokenizer.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"
+"""Names of a tokenizer's file in a folder, as in Hugging Face's repositories."""
 Part = tuple[int, int]
 """Of a text: its first character, and the one behind its last."""
 
@@ -101,8 +104,18 @@ class Tokenizer:
         """Token ids of one document, shape [tokens], with no EOS added. Bytes must be UTF-8."""
         return np.asarray(self._model.encode(text), dtype=np.int32)
 
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        return self._model.decode(tokens.tolist())
+    def decode(self, tokens: NDArray[np.int32] | Sequence[int]) -> str:
+        return self._model.decode(np.asarray(tokens, dtype=np.int64).tolist())
+
+    @property
+    def file(self) -> bytes:
+        """Content of the file, as it was read."""
+        return self._file
+
+    @property
+    def file_name(self) -> str:
+        """What a copy of the file is called: `tokenizer.json` or `tokenizer.model`."""
+        return TOKENIZER_JSON if isinstance(self._model, TokenizerJson) else SENTENCEPIECE_MODEL
 
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Token ids of a rendered conversation, and which of them reach into one of `parts`: both [tokens].

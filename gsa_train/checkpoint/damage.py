@@ -41,16 +41,8 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: s
     manifest: Manifest | None = None
     shared: list[Any] = [None, {}]
     if parallel.is_main:
-        try:
-            manifest = read_manifest(checkpoint)
-            shared[1] = manifest.files
-            unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - shared[1].keys()
-            if unlisted:
-                shared[0] = f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}"
-        except FileNotFoundError:
-            shared[0] = _why_no_manifest(checkpoint)
-        except (OSError, ValueError) as error:
-            shared[0] = str(error)
+        shared[0], manifest = _read_manifest(checkpoint)
+        shared[1] = {} if manifest is None else manifest.files
     dist.broadcast_object_list(shared, src=0)
     fault, files = shared
     if fault is None:
@@ -59,17 +51,45 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: s
         unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
         mine = faults_in(checkpoint, share, checksums) if checkpoint.is_dir() else [unseen]
         dist.all_gather_object(found, mine)
-        faults = [each for faults in found for each in faults]
-        fault = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+        fault = _in_a_line([each for faults in found for each in faults])
     if fault is None:
-        refused: list[str | None] = [None]
-        if parallel.is_main:
-            refused[0] = refused_content(checkpoint, files or None) or _other_identity(
-                checkpoint, manifest, run_id
-            )
+        refused = [_refused(checkpoint, manifest, run_id) if parallel.is_main else None]
         dist.broadcast_object_list(refused, src=0)
         fault = refused[0]
     return fault
+
+
+def find_damage_alone(checkpoint: Path) -> str | None:
+    """As `find_damage` with checksums, in one process without process groups."""
+    fault, manifest = _read_manifest(checkpoint)
+    if fault is None and manifest is not None:
+        fault = _in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
+    return fault or _refused(checkpoint, manifest)
+
+
+def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
+    """What is wrong with it, or None; and the manifest. A checkpoint from before there were manifests has none, and is
+    not verified."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except FileNotFoundError:
+        return _why_no_manifest(checkpoint), None
+    except (OSError, ValueError) as error:
+        return str(error), None
+    unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - manifest.files.keys()
+    if unlisted:
+        return f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}", manifest
+    return None, manifest
+
+
+def _in_a_line(faults: list[str]) -> str | None:
+    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
+
+
+def _refused(checkpoint: Path, manifest: Manifest | None, run_id: str = "") -> str | None:
+    """Why files that are what was written are not taken: one was made to harm, or is of another checkpoint."""
+    files = None if manifest is None else manifest.files
+    return refused_content(checkpoint, files or None) or _other_identity(checkpoint, manifest, run_id)
 
 
 def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) -> str | None:

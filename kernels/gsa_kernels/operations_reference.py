@@ -5,6 +5,7 @@ Differentiable, on any device, with tensors of [L, Lk]. Definitions, arguments a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,6 +158,11 @@ def decode_step(
     gate_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     max_length = indexer.keys.shape[1]
+    k, v = cache.k, cache.v
+    if cache.starts is not None:  # to the front; what comes round to the end is beyond the lengths
+        entries = (cache.starts[:, None] + torch.arange(max_length, device=q.device)) % max_length
+        indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
+        k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
     lengths = cache.lengths.clamp(max=max_length)
     found = decode_top_k(indexer, lengths, rule, variance_ema)
     selected = torch.zeros_like(found.selected)
@@ -170,8 +176,8 @@ def decode_step(
         selected[sequence, state.indices[sequence, : int(state.counts[sequence])].long()] = True
     return decode_attention(
         q,
-        cache.k,
-        cache.v,
+        k,
+        v,
         lengths,
         selected,
         local_window=geometry.local_window,

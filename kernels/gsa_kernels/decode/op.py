@@ -102,7 +102,7 @@ def decode_select(
     chained = _can_chain(queries)
     rule = BudgetRule(rule.k_base, min(rule.k_min, max_length), k_max, rule.mode)
     with launching_on(queries, "the query"):
-        score_keys(indexer, cache.lengths, k_max, selection_block, workspace, chained)
+        score_keys(indexer, cache.lengths, cache.starts, k_max, selection_block, workspace, chained)
         select_indices(cache, workspace, max_length, rule, variance_ema, selection_block, chained)
 
 
@@ -199,12 +199,19 @@ def _workspace(cache: LayerCache) -> DecodeWorkspace:
     return cache.workspace
 
 
-def _check_cache(first: torch.Tensor, cache: LayerCache, others: dict[str, torch.Tensor]) -> None:
+def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, torch.Tensor]) -> None:
     """The layout of `lengths` and of the selection; and that all tensors are on one device."""
     batch, lengths, indices = first.shape[0], cache.lengths, cache.selection.indices
     check_shape("lengths", lengths, "[B]", (batch,))
     if lengths.dtype != torch.int32 or not lengths.is_contiguous():
         raise ValueError(f"lengths is {lengths.dtype} with stride {lengths.stride()}; pass contiguous int32")
+    if cache.starts is not None:
+        check_shape("starts", cache.starts, "[B]", (batch,))
+        if cache.starts.dtype != torch.int32 or not cache.starts.is_contiguous():
+            raise ValueError(
+                f"starts is {cache.starts.dtype} with stride {cache.starts.stride()}; pass contiguous int32"
+            )
+        others = {"starts": cache.starts, **others}
     check_shape("selection.indices", indices, "[B, k_cap]", (batch, None))
     if not indices.is_contiguous():
         raise ValueError("selection.indices is not contiguous; make it with new_selection")

@@ -96,6 +96,11 @@ class LayerCache:
     workspace: DecodeWorkspace | None
     """Layers that run one after the other may share it. None: for the reference."""
 
+    starts: torch.Tensor | None = None
+    """int32 [B]: entries in front of each sequence, which are padding: its token at position p is entry starts + p.
+    None: no sequence has any. `lengths`, the selection and blocks count from the sequence's first token, and starts +
+    lengths is at most L_max."""
+
 
 def new_selection(batch: int, k_max: int, *, device: torch.device | str) -> DecodeSelection:
     """An empty selection (counts 0) of up to `k_max` keys for each of `batch` sequences."""

@@ -56,6 +56,7 @@ def attend_to_indices(
         v,
         gate_logits,
         cache.lengths,
+        cache.starts,
         selection.indices,
         selection.counts,
         workspace.partial_out,
@@ -101,6 +102,7 @@ def _attend_kernel(
     v_ptr,
     gate_ptr,
     lengths_ptr,
+    starts_ptr,
     indices_ptr,
     counts_ptr,
     partial_out_ptr,
@@ -158,6 +160,10 @@ def _attend_kernel(
     indices_ptr += batch * k_cap
     k_ptr += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + batch).to(tl.int64)
+        k_ptr += start * stride_kl
+        v_ptr += start * stride_vl
     window_first = tl.maximum(length - local_window, 0)
     if CHAINED:
         gdc_wait()

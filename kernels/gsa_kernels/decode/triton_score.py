@@ -29,6 +29,7 @@ _COPIED_BYTES = 64 * 1024
 def score_keys(
     indexer: Indexer,
     lengths: torch.Tensor,
+    starts: torch.Tensor | None,
     k_max: int,
     selection_block: int,
     workspace: DecodeWorkspace,
@@ -50,6 +51,7 @@ def score_keys(
         indexer.score_bias,
         indexer.head_weight_bias,
         lengths,
+        starts,
         workspace.scores,
         workspace.histogram,
         workspace.borderline_counts,
@@ -89,6 +91,7 @@ def _score_kernel(
     score_bias_ptr,
     weight_bias_ptr,
     lengths_ptr,
+    starts_ptr,
     scores_ptr,
     histogram_ptr,
     list_counts_ptr,
@@ -149,6 +152,8 @@ def _score_kernel(
     lanes = tl.arange(0, SAMPLE)
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
     k_ptr += batch * stride_kb
+    if starts_ptr is not None:
+        k_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
     floor = length * 0
     origin = 0.0
     total = tl.zeros([SAMPLE], tl.float32)

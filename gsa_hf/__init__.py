@@ -1,0 +1,26 @@
+"""Gated Sparse Attention models in Hugging Face's transformers.
+
+Importing this package registers `model_type` "gsa" with AutoConfig, AutoModel and AutoModelForCausalLM, and
+`attn_implementation="gsa"`, which runs on the kernels of `gsa_kernels`.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
+from .modeling_gsa import GSAForCausalLM, GSAModel, GSAPreTrainedModel
+from .replace import collected_indexer_loss, replace_attention_with_gsa
+
+AutoConfig.register("gsa", GSAConfig)
+AutoModel.register(GSAConfig, GSAModel)
+AutoModelForCausalLM.register(GSAConfig, GSAForCausalLM)
+
+__all__ = [
+    "DENSE_LAYER",
+    "INDEXED_LAYER",
+    "GSAConfig",
+    "GSAForCausalLM",
+    "GSAModel",
+    "GSAPreTrainedModel",
+    "collected_indexer_loss",
+    "replace_attention_with_gsa",
+]

@@ -1,0 +1,222 @@
+"""Attention of one layer: projections, gates, rotary embedding, and attention over what the indexer selects."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_gsa import GSAConfig
+from .indexer_gsa import GSAIndexer, indexer_loss, mean_attention, rotate, select_keys
+from .kernel_pass_gsa import KernelPass
+from .kernels_gsa import KernelCall
+
+
+class GSARMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class GSARotaryEmbedding(nn.Module):
+    """Cosines and sines of positions, for the first `partial_rotary_factor` of a head's channels."""
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: GSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        assert config.rope_parameters is not None
+        self.rope_type = config.rope_parameters["rope_type"]
+        functions = {"default": self.compute_default_rope_parameters, **ROPE_INIT_FUNCTIONS}
+        inv_freq, self.attention_scaling = functions[self.rope_type](config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: GSAConfig, device: torch.device | None = None, **_: Any
+    ) -> tuple[torch.Tensor, float]:
+        assert config.rope_parameters is not None
+        channels = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [B, L] -> [B, L, rotated channels] twice, in the dtype of x."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def sigmoid_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(logits), calculated in fp32."""
+    return (x.float() * torch.sigmoid(logits.float())).to(x.dtype)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query [B, H, L, D], key and value [B, Hkv, Lk, D], mask bool [B, 1, L, Lk] -> [B, L, H, D], probabilities."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    logits = torch.matmul(query, key.transpose(2, 3)) * scaling
+    logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    weights = nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class GSAAttention(nn.Module):
+    """Attention of one layer: dense, or sparse over what its own or an earlier layer's indexer selected."""
+
+    def __init__(self, config: GSAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        leader = config.indexer_layer(layer_idx)
+        self.is_sparse = leader is not None
+        hidden, bias = config.hidden_size, config.qkv_bias
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, queries, bias=bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=False)
+        self.q_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.value_gate_proj = nn.Linear(hidden, keys) if config.value_gate else None
+        self.output_gate_proj = nn.Linear(hidden, queries) if config.output_gate else None
+        self.indexer = GSAIndexer(config) if leader == layer_idx else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+        indexer_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        selection: Any = None,
+        kernel_pass: KernelPass | None = None,
+        output_indexer_loss: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states: [B, L, d], normalised
+            position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
+            attention_mask: bool [B, 1, L, Lk], the keys that each query may see; None for the kernels
+            position_ids: int64 [B, L]
+            indexer_embeddings: cosines and sines for the indexer, where it has a rotary embedding
+            selection: what an earlier layer selected for this one, too; bool [B, L, Lk], the kernels have their own
+            kernel_pass: where the tokens stand, for the kernels
+
+        Returns:
+            output [B, L, d]; probabilities, by "eager" only; the selection, for later layers; the indexer loss.
+        """
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q, k, v = self._project(hidden_states, position_embeddings, shape)
+        slots = torch.arange(shape[1], device=q.device)
+        if cache is not None:
+            slots = slots + cache.get_seq_length(
+                self.layer_idx
+            )  # before the update, which may move it in place
+            k, v = cache.update(k, v, self.layer_idx)
+        tokens = rows = None
+        if self.indexer is not None:
+            with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
+                tokens = self.indexer(hidden_states, indexer_embeddings)
+                rows = self.indexer.cache_row(tokens)
+                if cache is not None:
+                    rows = cache.update_indexer(rows, self.layer_idx)
+        gate = None if self.output_gate_proj is None else self.output_gate_proj(hidden_states).view(shape)
+
+        interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        if kernel_pass is not None:
+            call = KernelCall(kernel_pass, tokens, rows, selection, gate, output_indexer_loss)
+            out, _ = interface(self, q, k, v, None, scaling=self.scaling, call=call)
+            return self.o_proj(out.reshape(*shape[:2], -1)), None, call.selection, call.loss
+
+        assert attention_mask is not None
+        loss = leaders = None
+        attended = attention_mask
+        if self.indexer is not None:
+            assert tokens is not None
+            assert rows is not None
+            if self.config.index_block_size > 1:
+                leaders = slots - position_ids % self.config.index_block_size
+            with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
+                scores = self.indexer.scores(self.indexer.from_cache(tokens, rows, leaders))
+            selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders)
+            if output_indexer_loss:
+                loss = self._loss(scores, q, k, selection, attention_mask[:, 0], leaders)
+        if self.is_sparse:
+            attended = selection[:, None]
+        out, weights = interface(self, q, k, v, attended, scaling=self.scaling, **kwargs)
+        if gate is not None:
+            out = sigmoid_gate(out, gate)
+        return self.o_proj(out.reshape(*shape[:2], -1)), weights, selection, loss
+
+    def _project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        shape: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
+        q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
+        v = self.v_proj(hidden_states)
+        if self.value_gate_proj is not None:
+            v = sigmoid_gate(v, self.value_gate_proj(hidden_states))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = (x[:, :, None] for x in position_embeddings)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.view(shape).transpose(1, 2)
+
+    def _loss(
+        self,
+        scores: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        attended: torch.Tensor,
+        visible: torch.Tensor,
+        leaders: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Arguments and result as in `indexer_loss`."""
+        assert self.indexer is not None
+        check_no_past(q.shape[2], k.shape[2])
+        probs = mean_attention(q, k, attended, self.scaling)
+        return indexer_loss(scores, probs, attended, visible, leaders, self.indexer.inverse_temperature())
+
+
+def check_no_past(queries: int, keys: int) -> None:
+    """The indexer loss is of whole sequences."""
+    if keys != queries:
+        raise ValueError(
+            f"the cache holds {keys} keys for {queries} queries in training; pass use_cache=False"
+        )

@@ -1,0 +1,174 @@
+"""Configuration of Gated Sparse Attention models in transformers."""
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+from transformers.configuration_utils import PreTrainedConfig
+
+_INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention")
+INDEXED_LAYER = next(name for name in _INDEXED_NAMES if name in DYNAMIC_LAYER_TYPE_MAPPING)
+"""What this version of transformers calls a layer whose cache also holds the keys of an indexer; since 5.18 or so
+`indexed_attention`. A configuration may have either name."""
+DENSE_LAYER = "full_attention"
+
+
+@strict
+class GSAConfig(PreTrainedConfig):
+    r"""
+    Sizes and choices of a [`GSAModel`]. The defaults are the 1.7B model of the paper (arXiv 2601.15305).
+
+    Args:
+        qkv_bias (`bool`, *optional*, defaults to `False`):
+            Biases of the query, key and value projections.
+        qk_norm (`bool`, *optional*, defaults to `False`):
+            RMSNorm on each head's query and key, before the rotary embedding.
+        value_gate (`bool`, *optional*, defaults to `True`):
+            G2: values times sigmoid(h W + b), before attention.
+        output_gate (`bool`, *optional*, defaults to `True`):
+            G1: attention's output times sigmoid(h W + b), elementwise and head-specific.
+        layer_types (`list[str]`, *optional*):
+            For each layer `"full_attention"` (dense, no indexer) or `"indexed_attention"` (sparse); sparse if unset.
+        index_n_heads (`int`, *optional*, defaults to 4):
+            Heads of the indexer.
+        index_head_dim (`int`, *optional*, defaults to 64):
+            Size of an indexer head.
+        index_topk (`int`, *optional*, defaults to 2048):
+            Keys per query, before the budget adapts.
+        index_topk_min (`int`, *optional*, defaults to 256):
+            Smallest budget of a query, in keys.
+        index_topk_max (`int`, *optional*, defaults to 4096):
+            Largest budget of a query, in keys.
+        index_adaptive (`str`, *optional*, defaults to `"inverse"`):
+            How the variance v of a query's scores scales its budget, with its moving average a from training:
+            `"inverse"` topk * a / v, `"direct"` topk * v / a, `"off"` topk.
+        index_activation (`str`, *optional*, defaults to `"sigmoid"`):
+            Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer).
+        index_rope (`bool`, *optional*, defaults to `False`):
+            Rotary embedding on the indexer's queries and keys.
+        index_temperature (`float` or `str`, *optional*, defaults to 1.0):
+            beta in softmax(beta * scores) of the indexer loss: a number, or `"learned"`.
+        index_local_window (`int`, *optional*, defaults to 0):
+            Latest keys that are always selected, beside the budget.
+        index_block_size (`int`, *optional*, defaults to 1):
+            Queries in aligned blocks of this many share the selection of the first of them.
+        index_topk_freq (`int`, *optional*, defaults to 1):
+            Layers in groups of this many share the selection of the first of them.
+        indexer_loss_coef (`float`, *optional*, defaults to 0.0):
+            Weight of the indexer loss in the loss of a training forward pass; 0 leaves the indexer as it is.
+
+    ```python
+    >>> from gsa_hf import GSAConfig, GSAForCausalLM
+
+    >>> configuration = GSAConfig()
+    >>> model = GSAForCausalLM(configuration)
+    ```"""
+
+    model_type = "gsa"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 - strict wants a plain list
+
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    intermediate_size: int = 5504
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    value_gate: bool = True
+    output_gate: bool = True
+    layer_types: list[str] | None = None
+    index_n_heads: int = 4
+    index_head_dim: int = 64
+    index_topk: int = 2048
+    index_topk_min: int = 256
+    index_topk_max: int = 4096
+    index_adaptive: Literal["inverse", "direct", "off"] = "inverse"
+    index_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    index_rope: bool = False
+    index_temperature: float | int | str = 1.0
+    index_local_window: int = 0
+    index_block_size: int = 1
+    index_topk_freq: int = 1
+    indexer_loss_coef: float | int = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = [INDEXED_LAYER] * self.num_hidden_layers
+        self.layer_types = [INDEXED_LAYER if name in _INDEXED_NAMES else name for name in self.layer_types]
+        super().__post_init__(**kwargs)
+
+    def indexer_layer(self, layer_idx: int) -> int | None:
+        """The layer whose indexer selects for this one: itself, an earlier one, or None for a dense layer."""
+        assert self.layer_types is not None
+        if self.layer_types[layer_idx] != INDEXED_LAYER:
+            return None
+        return layer_idx - layer_idx % self.index_topk_freq
+
+    def validate_architecture(self) -> None:
+        """What must hold between the fields; part of the validation that `@strict` runs."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}; pass a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; pass 'silu', which SwiGLU is made of")
+        validate_indexer(self)
+        for layer_idx, name in enumerate(self.layer_types or ()):
+            if name not in (INDEXED_LAYER, DENSE_LAYER):
+                raise ValueError(
+                    f"layer_types[{layer_idx}] is {name!r}; pass {DENSE_LAYER!r} or {INDEXED_LAYER!r}"
+                )
+            leader = self.indexer_layer(layer_idx)
+            if leader is not None and self.indexer_layer(leader) is None:
+                raise ValueError(
+                    f"layer_types[{layer_idx}] is {name!r} and takes the selection of layer {leader}, which is dense; "
+                    "pass one kind for each group of index_topk_freq layers"
+                )
+
+
+def validate_indexer(config: Any) -> None:
+    """Bounds of the `index_*` fields.
+
+    Raises:
+        ValueError: it names the field, its value and what to pass.
+    """
+    for name in ("index_n_heads", "index_head_dim", "index_topk", "index_topk_min", "index_topk_max"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")
+    for name in ("index_block_size", "index_topk_freq"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; pass 1, or a number of queries or layers")
+    if config.index_topk_min > config.index_topk_max:
+        raise ValueError(
+            f"index_topk_min is {config.index_topk_min}; pass at most index_topk_max {config.index_topk_max}"
+        )
+    if config.index_rope and config.index_head_dim % 2:
+        raise ValueError(f"index_head_dim is {config.index_head_dim} with index_rope; pass an even number")
+    if config.index_local_window < 0:
+        raise ValueError(f"index_local_window is {config.index_local_window}; pass 0 or a number of keys")
+    if 1 < config.index_block_size > config.index_local_window:
+        raise ValueError(
+            f"index_local_window is {config.index_local_window}; pass at least index_block_size "
+            f"{config.index_block_size}, so that each query attends to the keys of its own block"
+        )
+    temperature = config.index_temperature
+    if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):
+        raise ValueError(f"index_temperature is {temperature!r}; pass a positive number or 'learned'")
+    if config.indexer_loss_coef < 0:
+        raise ValueError(f"indexer_loss_coef is {config.indexer_loss_coef}; pass 0 or a positive number")
+
+
+__all__ = ["GSAConfig"]

@@ -1,0 +1,245 @@
+"""The lightning indexer and what follows from its scores, in plain torch: budgets, selections, the indexer's loss.
+
+Letters in shapes: B sequences, L queries of this forward pass, Lk keys (the cache's included), HI indexer heads of size
+DI. A slot is a place in the cache; a position is what `position_ids` says, which padding on the left shifts.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class IndexedTokens(NamedTuple):
+    """What the indexer makes of tokens, before scores."""
+
+    queries: torch.Tensor
+    """[B, L, HI, DI]"""
+    keys: torch.Tensor
+    """[B, L or Lk, DI]"""
+    weights: torch.Tensor
+    """[B, L, HI], before the bias and the sigmoid."""
+
+
+class GSAIndexer(nn.Module):
+    """Scores I[t, s] of every key for every query: small queries, one key for all indexer heads, head weights.
+
+    sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
+    relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
+    """
+
+    variance_ema: torch.Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.activation, self.block_size = config.index_activation, config.index_block_size
+        self.temperature = config.index_temperature
+        biased = self.activation == "sigmoid"
+        self.wq = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
+        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=biased)
+        self.score_bias = nn.Parameter(torch.zeros(self.heads)) if biased else None
+        learned = self.temperature == "learned"
+        self.log_inverse_temperature = nn.Parameter(torch.zeros(1)) if learned else None
+        # Moving average of the score variance, from pre-training; it does not move here. 0: budgets do not adapt.
+        self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
+
+    def forward(
+        self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> IndexedTokens:
+        """Of the tokens [B, L, d] of this forward pass.
+
+        Args:
+            hidden_states: detached here, so that only the indexer's own loss trains it
+            rotary: cosines and sines [B, L, DI] of the tokens' positions, where the indexer has them
+        """
+        hidden_states = hidden_states.detach()
+        queries = self.wq(hidden_states).unflatten(-1, (self.heads, self.head_dim))
+        keys = self.wk(hidden_states)
+        if rotary is not None:
+            cos, sin = rotary
+            queries = rotate(queries, cos[:, :, None], sin[:, :, None])
+            keys = rotate(keys, cos, sin)
+        weights = nn.functional.linear(hidden_states, self.weights_proj.weight)
+        return IndexedTokens(queries, keys, weights)
+
+    def scores(self, tokens: IndexedTokens) -> torch.Tensor:
+        """I of every query and key, visible or not: fp32 [B, L, Lk]."""
+        keys = tokens.keys.float().transpose(1, 2)
+        weights = tokens.weights.float()
+        if self.activation == "sigmoid":
+            weights = torch.sigmoid(weights + self.weights_proj.bias.float())
+        scores = keys.new_zeros(*weights.shape[:2], keys.shape[-1])
+        for head in range(self.heads):  # one [L, Lk] product is alive at a time
+            product = tokens.queries[:, :, head].float() @ keys * self.head_dim**-0.5
+            if self.score_bias is None:
+                product = torch.relu(product)
+            else:
+                product = torch.sigmoid(product + self.score_bias[head].float())
+            scores = scores + weights[:, :, head, None] * product
+        return scores
+
+    def inverse_temperature(self) -> float | torch.Tensor:
+        """beta of softmax(beta * I) in the loss."""
+        if self.log_inverse_temperature is not None:
+            return self.log_inverse_temperature.float().exp()[0]
+        return float(self.temperature)
+
+    # What the cache holds of a token. With blocks also what makes the selection of its block again, should the token
+    # be its first: exact after every reordering and cropping of the cache.
+
+    def cache_row(self, tokens: IndexedTokens) -> torch.Tensor:
+        """[B, L, width] to be put in the cache, in the dtype of the keys: its keys first."""
+        keys = tokens.keys
+        if self.block_size == 1:
+            return keys
+        parts = [keys, tokens.queries.flatten(2).to(keys.dtype), tokens.weights.to(keys.dtype)]
+        padding = -sum(part.shape[-1] for part in parts) % 16  # rows begin at multiples of 32 bytes
+        return torch.cat([*parts, keys.new_zeros(*keys.shape[:2], padding)], -1)
+
+    def from_cache(
+        self, tokens: IndexedTokens, rows: torch.Tensor, leaders: torch.Tensor | None
+    ) -> IndexedTokens:
+        """Rows of the cache [B, Lk, width] -> its keys, and what each query selects with.
+
+        Args:
+            tokens: of this forward pass
+            leaders: int64 [B, L], slot of the first query of each query's block; None where blocks are of one
+        """
+        if leaders is None:
+            return tokens._replace(keys=rows)
+        first, size = self.head_dim, self.heads * self.head_dim
+        of_leaders = rows.gather(1, leaders[..., None].expand(-1, -1, rows.shape[-1]))
+        queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))
+        weights = of_leaders[..., first + size : first + size + self.heads]
+        return IndexedTokens(queries, rows[..., :first], weights)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "GSAIndexer":
+        """Follow a move to another device, but keep the average in fp32: budgets are made of it."""
+        before = self.variance_ema
+        super()._apply(fn, recurse)
+        if self.variance_ema.dtype != torch.float32:
+            self.variance_ema = before.to(self.variance_ema.device)
+        return self
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the first channels of x, as many as the angles: the pairs (i, i + channels / 2) turn."""
+    channels = cos.shape[-1]
+    turned, passed = x[..., :channels], x[..., channels:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
+
+
+@torch.no_grad()
+def select_keys(
+    indexer: GSAIndexer,
+    config: Any,
+    scores: torch.Tensor,
+    visible: torch.Tensor,
+    leaders: torch.Tensor | None,
+) -> torch.Tensor:
+    """S_t: the k_t visible keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
+
+    Args:
+        config: its `index_*` fields
+        scores: fp32 [B, L, Lk]; of the first query of each query's block, where blocks share
+        visible: bool [B, L, Lk], the keys that each query itself may see
+        leaders: int64 [B, L], slot of that first query, or None
+    """
+    candidates = visible
+    if leaders is not None:
+        candidates = visible & (torch.arange(visible.shape[-1], device=visible.device) <= leaders[..., None])
+    budget = budgets(scores, candidates, indexer.variance_ema, config)
+    # Adding 0 makes 0.0 of -0.0, which a sort that compares bits would put behind it.
+    ranked = torch.where(candidates, scores + 0.0, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    within = torch.arange(ranked.shape[-1], device=ranked.device) < budget[..., None]
+    selected = torch.zeros_like(visible).scatter(-1, order, within) & candidates
+    if config.index_local_window > 0:
+        # The last visible keys of the query, its own included: counted from the end.
+        from_end = visible.flip(-1).cumsum(-1).flip(-1)
+        selected = selected | (visible & (from_end <= config.index_local_window))
+    return selected
+
+
+def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
+    """k_t of equation 8: int64 [B, L], at most the number of visible keys.
+
+    The population variance is over visible keys, in two passes, summed in fp64: it neither cancels nor depends on how
+    many later keys there are.
+    """
+    count = visible.sum(-1)
+    size = count.clamp(min=1)
+    mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / size).float()
+    deviation = torch.where(visible, scores - mean[..., None], 0)
+    variance = (deviation.square().sum(-1, dtype=torch.float64) / size).float().double()
+    average = ema.double()
+    if config.index_adaptive == "inverse":
+        raw = config.index_topk * average / variance
+    elif config.index_adaptive == "direct":
+        raw = config.index_topk * variance / average
+    else:
+        raw = torch.full_like(variance, config.index_topk)
+    raw = torch.where((average == 0) | raw.isnan(), float(config.index_topk), raw)
+    budget = raw.floor().clamp(config.index_topk_min, config.index_topk_max).long()
+    return torch.minimum(budget, count)
+
+
+@torch.no_grad()
+def mean_attention(q: torch.Tensor, k: torch.Tensor, attended: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention probabilities on the attended keys, averaged over the heads: fp32 [B, L, Lk].
+
+    Args:
+        q: [B, H, L, D]
+        k: [B, Hkv, Lk, D]
+        attended: bool [B, L, Lk]
+    """
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    total = torch.zeros(attended.shape, dtype=torch.float32, device=q.device)
+    for head in range(heads):
+        logits = q[:, head].float() @ k[:, head // group].float().transpose(1, 2) * scaling
+        total += logits.masked_fill(~attended, torch.finfo(torch.float32).min).softmax(-1)
+    return torch.where(attended, total / heads, 0)
+
+
+def indexer_loss(
+    scores: torch.Tensor,
+    probs: torch.Tensor,
+    attended: torch.Tensor,
+    visible: torch.Tensor,
+    leaders: torch.Tensor | None,
+    inverse_temperature: float | torch.Tensor,
+) -> torch.Tensor:
+    """Mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the queries that select (GSA, equations 14 and 15).
+
+    Padding, which does not see itself, and queries that see one key alone have nothing to learn from and do not count.
+    Where a block shares a selection, p is the mean over its queries, and its first query counts alone.
+
+    Args:
+        scores: fp32 [B, L, L], with graph
+        probs: fp32 [B, L, L], of `mean_attention`
+        attended: bool [B, L, L], S_t
+        visible: bool [B, L, L]
+        leaders: int64 [B, L], or None
+    """
+    real = visible.diagonal(dim1=1, dim2=2)
+    counted = real & (visible.sum(-1) > 1)
+    if leaders is not None:
+        probs = torch.where(real[..., None], probs, 0)
+        probs = torch.zeros_like(probs).scatter_add(1, leaders[..., None].expand_as(probs), probs)
+        counted = counted & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
+    target = torch.where(attended, probs, 0)
+    target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    logits = (scores * inverse_temperature).masked_fill(~attended, torch.finfo(torch.float32).min)
+    log_q = torch.where(attended, logits.log_softmax(-1), 0)
+    # p and q sum to 1, so q - p may be added to p log(p / q): every term is then positive, and of second order in
+    # r = log(q / p), so that nothing cancels where the two are close.
+    r = log_q - torch.where(target > 0, target, 1).log()
+    near = target * (torch.expm1(torch.where(r.abs() < 1, r, 0)) - r)
+    far = log_q.exp() - target - target * r
+    terms = torch.where((r.abs() < 1) & (target > 0), near, far)
+    kl = torch.where(attended, terms, 0).sum(-1)
+    return torch.where(counted, kl, 0).sum() / counted.sum().clamp(min=1)

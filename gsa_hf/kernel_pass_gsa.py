@@ -1,0 +1,223 @@
+"""Where the tokens of a forward pass stand, and what is kept between passes, for the kernels of gsa_kernels.
+
+Letters in shapes are those of indexer_gsa.py.
+"""
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import Cache
+
+
+class KernelMemory:
+    """What the kernels keep between layers and steps, beside transformers' cache. Not part of a model's state: all of
+    it is made again from the cache where it is not there, or not of this cache."""
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[Any, ...], Any] = {}
+        self._selections: dict[tuple[Any, ...], Any] = {}
+        self._of_blocks = WeakTensorKeyDictionary()
+
+    def workspace(self, batch: int, length: int, heads: int, kv_heads: int, size: int, device: Any) -> Any:
+        """Scratch memory for one token of `batch` sequences of up to `length`; layers run one after the other."""
+        key = (batch, heads, kv_heads, size, device)
+        held = self._workspaces.get(key)
+        if held is None or held.scores.shape[1] < length:
+            room = 1 << (length - 1).bit_length()  # a growing cache asks again and again
+            made = kernel_module("decode.state").new_workspace(
+                batch, room, heads=heads, kv_heads=kv_heads, head_size=size, device=device
+            )
+            self._workspaces[key] = held = made
+        return held
+
+    def selection(self, batch: int, keys: int, device: Any) -> Any:
+        """Room for a selection that serves this step alone."""
+        key = (batch, device)
+        held = self._selections.get(key)
+        if held is None or held.indices.shape[1] < keys:
+            self._selections[key] = held = kernel_module("decode.state").new_selection(
+                batch, keys, device=device
+            )
+        return held
+
+    def of_block(self, rows: torch.Tensor, keys: int) -> tuple[Any, torch.Tensor]:
+        """The selection of the running block, and int32 [B] the position of that block; -1: of none.
+
+        Args:
+            rows: a static cache's rows of the indexer. They are the key: reordering the cache makes new ones.
+        """
+        if rows not in self._of_blocks:
+            batch = rows.shape[0]
+            selection = kernel_module("decode.state").new_selection(batch, keys, device=rows.device)
+            self._of_blocks[rows] = selection, rows.new_full((batch,), -1, dtype=torch.int32)
+        return self._of_blocks[rows]
+
+    def forget_block(self, rows: torch.Tensor) -> None:
+        """Several tokens were written at once: the running block may be another one."""
+        if rows in self._of_blocks:
+            self._of_blocks[rows][1].fill_(-1)
+
+    def __deepcopy__(self, _: Any) -> "KernelMemory":
+        return KernelMemory()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return KernelMemory, ()
+
+
+@dataclass
+class KernelPass:
+    """Where the tokens of one forward pass stand; for all its layers."""
+
+    memory: KernelMemory
+    length: int
+    past: int
+    """Slots filled before; not known in decoding, where a static cache has it on the device alone."""
+    decodes: bool = False
+    """One token of each sequence, by the decoding kernels."""
+    static: bool = False
+    """The cache's tensors stay where they are."""
+    lengths: torch.Tensor | None = None
+    """In decoding, int32 [B]: tokens of each sequence, the new one included."""
+    starts: torch.Tensor | None = None
+    """In decoding, int32 [B]: padding in front of each sequence."""
+    order: torch.Tensor | None = None
+    """int64 [B, L]: slots with the padding in front moved to the end, so that each sequence begins at 0."""
+    document_starts: torch.Tensor | None = None
+    """int32 [B, L], of the slots in that order: the kernels' Geometry."""
+    counted: torch.Tensor | float = 0.0
+    """Queries that count in the indexer loss."""
+
+    def arranged(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, L, ...] in that order."""
+        return x if self.order is None else _take(x, self.order)
+
+    def restored(self, x: torch.Tensor) -> torch.Tensor:
+        """And back."""
+        return x if self.order is None else _take(x, self.order.argsort(1))
+
+
+def make_kernel_pass(
+    config: Any,
+    inputs: torch.Tensor,
+    padding: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    memory: KernelMemory,
+    layer_idx: int = 0,
+) -> KernelPass:
+    """Where the tokens of `inputs` [B, L, d] stand. One token with a cache: nothing is read back from the device.
+
+    Args:
+        padding: [B, slots], 0 where there is padding, in front or at the end; or None
+        position_ids: as the caller gave them; where they start again, a new document does
+        layer_idx: a layer that has not seen these tokens yet
+
+    Raises:
+        ValueError: the kernels cannot run it; it says what can.
+    """
+    if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"attn_implementation is 'gsa' with the model on {inputs.device}; move it to a CUDA device, or pass 'sdpa'"
+        )
+    if padding is not None and padding.ndim != 2:
+        raise ValueError(
+            f"attention_mask has {padding.ndim} dimensions with attn_implementation 'gsa'; pass one of [batch, "
+            "tokens], or 'sdpa'"
+        )
+    batch, length = inputs.shape[:2]
+    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length(layer_idx)
+    if cache is not None and length == 1:
+        return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
+    found = KernelPass(memory, length, int(past), static=cache is not None and cache.is_compileable)
+    block = config.index_block_size
+    if found.past % block:
+        raise ValueError(
+            f"{length} tokens follow {found.past} in the cache with index_block_size {block} and attn_implementation "
+            f"'gsa'; pass pieces of a multiple of {block} tokens, one token at a time, or 'sdpa'"
+        )
+    lengths = torch.full((batch,), length, device=inputs.device)
+    if padding is not None:
+        padding = padding.bool()
+        starts, real = padding.int().argmax(1), padding.sum(1)
+        slots = torch.arange(padding.shape[1], device=inputs.device)
+        expected = (slots >= starts[:, None]) & (slots < (starts + real)[:, None])
+        if not bool((padding == expected).all()):
+            raise ValueError("attention_mask has gaps with attn_implementation 'gsa'; pass 'sdpa'")
+        if found.past and bool(starts.any()):
+            raise ValueError(
+                f"{length} tokens follow {found.past} in a cache with padding in front and attn_implementation 'gsa'; "
+                "pass one token at a time, or 'sdpa'"
+            )
+        if not found.past:
+            _place(found, starts, real)
+            lengths = real
+    elif position_ids is not None and cache is None:
+        _place_documents(found, position_ids.expand(batch, -1), block)
+        if found.document_starts is not None:
+            slots = torch.arange(length, device=inputs.device)
+            found.counted = (found.document_starts < slots).sum().float()
+            return found
+    found.counted = ((lengths - 1).clamp(min=0) // block).sum().clamp(min=1).float()
+    return found
+
+
+def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:
+    """Sequences to the front. Padding behind them is documents of one token each, which learn nothing."""
+    slots = torch.arange(found.length, device=starts.device)
+    if bool(starts.any()):
+        found.order = (slots + starts[:, None]) % found.length
+    if bool((real < found.length).any()):
+        found.document_starts = torch.where(slots < real[:, None], 0, slots).int()
+
+
+def _place_documents(found: KernelPass, position_ids: torch.Tensor, block: int) -> None:
+    """Positions that start again are documents, packed."""
+    begins = position_ids.diff(dim=1) != 1
+    if not bool(begins.any()):
+        return
+    if block > 1:
+        raise ValueError(
+            f"position_ids hold several documents with index_block_size {block} and attn_implementation 'gsa'; pass "
+            "one document per row, with padding"
+        )
+    slots = torch.arange(1, found.length, device=position_ids.device)
+    starts = torch.where(begins, slots, 0).cummax(1).values
+    found.document_starts = torch.nn.functional.pad(starts, (1, 0)).int()
+
+
+def _decoding(
+    padding: torch.Tensor | None,
+    past: int | torch.Tensor,
+    batch: int,
+    device: torch.device,
+    static: bool,
+    memory: KernelMemory,
+) -> KernelPass:
+    if isinstance(past, torch.Tensor):
+        lengths = (past.to(device) + 1).int().expand(batch).contiguous()
+    else:
+        lengths = torch.full((batch,), past + 1, dtype=torch.int32, device=device)
+    starts = None
+    if padding is not None:
+        starts = padding.int().argmax(1).int()
+        lengths = lengths - starts
+    return KernelPass(memory, 1, -1, decodes=True, static=static, lengths=lengths, starts=starts)
+
+
+def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.take_along_dim(x, order.view(*order.shape, *[1] * (x.ndim - 2)), 1)
+
+
+def kernel_module(name: str) -> Any:
+    """A module of gsa_kernels, imported when a forward pass asks for it: a model's folder runs without by "sdpa"."""
+    try:
+        return import_module(f"gsa_kernels.{name}")
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"attn_implementation is 'gsa', which needs the package {missing.name}; install gsa-train[gpu], or pass "
+            "'sdpa'"
+        ) from missing

@@ -1,0 +1,196 @@
+"""`attn_implementation="gsa"`: selection, attention, decoding and indexer loss on the kernels of gsa_kernels.
+
+Letters in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from .kernel_pass_gsa import KernelPass, kernel_module
+
+
+@dataclass
+class KernelCall:
+    """One layer's call, and what it leaves beside attention's output."""
+
+    kernel_pass: KernelPass
+    tokens: Any
+    """IndexedTokens of this forward pass, or None."""
+    rows: torch.Tensor | None
+    """Of the cache: [B, Lk, width]."""
+    selection: Any
+    """Of an earlier layer; of this one, where it has an indexer."""
+    gate_logits: torch.Tensor | None
+    """[B, L, H, D]"""
+    learns: bool
+    loss: torch.Tensor | None = field(default=None, init=False)
+
+
+def gsa_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    call: KernelCall | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Query [B, H, L, D], key and value [B, Hkv, Lk, D] -> gated output [B, L, H, D], and no probabilities."""
+    if call is None:
+        raise ValueError(
+            f"attn_implementation is 'gsa' for {type(module).__name__}; pass 'sdpa', or layers='all' to "
+            "replace_attention_with_gsa"
+        )
+    step = _decode if call.kernel_pass.decodes else _attend
+    return step(module, query, key.transpose(1, 2), value.transpose(1, 2), call), None
+
+
+def _attend(
+    module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall
+) -> torch.Tensor:
+    """Keys and values [B, Lk, Hkv, D] -> [B, L, H, D]."""
+    api, types, place, config = kernel_module("api"), kernel_module("types"), call.kernel_pass, module.config
+    end = place.past + place.length
+    q = place.arranged(query.transpose(1, 2))
+    k, v = (x[:, :end] if place.past else place.arranged(x[:, :end]) for x in (k, v))
+    gate = None if call.gate_logits is None else place.arranged(call.gate_logits)
+    block = config.index_block_size if module.is_sparse else 1
+    window = config.index_local_window if module.is_sparse else 0
+    geometry = types.Geometry(place.document_starts, place.past, block, window)
+    applied = None
+    if module.indexer is not None:
+        assert call.rows is not None
+        if place.static and block > 1:
+            place.memory.forget_block(call.rows)
+        keys = call.rows[:, :end, : config.index_head_dim]
+        applied = _applied(
+            module.indexer,
+            place.arranged(call.tokens.queries)[:, ::block],
+            keys if place.past else place.arranged(keys),
+            place.arranged(call.tokens.weights)[:, ::block],
+        )
+        call.selection = api.select(
+            applied, _rule(config), module.indexer.variance_ema, geometry, implementation="triton"
+        )
+    selection = call.selection if module.is_sparse else None
+    out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, implementation="triton")
+    if call.learns and applied is not None:
+        if place.past:
+            raise ValueError(f"the cache holds {place.past} tokens in training; pass use_cache=False")
+        q, k = q.detach(), k.detach()
+        total, _ = api.indexer_loss(applied, q, k, lse, selection, geometry, implementation="triton")
+        call.loss = total / place.counted
+    return place.restored(out)
+
+
+def _decode(
+    module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall
+) -> torch.Tensor:
+    """As `_attend`, for one token of each sequence; without gradient, and nothing is read back from the device."""
+    if torch.is_grad_enabled() and module.training:
+        raise ValueError(
+            "one token with a cache in training with attn_implementation 'gsa'; pass use_cache=False"
+        )
+    if not module.is_sparse:
+        return _decode_dense(query, k, v, call)
+    decode, state, place, config = (
+        kernel_module("decode.op"),
+        kernel_module("decode.state"),
+        call.kernel_pass,
+        module.config,
+    )
+    batch, room, kv_heads, size = k.shape
+    workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
+    q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
+    block, window = config.index_block_size, config.index_local_window
+    assert place.lengths is not None
+
+    def cache(lengths: torch.Tensor, selection: Any) -> Any:
+        return state.LayerCache(k, v, lengths, selection, workspace, place.starts)
+
+    if module.indexer is not None and block == 1:
+        call.selection = place.memory.selection(batch, min(config.index_topk_max, room), query.device)
+        assert call.rows is not None
+        return decode.decode_step(
+            q,
+            _applied(module.indexer, call.tokens.queries, call.rows, call.tokens.weights),
+            cache(place.lengths, call.selection),
+            _rule(config),
+            module.indexer.variance_ema,
+            kernel_module("types").Geometry(local_window=window),
+            gate,
+        )[:, None]
+    if module.indexer is not None:
+        lengths, applied = _of_leaders(module, call, min(config.index_topk_max, room))
+        held = cache(lengths, call.selection)
+        decode.decode_select(applied, held, _rule(config), module.indexer.variance_ema, block)
+    return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate)[:, None]
+
+
+def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor, Any]:
+    """Lengths with which the running blocks select, and the indexer as of their first queries.
+
+    A static cache's blocks select once: where the selection at hand is of the same block, the length is one at which
+    the kernels do not select. Selections are of a cache's tensors, which reordering replaces.
+    """
+    place, block, rows = call.kernel_pass, module.config.index_block_size, call.rows
+    assert place.lengths is not None
+    assert rows is not None
+    position = place.lengths - 1
+    first = position - position % block
+    lengths = first + 1
+    if place.static:
+        call.selection, of_block = place.memory.of_block(rows, keys)
+        lengths = torch.where((of_block == first) & (position != first), first + 2, lengths)
+        of_block.copy_(first)
+    else:
+        call.selection = place.memory.selection(len(first), keys, rows.device)
+    slots = first if place.starts is None else first + place.starts
+    tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None])
+    return lengths, _applied(module.indexer, tokens.queries, tokens.keys, tokens.weights)
+
+
+def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    """All of a sequence's tokens, by torch."""
+    place = call.kernel_pass
+    assert place.lengths is not None
+    slots = torch.arange(k.shape[1], device=k.device)
+    starts = torch.zeros_like(place.lengths) if place.starts is None else place.starts
+    visible = (slots >= starts[:, None]) & (slots < (starts + place.lengths)[:, None])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, k.transpose(1, 2), v.transpose(1, 2), visible[:, None, None], enable_gqa=True
+    ).transpose(1, 2)
+    if call.gate_logits is None:
+        return out
+    return (out.float() * torch.sigmoid(call.gate_logits.float())).to(out.dtype)
+
+
+def _applied(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> Any:
+    return kernel_module("types").Indexer(
+        queries,
+        keys,
+        weights,
+        indexer.score_bias,
+        indexer.weights_proj.bias,
+        indexer.activation,
+        indexer.inverse_temperature(),
+    )
+
+
+def _rule(config: Any) -> Any:
+    sizes = (config.index_topk, config.index_topk_min, config.index_topk_max)
+    return kernel_module("types").BudgetRule(*sizes, config.index_adaptive)
+
+
+def _padding_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor | None:
+    """Of transformers' masks the kernels take the padding alone, [B, slots]."""
+    return attention_mask
+
+
+AttentionInterface.register("gsa", gsa_attention_forward)
+AttentionMaskInterface.register("gsa", _padding_mask)

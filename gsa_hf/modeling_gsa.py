@@ -1,0 +1,296 @@
+"""Gated Sparse Attention models, by the conventions of transformers' own models.
+
+    h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
+
+Runs on torch and transformers alone, with tensors of [queries, keys], as `attn_implementation` "eager" or "sdpa". With
+"gsa" the kernels of the package gsa_kernels run, on a CUDA device.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
+from .configuration_gsa import GSAConfig
+from .indexer_gsa import GSAIndexer
+from .kernel_pass_gsa import KernelMemory, make_kernel_pass
+
+CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""What this version of transformers calls the cache in arguments and outputs; `cache` since 5.20 or so."""
+
+
+@dataclass
+class GSAModelOutputWithPast(BaseModelOutputWithPast):
+    indexer_loss: torch.Tensor | None = None
+    """fp32, 0-d: mean KL over the queries and the layers that have an indexer; None where it was not asked for."""
+
+
+@dataclass
+class GSACausalLMOutputWithPast(CausalLMOutputWithPast):
+    indexer_loss: torch.Tensor | None = None
+    """As in `GSAModelOutputWithPast`; `loss` has it in, times `indexer_loss_coef`."""
+
+
+class GSAMLP(nn.Module):
+    def __init__(self, config: GSAConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GSADecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: GSAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = GSAAttention(config, layer_idx)
+        self.mlp = GSAMLP(config)
+        self.input_layernorm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """[B, L, d] -> the same, the selection and the indexer loss. Arguments as for `GSAAttention`."""
+        out, _, selection, loss = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + out
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), selection, loss
+
+
+class GSAPreTrainedModel(PreTrainedModel):
+    config: GSAConfig
+    config_class = GSAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GSADecoderLayer"]  # noqa: RUF012 - as transformers declares it
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["variance_ema"]  # noqa: RUF012
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": GSADecoderLayer, "attentions": GSAAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GSAIndexer):
+            init.zeros_(module.variance_ema)
+            if module.score_bias is not None:
+                init.zeros_(module.score_bias)
+            if module.log_inverse_temperature is not None:
+                init.zeros_(module.log_inverse_temperature)
+
+
+class GSAModel(GSAPreTrainedModel):
+    def __init__(self, config: GSAConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [GSADecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = GSARotaryEmbedding(config)
+        self.indexer_rotary_emb = (
+            GSARotaryEmbedding(rotary_config_of_indexer(config)) if config.index_rope else None
+        )
+        self.kernel_memory = KernelMemory()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: Cache | None = None,
+        output_indexer_loss: bool = False,
+        **kwargs: Any,
+    ) -> GSAModelOutputWithPast:
+        r"""
+        position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Counted from the first real token of each sequence if unset and `attention_mask` is 2-d. Blocks of queries
+            that share a selection are aligned to them.
+        past_key_values, cache (`Cache`, *optional*):
+            Two names of one argument.
+        output_indexer_loss (`bool`, *optional*):
+            Calculate the indexer loss, with its graph.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass one of input_ids and inputs_embeds")
+        cache = cache if cache is not None else past_key_values
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if isinstance(attention_mask, dict):  # prepared by `generate`, the same for all kinds of layers
+            attention_mask = next(iter(attention_mask.values()))
+        visible = kernel_pass = None
+        if self.config._attn_implementation == "gsa":
+            arguments = (inputs_embeds, attention_mask, position_ids, cache)
+            kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
+        if position_ids is None:
+            position_ids = _positions(inputs_embeds, attention_mask, cache)
+        if kernel_pass is None:
+            visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
+        position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
+        hidden_states = inputs_embeds
+        shared: dict[str, Any] = {
+            "attention_mask": visible,
+            "position_ids": position_ids,
+            "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
+            "indexer_embeddings": None,
+            "kernel_pass": kernel_pass,
+            "cache": cache,
+            "output_indexer_loss": output_indexer_loss,
+        }
+        if self.indexer_rotary_emb is not None:
+            shared["indexer_embeddings"] = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
+        selection, losses = None, []
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states, selection, loss = layer(hidden_states, selection=selection, **shared, **kwargs)
+            if loss is not None:
+                losses.append(loss)
+        held: dict[str, Any] = {CACHE_ARGUMENT: cache}
+        return GSAModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            indexer_loss=torch.stack(losses).mean() if losses else None,
+            **held,
+        )
+
+    def _visible_keys(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """Causal keys of the query's own sequence that are no padding: bool [B, 1, L, Lk]."""
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            allow_is_causal_skip=False,  # the indexer needs it
+            **{CACHE_ARGUMENT: cache},
+        )
+        mask = mask if mask.dtype == torch.bool else mask >= 0
+        return mask.expand(inputs_embeds.shape[0], -1, -1, -1)
+
+
+class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GSAConfig) -> None:
+        super().__init__(config)
+        self.model = GSAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """`generate` compiles static caches' steps, but not the kernels: they are compiled, and can be captured."""
+        if self.config._attn_implementation == "gsa":
+            return False
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> GSACausalLMOutputWithPast:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Next tokens are taken from here; -100 counts in no loss. In training, where `config.indexer_loss_coef` is
+            above 0, the loss is that of the language model plus `indexer_loss_coef` times the indexer's.
+        """
+        coefficient = self.config.indexer_loss_coef
+        learns = labels is not None and self.training and coefficient > 0 and torch.is_grad_enabled()
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_indexer_loss=learns,
+            **{CACHE_ARGUMENT: cache if cache is not None else past_key_values},
+            **{name: value for name, value in kwargs.items() if name != "num_items_in_batch"},
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            if outputs.indexer_loss is not None:
+                share = _share_of_batch(labels, kwargs.get("num_items_in_batch"))
+                loss = loss + coefficient * share * outputs.indexer_loss
+        return GSACausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            indexer_loss=outputs.indexer_loss,
+            **{CACHE_ARGUMENT: outputs.get(CACHE_ARGUMENT)},
+        )
+
+
+def _positions(inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None) -> torch.Tensor:
+    """[B or 1, L]: from the first real token of each sequence on, where a 2-d mask says which that is."""
+    length = inputs_embeds.shape[1]
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    past = cache.get_seq_length() if cache is not None else 0
+    return (torch.arange(length, device=inputs_embeds.device) + past)[None]
+
+
+def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
+    """The configuration of the indexer's rotary embedding: all channels of its heads."""
+    config = copy.deepcopy(config)
+    config.head_dim = config.index_head_dim
+    config.rope_parameters = {**(config.rope_parameters or {}), "partial_rotary_factor": 1.0}
+    return config
+
+
+def _share_of_batch(
+    labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
+) -> float | torch.Tensor:
+    """What this forward pass is of an optimizer step's batch. 1 where the caller averages over forward passes itself;
+    Trainer passes the number of labels of all of them, by which the language model's loss is divided, too."""
+    if num_items_in_batch is None:
+        return 1.0
+    return (labels[:, 1:] != -100).sum() / num_items_in_batch
+
+
+__all__ = ["GSAForCausalLM", "GSAModel", "GSAPreTrainedModel"]
