@@ -11,9 +11,11 @@ from gsa_train.config import LoggingConfig
 from gsa_train.files import write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import (
+    SAMPLES,
     Record,
     drop_after,
     keep_after,
+    sample_texts,
     set_damaged_aside,
     to_json,
     to_scalars,
@@ -49,6 +51,10 @@ def open_sinks(
         if keeps_later:
             keep_after(metrics_path, resume_step)
         drop_after(metrics_path, resume_step, with_validation=validates_again)
+    samples_path = run_dir / SAMPLES
+    if resume_step is not None and samples_path.exists():
+        set_damaged_aside(samples_path)
+        drop_after(samples_path, resume_step, with_validation=validates_again)
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
@@ -73,6 +79,7 @@ class Sinks:
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Belongs into every checkpoint, so that a restart continues the same W&B run."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
+        self._samples = MetricsFile(run_dir / SAMPLES, to_json)
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
@@ -86,6 +93,17 @@ class Sinks:
     def log_later(self, record: Record) -> None:
         """Write it before the next record, or at `write_late`: writing takes the host some 10 ms."""
         self._late.append(record)
+
+    def log_samples(self, record: Record) -> None:
+        """What the model wrote after fixed prompts, into `samples.jsonl`, TensorBoard and W&B."""
+        self.write_late()
+        news = self._samples.write(record)
+        if news is not None:
+            self._write(news)
+        if self._tensorboard:
+            self._tensorboard.log_texts(sample_texts(record), record, disk_works=self._samples.works)
+        if self._wandb:
+            self._wandb.log_samples(record)
 
     def write_late(self) -> None:
         """What `log_later` left."""
@@ -120,6 +138,11 @@ class Sinks:
         keep_after(path, step)
         drop_after(path, step)
         self._metrics = MetricsFile(path, to_json, self._metrics.lost)
+        self._samples.close()
+        samples_path = self.run_dir / SAMPLES
+        set_damaged_aside(samples_path)
+        drop_after(samples_path, step)
+        self._samples = MetricsFile(samples_path, to_json, self._samples.lost)
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
@@ -136,6 +159,7 @@ class Sinks:
         """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
         self.write_late()
         self._metrics.close()
+        self._samples.close()
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = None
@@ -154,6 +178,7 @@ class Sinks:
 
 FILES = (
     "metrics.jsonl",
+    SAMPLES,
     "metrics_rewound.jsonl",
     "monitor_stop.json",
     "summary.json",

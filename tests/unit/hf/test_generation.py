@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "index_rope": True,
         "index_activation": "relu",
         "index_adaptive": "direct",
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         **BLOCKS,
     },
 }
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def make_model(name: str, **changes: Any) -> GSAForCausalLM:
     torch.manual_seed(0)
-    model = GSAForCausalLM(GSAConfig(**TINY, **(MODELS[name] | changes))).eval()
+    model = GSAForCausalLM(GSAConfig(**(TINY | MODELS[name] | changes))).eval()
     for parameter_name, each in model.named_parameters():
         if each.ndim == 1 and "norm" not in parameter_name:
             torch.nn.init.normal_(each, std=0.5)  # biases
