@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from .modeling_gsa import GSAForCausalLM, GSAModel, GSAPreTrainedModel
+from .replace import collected_indexer_loss, replace_attention_with_gsa
 
 AutoConfig.register("gsa", GSAConfig)
 AutoModel.register(GSAConfig, GSAModel)
@@ -20,4 +21,6 @@ __all__ = [
     "GSAForCausalLM",
     "GSAModel",
     "GSAPreTrainedModel",
+    "collected_indexer_loss",
+    "replace_attention_with_gsa",
 ]

@@ -107,12 +107,14 @@ def make_kernel_pass(
     position_ids: torch.Tensor | None,
     cache: Cache | None,
     memory: KernelMemory,
+    layer_idx: int = 0,
 ) -> KernelPass:
     """Where the tokens of `inputs` [B, L, d] stand. One token with a cache: nothing is read back from the device.
 
     Args:
         padding: [B, slots], 0 where there is padding, in front or at the end; or None
         position_ids: as the caller gave them; where they start again, a new document does
+        layer_idx: a layer that has not seen these tokens yet
 
     Raises:
         ValueError: the kernels cannot run it; it says what can.
@@ -127,7 +129,7 @@ def make_kernel_pass(
             "tokens], or 'sdpa'"
         )
     batch, length = inputs.shape[:2]
-    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length()
+    past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length(layer_idx)
     if cache is not None and length == 1:
         return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
     found = KernelPass(memory, length, int(past), static=cache is not None and cache.is_compileable)

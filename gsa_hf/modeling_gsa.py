@@ -109,7 +109,9 @@ class GSAModel(GSAPreTrainedModel):
         )
         self.norm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = GSARotaryEmbedding(config)
-        self.indexer_rotary_emb = GSARotaryEmbedding(_of_indexer(config)) if config.index_rope else None
+        self.indexer_rotary_emb = (
+            GSARotaryEmbedding(rotary_config_of_indexer(config)) if config.index_rope else None
+        )
         self.kernel_memory = KernelMemory()
         self.gradient_checkpointing = False
         self.post_init()
@@ -273,7 +275,7 @@ def _positions(inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | 
     return (torch.arange(length, device=inputs_embeds.device) + past)[None]
 
 
-def _of_indexer(config: GSAConfig) -> GSAConfig:
+def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
     """The configuration of the indexer's rotary embedding: all channels of its heads."""
     config = copy.deepcopy(config)
     config.head_dim = config.index_head_dim

@@ -1,0 +1,79 @@
+"""Tiny models of gsa_hf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 8,
+    "index_topk_min": 3,
+    "index_topk_max": 16,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+PAPER: dict[str, dict[str, Any]] = {
+    "standard": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
+    "gated-only": {"layer_types": [DENSE_LAYER] * 2},
+    "sparse-only": {
+        "value_gate": False,
+        "output_gate": False,
+        "index_activation": "relu",
+        "index_adaptive": "off",
+    },
+    "gsa": {},
+}
+"""The paper's four models."""
+BEYOND: dict[str, dict[str, Any]] = {
+    "blocks": {"index_block_size": 4, "index_local_window": 5},
+    "reuse": {"index_topk_freq": 2, "index_rope": True},
+    "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "index_adaptive": "direct"},
+    "blocks-rope-reuse": {
+        "index_block_size": 4,
+        "index_local_window": 4,
+        "index_rope": True,
+        "index_topk_freq": 2,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}
+"""What goes beyond it."""
+MODELS = PAPER | BEYOND
+
+
+def tiny_model(name: str = "gsa", seed: int = 0, attention: str = "eager", **changes: Any) -> GSAForCausalLM:
+    """In evaluation; all parameters random, and averages of the variance for which budgets spread."""
+    torch.manual_seed(seed)
+    config = GSAConfig(**{**SIZES, **MODELS[name], **changes})
+    config._attn_implementation = attention
+    model = GSAForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or parameter_name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.variance_ema.fill_(0.01)
+    return model
+
+
+def distinct_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """int64 [rows, length], none twice in a row of them: in the first layer two keys of one token have one score, and
+    rounding decides."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = [1 + torch.randperm(SIZES["vocab_size"] - 1, generator=generator)[:length] for _ in range(rows)]
+    return torch.stack(draws)

@@ -1,0 +1,195 @@
+"""The model of gsa_hf in plain torch: attention beside explicit loops, and what stands around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from oracle import LayerOptions, gsa_layer
+
+from gsa_hf import DENSE_LAYER
+from helpers.hf import BEYOND, MODELS, PAPER, distinct_tokens, tiny_model
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **PAPER,
+    "blocks": {**BEYOND["blocks"], "index_rope": True},
+    "window": {"index_local_window": 3, "index_adaptive": "direct"},
+    "temperature": {"index_temperature": "learned"},
+}
+
+
+def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The first layer's attention by loops, from its input [L, d]."""
+    config, attention = model.config, model.model.layers[0].self_attn
+    indexer = attention.indexer
+    names = {
+        "w_q": "q_proj.weight",
+        "w_k": "k_proj.weight",
+        "w_v": "v_proj.weight",
+        "w_o": "o_proj.weight",
+        "w_vg": "value_gate_proj.weight",
+        "b_vg": "value_gate_proj.bias",
+        "w_og": "output_gate_proj.weight",
+        "b_og": "output_gate_proj.bias",
+        "w_iq": "indexer.wq.weight",
+        "w_ik": "indexer.wk.weight",
+        "w_iw": "indexer.weights_proj.weight",
+        "b_j": "indexer.score_bias",
+        "c_j": "indexer.weights_proj.bias",
+    }
+    state = attention.state_dict()
+    weights = {key: state[name].double() for key, name in names.items() if name in state}
+    if indexer is None:  # the loops score whatever attends
+        weights |= {
+            "w_iq": torch.zeros(8, 32).double(),
+            "w_ik": torch.zeros(8, 32).double(),
+            "w_iw": torch.zeros(1, 32).double(),
+            "b_j": torch.zeros(1).double(),
+            "c_j": torch.zeros(1).double(),
+        }
+    options = LayerOptions(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        1 if indexer is None else config.index_n_heads,
+        config.index_head_dim,
+        config.index_topk,
+        config.index_topk_min,
+        config.index_topk_max,
+        attention="dense" if indexer is None else "sparse",
+        value_gate=config.value_gate,
+        output_gate=config.output_gate,
+        indexer_activation=config.index_activation,
+        adaptive_k=config.index_adaptive,
+        variance_ema=0.0 if indexer is None else float(indexer.variance_ema),
+        indexer_rope=config.index_rope,
+        local_window=config.index_local_window,
+        selection_block=config.index_block_size,
+        inverse_temperature=1.0
+        if indexer is None
+        else float(torch.as_tensor(indexer.inverse_temperature()).detach()),
+    )
+    return gsa_layer(hidden.double(), weights, options)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_attention_and_indexer_loss_are_those_of_the_loops(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "variant", {**VARIANTS[name], "num_hidden_layers": 1})
+    if VARIANTS[name].get("layer_types"):
+        monkeypatch.setitem(MODELS["variant"], "layer_types", [DENSE_LAYER])
+    model = tiny_model("variant", attention=attention)
+    if model.config.index_temperature == "learned":
+        torch.nn.init.constant_(model.model.layers[0].self_attn.indexer.log_inverse_temperature, 0.7)
+    seen: list[torch.Tensor] = []
+    attend = model.model.layers[0].self_attn
+    attend.register_forward_hook(lambda _, given, out: seen.extend((given[0], out[0])))
+    length = 26
+    loss = model.model(distinct_tokens(1, length), output_indexer_loss=True).indexer_loss
+    hidden, out = seen
+    expected = oracle_of(model, hidden[0].detach())
+    torch.testing.assert_close(out[0].double(), expected["out"], rtol=2e-5, atol=2e-5)
+    if attend.indexer is None:
+        assert loss is None
+        return
+    assert expected["budget"].unique().numel() > 3 or model.config.index_adaptive == "off"
+    # The first query sees one key, and has nothing to learn.
+    torch.testing.assert_close(loss.double(), expected["kl"][1:].mean(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_eager_and_sdpa_agree(name: str) -> None:
+    model, tokens = tiny_model(name), distinct_tokens(2, 30)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    found = []
+    with torch.no_grad():
+        for attention in ("eager", "sdpa"):
+            model.set_attn_implementation(attention)
+            found.append(model(tokens, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_probabilities_fall_on_the_selection() -> None:
+    model, tokens = tiny_model(), distinct_tokens(1, 30)
+    with torch.no_grad():
+        outputs = model(tokens, output_attentions=True, output_hidden_states=True)
+    assert len(outputs.attentions) == 2
+    assert len(outputs.hidden_states) == 3
+    for probs in outputs.attentions:
+        torch.testing.assert_close(probs.sum(-1), torch.ones(1, 4, 30))
+        attended = (probs > 0).any(1)[0]
+        assert attended.sum(-1).max() <= model.config.index_topk_max
+        assert bool((attended.sum(-1) >= torch.arange(1, 31).clamp(max=model.config.index_topk_min)).all())
+        assert not bool(attended.triu(1).any())
+
+
+def test_a_later_token_changes_nothing_before_it() -> None:
+    model, tokens = tiny_model("blocks"), distinct_tokens(1, 30)
+    other = tokens.clone()
+    other[0, 20:] = distinct_tokens(1, 10, seed=1)
+    with torch.no_grad():
+        one, two = model(tokens).logits, model(other).logits
+    torch.testing.assert_close(one[:, :20], two[:, :20], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(one[:, 20:], two[:, 20:])
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(name: str, side: str) -> None:
+    """Neither variances nor selections nor blocks see it."""
+    model, lengths, room = tiny_model(name), (30, 23, 9), 30
+    rows = [distinct_tokens(1, length, seed=length) for length in lengths]
+    tokens, mask = torch.zeros(3, room, dtype=torch.long), torch.zeros(3, room, dtype=torch.long)
+    places = [slice(room - n, room) if side == "left" else slice(0, n) for n in lengths]
+    for row, (place, alone) in enumerate(zip(places, rows, strict=True)):
+        tokens[row, place], mask[row, place] = alone[0], 1
+    with torch.no_grad():
+        together = model(tokens, attention_mask=mask).logits
+        for row, (place, alone) in enumerate(zip(places, rows, strict=True)):
+            torch.testing.assert_close(together[row, place], model(alone).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks"])
+def test_positions_that_start_again_are_documents(name: str) -> None:
+    model = tiny_model(name)
+    rows = [distinct_tokens(1, length, seed=length) for length in (13, 17)]
+    positions = torch.cat([torch.arange(13), torch.arange(17)])[None]
+    with torch.no_grad():
+        packed = model(torch.cat(rows, 1), position_ids=positions, use_cache=False).logits
+        alone = torch.cat([model(row).logits for row in rows], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_keeps_the_average_and_stays_close() -> None:
+    model, tokens = tiny_model(index_topk=64, index_topk_min=64, index_topk_max=64), distinct_tokens(2, 30)
+    with torch.no_grad():
+        exact = model(tokens).logits
+        half = model.to(torch.bfloat16)(tokens).logits
+    assert model.model.layers[0].self_attn.indexer.variance_ema.dtype == torch.float32
+    assert half.dtype == torch.bfloat16
+    assert (exact - half).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_logits_to_keep() -> None:
+    model, tokens = tiny_model(), distinct_tokens(2, 12)
+    with torch.no_grad():
+        whole, last = model(tokens).logits, model(tokens, logits_to_keep=3).logits
+        some = model(tokens, logits_to_keep=torch.tensor([0, 5])).logits
+    torch.testing.assert_close(last, whole[:, -3:])
+    torch.testing.assert_close(some, whole[:, [0, 5]])
+
+
+def test_the_kernels_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny_model(attention="gsa")
+    with pytest.raises(
+        ValueError, match="'gsa' with the model on cpu; move it to a CUDA device, or pass 'sdpa'"
+    ):
+        model(distinct_tokens(1, 4))

@@ -1,0 +1,107 @@
+"""generate() on transformers' own caches: with a cache as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+
+from helpers.hf import MODELS, distinct_tokens, tiny_model
+
+GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
+"""No token twice: in the first layer two keys of one token have one score, and rounding decides."""
+
+
+def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Prompts with padding in front."""
+    room = max(lengths)
+    tokens, mask = torch.zeros(2, len(lengths), room, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        tokens[row, room - length :] = distinct_tokens(1, length, seed=row)[0]
+        mask[row, room - length :] = 1
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+def test_200_tokens_with_a_cache_are_those_without(name: str) -> None:
+    """Adaptive budgets; in the second model shared selections, whose blocks the prompts cut."""
+    model, prompts = tiny_model(name, attention="sdpa"), padded((14, 9))
+    with_cache = model.generate(**prompts, max_new_tokens=200, **GREEDY)
+    without = model.generate(**prompts, max_new_tokens=200, use_cache=False, **GREEDY)
+    assert with_cache.shape == (2, 214)
+    assert torch.equal(with_cache, without)
+    static = model.generate(**prompts, max_new_tokens=200, cache_implementation="static", **GREEDY)
+    assert torch.equal(static, with_cache)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gsa", "blocks-rope-reuse")])
+def test_with_a_cache_as_without(name: str) -> None:
+    model, prompts = tiny_model(name), padded((12, 7))
+    found = model.generate(**prompts, max_new_tokens=40, **GREEDY)
+    assert torch.equal(found, model.generate(**prompts, max_new_tokens=40, use_cache=False, **GREEDY))
+
+
+def test_a_row_of_a_batch_is_that_prompt_alone() -> None:
+    model, prompts = tiny_model("blocks"), padded((12, 7))
+    together = model.generate(**prompts, max_new_tokens=30, **GREEDY)
+    alone = model.generate(prompts["input_ids"][1:, 5:], max_new_tokens=30, **GREEDY)
+    assert torch.equal(together[1, 5:], alone[0])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+def test_beams(name: str, static: bool) -> None:
+    """Reordering takes the first queries of the running blocks along."""
+    model, prompts = tiny_model(name), padded((11, 6))
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 24, "length_penalty": 0.5, **GREEDY}
+    without = model.generate(**prompts, use_cache=False, **options)
+    kept = {"cache_implementation": "static"} if static else {}
+    assert torch.equal(model.generate(**prompts, **kept, **options), without)
+
+
+def test_sampling() -> None:
+    model, prompts = tiny_model(), padded((12, 7))
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 20,
+        "max_new_tokens": 30,
+        "no_repeat_ngram_size": 1,
+    }
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        found.append(model.generate(**prompts, use_cache=use_cache, **options))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], model.generate(**prompts, max_new_tokens=30, **GREEDY))
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+def test_prompt_lookup_crops_the_cache(name: str) -> None:
+    """Several tokens at once behind a cache, of which some are taken back."""
+    model, prompt = tiny_model(name, index_rope=True), distinct_tokens(1, 12).repeat(1, 2)
+    plain = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    drafted = model.generate(prompt, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+def test_a_prompt_in_pieces(name: str, static: bool) -> None:
+    model, tokens = tiny_model(name), distinct_tokens(2, 30)
+    cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
+    pieces = []
+    with torch.no_grad():
+        whole = model(tokens).logits
+        for piece in tokens.split([5, 9, 1, 1, 14], 1):
+            pieces.append(model(piece, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_without_room_for_the_indexer_is_refused() -> None:
+    with pytest.raises(ValueError, match="Cannot call `update_indexer`"):
+        tiny_model()(distinct_tokens(1, 4), past_key_values=DynamicCache(), use_cache=True)
