@@ -89,9 +89,10 @@ class Generator:
     and with `attn_implementation` "sdpa" or "eager" for sparse layers, they are the model's own forward pass.
     """
 
-    def __init__(self, model: GSAForCausalLM, compile: bool = False) -> None:
+    def __init__(self, model: GSAForCausalLM, compile: bool = False, vocab_size: int | None = None) -> None:
         """
         Args:
+            vocab_size: tokens from there on, which a tokenizer does not have, are not chosen
             compile: of CUDA steps, also fuse by torch.compile what is between matrix products; the first takes longer
         """
         self.model, self.device = model.eval(), model.device
@@ -101,8 +102,16 @@ class Generator:
         self.decoder: FusedDecoder | ModelDecoder
         self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)
         self._graphs: DecodingGraphs | None = None
+        self._vocab_size = vocab_size or model.config.vocab_size
         how = "fused steps in CUDA graphs" if fused else "the model's forward pass"
         logger.info("decoding by %s, attn_implementation %s, on %s", how, implementation, self.device)
+
+    @property
+    def eos_ids(self) -> set[int]:
+        """Tokens at which a sequence ends."""
+        given = self.model.generation_config
+        found = None if given is None else given.eos_token_id
+        return set() if found is None else {found} if isinstance(found, int) else set(found)
 
     @torch.no_grad()
     def generate(
@@ -118,14 +127,14 @@ class Generator:
         length = tokens.shape[1]
         if isinstance(self.decoder, FusedDecoder):
             self._open(self.decoder, len(prompts), length + max_new_tokens)
-        choose = _chooser(sampling, self.device)
+        choose = _chooser(sampling, self._vocab_size, self.device)
         started = self._now()
         chosen = choose(self.decoder.prefill(tokens, mask))
         prefilled = self._now()
         step = self._stepper([len(prompt) for prompt in prompts])
         prepared = self._now()
         made = [chosen]
-        ends = torch.tensor(_eos_ids(self.model), dtype=torch.int64, device=self.device)
+        ends = torch.tensor(sorted(self.eos_ids), dtype=torch.int64, device=self.device)
         ended = torch.isin(chosen, ends)
         for index in range(max_new_tokens - 1):
             if index % LOOK_STEPS == 0 and bool(ended.all()):
@@ -136,7 +145,7 @@ class Generator:
         stopped = self._now()
         found = torch.stack(made, 1).tolist()
         return Generated(
-            tokens=[_until_end(row, set(ends.tolist())) for row in found],
+            tokens=[_until_end(row, self.eos_ids) for row in found],
             prompt_tokens=sum(len(prompt) for prompt in prompts),
             prefill_seconds=prefilled - started,
             prepare_seconds=prepared - prefilled,
@@ -233,10 +242,12 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[to
     return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
 
 
-def _chooser(sampling: Sampling | None, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _chooser(
+    sampling: Sampling | None, vocab_size: int, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Logits [B, vocab] -> tokens int64 [B], on the device."""
     if sampling is None:
-        return lambda logits: logits.argmax(-1)
+        return lambda logits: logits[:, :vocab_size].argmax(-1)
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -247,17 +258,10 @@ def _chooser(sampling: Sampling | None, device: torch.device) -> Callable[[torch
     random = torch.Generator(device).manual_seed(sampling.seed)
 
     def draw(logits: torch.Tensor) -> torch.Tensor:
-        probabilities = warpers(NO_TOKENS, logits.float()).softmax(-1)
+        probabilities = warpers(NO_TOKENS, logits[:, :vocab_size].float()).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=random)[:, 0]
 
     return draw
-
-
-def _eos_ids(model: GSAForCausalLM) -> list[int]:
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)
 
 
 def _until_end(row: list[int], ends: set[int]) -> list[int]:

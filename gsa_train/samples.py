@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from gsa_data.pack import FILLER
-from gsa_data.tokenize import Tokenizer, TokenizerError
+from gsa_data.tokenize import Tokenizer, TokenizerError, text_after
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
@@ -77,7 +76,7 @@ def generate_samples(
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ended = number not in running
         new = text[len(prompt) : -1] if ended else text[len(prompt) :]
-        written = tokenizer.decode(np.array(new, np.int32)) if new else ""
+        written = text_after(tokenizer.decode, list(prompt), new)
         samples.append({"prompt": config.evaluate.prompts[number], "text": written, "ended": ended})
     return samples
 

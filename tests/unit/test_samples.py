@@ -38,7 +38,7 @@ class Letters:
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(letter) - 96 for letter in text if letter != " "], np.int32)
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: list[int]) -> str:
         return "".join(chr(token + 96) for token in tokens)
 
 
@@ -68,9 +68,9 @@ def by_whole_logits(model: Model, text: str) -> tuple[str, bool]:
             logits = model.module(batch.tokens, positions, batch.document_ids)
         token = int(logits[0, len(tokens) - 1, : letters.vocab_size].argmax())
         if token == EOS:
-            return letters.decode(np.array(tokens[start:])), True
+            return letters.decode(tokens[start:]), True
         tokens.append(token)
-    return letters.decode(np.array(tokens[start:])), False
+    return letters.decode(tokens[start:]), False
 
 
 def samples_of(model: Model, **changes: Any) -> list[dict[str, Any]]:

@@ -118,10 +118,10 @@ def test_sampling_draws_what_transformers_draws() -> None:
 
 def test_a_sequence_ends_at_its_own_end() -> None:
     model = make_model("sparse")
-    free = generation.Generator(model).generate(PROMPTS, 40).tokens
+    free = generation.Generator(model).generate(PROMPTS, 30).tokens
     end = free[1][5]
     model.generation_config.eos_token_id = [end]
-    made = generation.Generator(model).generate(PROMPTS, 40).tokens
+    made = generation.Generator(model).generate(PROMPTS, 30).tokens
     assert made == [row[: row.index(end) + 1] if end in row else row for row in free]
     assert made[1][-1] == end
 
