@@ -243,7 +243,7 @@ class FusedDecoder:
             )
         self.model, self.config = model, model.config
         self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
-        fuse = partial(torch.compile, dynamic=False) if compile else lambda each: each
+        fuse = partial(torch.compile, fullgraph=True, dynamic=False) if compile else lambda each: each
         self._enter: Callable[..., Projected] = fuse(enter)
         self._pass_on: Callable[..., tuple[torch.Tensor, Projected]] = fuse(pass_on)
         self._finish: Callable[..., torch.Tensor] = fuse(finish)
@@ -264,7 +264,11 @@ class FusedDecoder:
             if sizes.row:
                 layer.lazy_initialization_indexer(weight.new_zeros(batch, 0, sizes.row))
                 rows = layer.indexer_keys
-            self.buffers.append(Buffers(layer.keys, layer.values, rows))
+            # Views: transformers marks its own tensors as constants of a compiled graph, which all layers share here.
+            self.buffers.append(Buffers(*(x if x is None else x[:] for x in (layer.keys, layer.values, rows))))
+            for buffer, dim in zip(self.buffers[-1], (2, 2, 1), strict=True):
+                if buffer is not None:
+                    torch._dynamo.maybe_mark_dynamic(buffer, dim)  # one graph for caches of all sizes
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=weight.device)
         self.starts = torch.zeros_like(self.lengths)
