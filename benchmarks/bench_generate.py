@@ -109,13 +109,11 @@ def fill(decoder: FusedDecoder) -> None:
 
 def set_averages(decoder: FusedDecoder) -> None:
     """Each layer's V̄ as the variance of its scores now is, so that k_t is near k_base."""
-    for selection in decoder._selections.values():
-        selection.variance.zero_()
     filled = int(decoder.slot)
     decoder.step(refresh=True)
-    decoder.place(filled, decoder.starts.clone())
     for place, selection in decoder._selections.items():
         decoder.model.model.layers[place].self_attn.indexer.variance_ema.copy_(selection.variance.mean())
+    decoder.place(filled, decoder.starts.clone())
 
 
 def selected(decoder: FusedDecoder) -> int:
@@ -206,7 +204,6 @@ def capture(
         decoder.place(filled, decoder.starts.clone())
         graphs = DecodingGraphs(decoder)
     check(report, what, wanted, graphs.step(refresh=True))
-    decoder.place(filled, decoder.starts.clone())
 
     def step(refresh: bool) -> None:
         decoder.slot.fill_(filled)

@@ -266,7 +266,7 @@ def train_case(
     reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
     written = next_tokens(
         model,
-        [to_micro_batch(part.to(parallel.device), EOS, False) for part in blocks(2000, config)[:3].split(1)],
+        [to_micro_batch(part.to(parallel.device), EOS, False) for part in blocks(1000, config)[:3].split(1)],
         SAMPLED_POSITIONS,
         config.model.vocab_size - 1,
         config,
