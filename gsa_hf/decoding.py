@@ -265,7 +265,7 @@ class FusedDecoder:
                 layer.lazy_initialization_indexer(weight.new_zeros(batch, 0, sizes.row))
                 rows = layer.indexer_keys
             # Views: transformers marks its own tensors as constants of a compiled graph, which all layers share here.
-            self.buffers.append(Buffers(*(x if x is None else x[:] for x in (layer.keys, layer.values, rows))))
+            self.buffers.append(Buffers(layer.keys[:], layer.values[:], None if rows is None else rows[:]))
             for buffer, dim in zip(self.buffers[-1], (2, 2, 1), strict=True):
                 if buffer is not None:
                     torch._dynamo.maybe_mark_dynamic(buffer, dim)  # one graph for caches of all sizes
