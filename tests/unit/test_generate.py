@@ -140,7 +140,10 @@ def test_lines_of_the_input_and_sampling(
         ("--run {}/run --prompt a --max-new-tokens 0", "max_new_tokens is 0"),
         ("--run {}/run --prompt a --temperature 0", "temperature is 0.0"),
         ("--run {}/run --prompt a --seed 3", "--seed is of sampling"),
-        ("--run {}/run --prompt a --attention gsa", "attn_implementation is 'gsa' with the model on cpu"),
+        (
+            "--run {}/run --prompt a --max-new-tokens 2 --attention gsa",
+            "attn_implementation is 'gsa' with the model on cpu",
+        ),
         ("--run {}/run", "one of the arguments --prompt --prompts --interactive is required"),
         ("--prompt a", "one of the arguments --run --checkpoint --hf is required"),
     ],

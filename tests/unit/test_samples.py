@@ -212,7 +212,7 @@ def test_where_samples_go(tmp_path: Path) -> None:
         assert [each["step"] for each in read_records(tmp_path / "samples.jsonl")] == steps
     with open_sinks(logging, tmp_path, ["sparse"], None, None):
         pass
-    assert (tmp_path / "samples.jsonl").read_bytes() == b""
+    assert not (tmp_path / "samples.jsonl").exists()
     assert len(list(tmp_path.glob("previous/*/samples.jsonl"))) == 1
 
 
@@ -224,6 +224,19 @@ def test_a_rewind_drops_later_samples(tmp_path: Path) -> None:
         sinks.log_samples(record_of(3, "y"))
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3]
+
+
+def test_a_file_that_cannot_be_made_costs_its_samples_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "samples.jsonl").mkdir()
+    with open_sinks(LoggingConfig(tensorboard=False), tmp_path, ["sparse"], None, None) as sinks:
+        (tmp_path / "samples.jsonl").mkdir(exist_ok=True)
+        sinks.log_samples(record_of(2, "x"))
+        (tmp_path / "samples.jsonl").rmdir()
+        sinks.log_samples(record_of(4, "y"))
+    assert "samples of step 2 are not in samples.jsonl" in caplog.text
+    assert [each["step"] for each in read_records(tmp_path / "samples.jsonl")] == [4]
 
 
 def test_texts_keep_their_lines() -> None:

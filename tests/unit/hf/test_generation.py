@@ -37,7 +37,7 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice with one generator: the second time it takes the cache as the first has left it."""
+    """Again with the same generator: it takes the cache as the first time has left it."""
     model = make_model(name)
     wanted = by_transformers(model, 10)
     if name != "dense":
@@ -47,7 +47,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     generator.decoder = decoding.FusedDecoder(model)
     assert generator.generate(PROMPTS, 10).tokens == wanted
     first = generator._graphs
-    assert generator.generate(PROMPTS, 10).tokens == wanted
+    assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
     assert generator._graphs is first
     if "index_block_size" in MODELS[name]:
         # After 30, 15 and 21 tokens blocks begin at the second and third step.
