@@ -86,6 +86,11 @@ def read_metadata(checkpoint: Path) -> Metadata:
     return metadata
 
 
+def metadata_bytes(metadata: Metadata) -> bytes:
+    """Torch's metadata file."""
+    return pickle.dumps(metadata)
+
+
 def read_common(checkpoint: Path) -> dict[str, Any]:
     """What is neither a tensor of the model nor of the optimizer.
 

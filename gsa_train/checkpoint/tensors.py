@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -36,7 +35,7 @@ from gsa_train.checkpoint.files import (
     write_durably,
     write_manifest,
 )
-from gsa_train.checkpoint.guarded import read_metadata
+from gsa_train.checkpoint.guarded import metadata_bytes, read_metadata
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
 
@@ -126,7 +125,7 @@ def write_weights(
     buffer = io.BytesIO()
     torch.save(common, buffer)
     contents = {
-        TORCH_METADATA: pickle.dumps(writer.metadata),
+        TORCH_METADATA: metadata_bytes(writer.metadata),
         COMMON_STATE_FNAME: buffer.getvalue(),
         **small_files,
     }

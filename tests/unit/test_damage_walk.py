@@ -37,7 +37,15 @@ UNREAD = (
     *("report.html", "console.log"),
 )
 """What no start reads, or only to quote it."""
-OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "starts.jsonl", "summary.json", "stopped.json", "lock")
+OUTPUTS = (
+    "metrics.jsonl",
+    "metrics_rewound.jsonl",
+    "samples.jsonl",
+    "starts.jsonl",
+    "summary.json",
+    "stopped.json",
+    "lock",
+)
 """Of these a start reads what it must to go on with them; a changed digit in a record is not noticed, and changes no
 step. Of starts.jsonl it takes the run's id, which has a checksum."""
 REWIND = Rewind(checkpoint_step=2, spike_step=4, first_skipped=3, last_skipped=4, spikes=1)
@@ -61,7 +69,7 @@ def write_run(runs: Path) -> Path:
         write_checkpoint(opened.checkpoints, step, model, optimizer, config, **fields)
     write_checked(opened.checkpoints / "rewinds.json", {"rewinds": [dataclasses.asdict(REWIND)]})
     lines = [json.dumps({"step": step, "phase": "sparse", "loss": 4.5 + step / 7}) for step in range(1, 5)]
-    for name in ("metrics.jsonl", "metrics_rewound.jsonl"):
+    for name in ("metrics.jsonl", "metrics_rewound.jsonl", "samples.jsonl"):
         (folder / name).write_text("\n".join(lines) + "\n")
     (folder / "summary.json").write_text(json.dumps({"steps": 4, "tokens": 256}))
     (folder / "stopped.json").write_text(json.dumps({"step": 4, "reason": "SIGTERM", "unix_seconds": 1.5}))
