@@ -16,6 +16,7 @@ from gsa_data.tokenize import Tokenizer, text_after
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.commands.generate import main
 from gsa_train.convert.import_hf import import_hf
+from gsa_train.convert.in_memory import load_hf_model
 from gsa_train.convert.tokenizer import write_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample" / "tokenizer.model"
@@ -84,7 +85,7 @@ def test_every_source_gives_the_same_text(
         rates = re.search(RATES, said.err)
         assert rates is not None
         assert rates.groups()[1:] == ("11", "2")
-    assert len(set(texts)) == 1
+    assert texts[1:] == texts[:-1]
     assert texts[0].startswith("--- 1\nOnce upon a time")
     assert "\n--- 2\nThe" in texts[0]
 
@@ -94,7 +95,7 @@ def test_the_text_is_that_of_the_model(
 ) -> None:
     assert call(monkeypatch, "--run", folder / "run", "--prompt", "The man", "--max-new-tokens", 9) == 0
     tokenizer = Tokenizer(str(SAMPLE))
-    model = GSAForCausalLM.from_pretrained(folder / "hf")
+    model = load_hf_model(folder / "hf", torch.device("cpu"), "eager").model
     prompt = tokenizer.encode("The man").tolist()
     for _ in range(9):
         with torch.no_grad():
