@@ -20,6 +20,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _MAKERS = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
@@ -95,6 +96,9 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+    # `with torch.device(...)` knows functions by a list that torch makes at its first use. It must hold torch's own,
+    # which the replacements call: else transformers' models are made on the CPU, not on "meta", and stay unfilled.
+    _device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor

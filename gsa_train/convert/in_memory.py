@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from gsa_data.tokenize import text_after
 from gsa_hf import GSAConfig, GSAForCausalLM
-from gsa_hf.attention_gsa import GSARotaryEmbedding
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import config_from_yaml
@@ -59,7 +58,6 @@ def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str
     model: Any = GSAForCausalLM.from_pretrained(
         None, config=hf_config, state_dict=tensors, dtype=dtype, attn_implementation=attention
     )
-    set_rotary_tables(model)
     model.generation_config.eos_token_id = tokenizer.eos_id
 
     def decode(tokens: list[int]) -> str:
@@ -68,16 +66,6 @@ def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str
     return TextModel(
         model.to(device), lambda text: tokenizer.encode(text).tolist(), decode, tokenizer.vocab_size
     )
-
-
-def set_rotary_tables(model: GSAForCausalLM) -> None:
-    """Frequencies are in no file. transformers 5.24 leaves them uninitialised where megatron-core has run in the same
-    process before: seen in tests."""
-    for module in model.modules():
-        if isinstance(module, GSARotaryEmbedding):
-            fresh = GSARotaryEmbedding(module.config)
-            module.inv_freq.copy_(fresh.inv_freq)
-            module.original_inv_freq.copy_(fresh.original_inv_freq)
 
 
 def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
@@ -94,7 +82,6 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
             f"--hf {folder}: a model of type {kind}; give a GSA model, which import_hf.py makes of it"
         )
     model: Any = GSAForCausalLM.from_pretrained(folder, attn_implementation=attention)
-    set_rotary_tables(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(text: str) -> list[int]:

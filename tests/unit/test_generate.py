@@ -25,7 +25,7 @@ RATES = r"prefill (\d+) tokens, \d+ tokens/s; decode (\d+) steps of (\d+), \d+ t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf`, an exported model; `run`, of which it is the checkpoint of step 7; `dense`, of another architecture."""
+    """`hf`, an exported model; `run`, of which it is the checkpoint of step 0; `dense`, of another architecture."""
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = Tokenizer(str(SAMPLE))
     torch.manual_seed(3)
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(tokenizer, folder / "hf", 48)
     import_hf(folder / "hf", folder / "imported")
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    (folder / "imported").rename(folder / "run" / "checkpoints" / "step_00000007")
+    (folder / "imported").rename(folder / "run" / "checkpoints" / "step_00000000")
     (folder / "empty").mkdir()
     (folder / "blank.txt").write_text("One line\n\n")
     return folder
@@ -71,10 +71,10 @@ def test_every_source_gives_the_same_text(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["--prompt", "Once upon a time", "--prompt", "The", "--max-new-tokens", 12]
-    checkpoint = folder / "run" / "checkpoints" / "step_00000007"
+    checkpoint = folder / "run" / "checkpoints" / "step_00000000"
     sources = [
         ["--run", folder / "run"],
-        ["--run", folder / "run", "--step", 7],
+        ["--run", folder / "run", "--step", 0],
         ["--checkpoint", checkpoint],
     ]
     texts = []
@@ -126,7 +126,7 @@ def test_lines_of_the_input_and_sampling(
         ("--run {}/empty --prompt a", "empty: no complete checkpoint there"),
         (
             "--run {}/run --step 3 --prompt a",
-            "--step 3: no complete checkpoint there; steps that have one: 7",
+            "--step 3: no complete checkpoint there; steps that have one: 0",
         ),
         ("--checkpoint {}/empty --prompt a", "no complete checkpoint there; give a step_"),
         ("--checkpoint {}/empty --step 3 --prompt a", "--step is of a run"),
