@@ -62,8 +62,7 @@ class Sdpa:
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
     """`standard`, `GSA` or `GSA shared`."""
     model, gsa = shapes["model"], shapes["gsa"]
-    sparse = name != "standard"
-    shared = {"index_block_size": BLOCK, "index_local_window": WINDOW} if name == "GSA shared" else {}
+    sparse, shared = name != "standard", name == "GSA shared"
     return GSAConfig(
         vocab_size=model["vocab_size"],
         hidden_size=model["hidden_size"],
@@ -81,7 +80,8 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
         index_topk=gsa["k_base"],
         index_topk_min=gsa["k_min"],
         index_topk_max=gsa["k_max"],
-        **shared,
+        index_block_size=BLOCK if shared else 1,
+        index_local_window=WINDOW if shared else 0,
     )
 
 
@@ -134,7 +134,7 @@ def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
     """Of weights, twice (the model's and the joined ones), and caches, in bf16."""
     hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     row = 0
-    if config.layer_types[0] == INDEXED_LAYER:
+    if config.indexer_layer(0) is not None:
         row = config.index_head_dim
         if config.index_block_size > 1:
             row += config.index_n_heads * (config.index_head_dim + 1) + 16
@@ -258,7 +258,8 @@ def measure(
     times: dict[str, harness.Timing] = {}
     facts: dict[str, dict[str, Any]] = {}
     for group in groups:
-        decoders, steps = {}, {}
+        decoders: dict[str, FusedDecoder] = {}
+        steps: Steps = {}
         for name in group:
             started = time.perf_counter()
             decoder = open_decoder(name, batch, filled, layers, shapes, arguments.compile, "cuda")

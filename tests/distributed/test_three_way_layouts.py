@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.layout_comparison import assert_same, assert_trains_as_one_rank, one_rank
+from helpers.layout_comparison import TIES, assert_same, assert_trains_as_one_rank, one_rank
 from helpers.runs import run_script
 from helpers.three_way_layouts import CASES, CHAIN, CHAINED, WORLD
 
@@ -40,4 +40,4 @@ def test_a_chain_of_layouts_trains_as_one_rank(results: Any) -> None:
     layouts = [tuple(layout) for layout, _ in results["chained"]]
     assert layouts == [SIZES[name] for names in CHAIN for name in names]
     *expected, _validation = one_rank(CHAINED)
-    assert_same([record for _, record in results["chained"]], expected, relative=1e-5)
+    assert_same([record for _, record in results["chained"]], expected, relative=1e-5, but=TIES)

@@ -262,10 +262,11 @@ def train_case(
     loss_sum, loss_tokens = evaluation_step(model, batches, config, parallel, measures=True)
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
     reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
+    sampled = blocks(1000, config)[: len(SAMPLED_POSITIONS)].to(parallel.device).split(1)
     written = next_tokens(
         model,
-        [to_micro_batch(part.to(parallel.device), EOS, False) for part in blocks(1000, config)[:3].split(1)],
-        SAMPLED_POSITIONS,
+        [to_micro_batch(part, EOS, False) for part in sampled],
+        SAMPLED_POSITIONS[: len(sampled)],
         config.model.vocab_size - 1,
         config,
         parallel,
