@@ -81,8 +81,7 @@ def test_masked_labels_and_the_mean_over_a_step() -> None:
 
 
 def test_ten_steps_of_trainer(tmp_path: Path) -> None:
-    """In a process of its own: Trainer's accelerate sets variables of the environment, and takes over a world that others
-    have made."""
+    """In a process of its own: accelerate sets variables of the environment, and takes over a world that is there."""
     command = [sys.executable, "-W", "ignore", "tests/helpers/hf_trainer.py", str(tmp_path)]
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "kernels"))
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=True)
