@@ -131,6 +131,7 @@ def open_run(
             parallel,
             durable_step=start.step if start.same_run else None,
             reach_steps=config.monitor.reach_steps,
+            small_files={data.tokenizer.file_name: data.tokenizer.file},
         ),
         watchdog=watchdog,
         profiler=profiler,

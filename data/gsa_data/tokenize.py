@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from gsa_data.fetch import read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
 
+TOKENIZER_JSON = "tokenizer.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"
+"""Names of a tokenizer's file in a folder, as in Hugging Face's repositories."""
 WORD_START = "\u2581"
 """How sentencepiece writes a space inside a piece."""
 
@@ -87,8 +91,18 @@ class Tokenizer:
         """Token ids of one document, shape [tokens], with no EOS added. Bytes must be UTF-8."""
         return np.asarray(self._model.encode(text), dtype=np.int32)
 
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        return self._model.decode(tokens.tolist())
+    def decode(self, tokens: NDArray[np.int32] | Sequence[int]) -> str:
+        return self._model.decode(np.asarray(tokens, dtype=np.int64).tolist())
+
+    @property
+    def file(self) -> bytes:
+        """Content of the file, as it was read."""
+        return self._file
+
+    @property
+    def file_name(self) -> str:
+        """What a copy of the file is called: `tokenizer.json` or `tokenizer.model`."""
+        return TOKENIZER_JSON if isinstance(self._model, TokenizerJson) else SENTENCEPIECE_MODEL
 
     @property
     def keeps_newlines(self) -> bool:

@@ -1,6 +1,7 @@
 """Checkpoint folders as files: which there are, what makes one durable, and whether one is still what was written.
 
-    <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml
+    <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml and a copy of its
+                                                            tokenizer (tokenizer.model or tokenizer.json)
     <run folder>/checkpoints/step_00000200/manifest.json    size and checksum of every other file; written last
     <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and passed over
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
@@ -281,7 +282,12 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def prune(
-    checkpoints: Path, keep_last: int, newest: Path, every_steps: int = 1, reach_steps: int | None = None
+    checkpoints: Path,
+    keep_last: int,
+    newest: Path,
+    every_steps: int = 1,
+    reach_steps: int | None = None,
+    keep_every_steps: int = 0,
 ) -> list[str]:
     """Delete all but the last `keep_last` complete checkpoints up to `newest`; returns what could not be.
 
@@ -290,11 +296,14 @@ def prune(
     Args:
         every_steps: between saves that are neither a stop's nor the retry of one that failed.
         reach_steps: keep the newest one that is so much older than `newest`, and the regular ones since, too.
+        keep_every_steps: keep those of the multiples of so many steps, too; 0 for none.
     """
     failures: list[str] = []
     last = step_of(newest.name) or 0
     own = [path for path in complete_checkpoints(checkpoints) if (step_of(path.name) or 0) <= last]
     kept = own[-keep_last:]
+    if keep_every_steps:
+        kept += [path for path in own if (step_of(path.name) or 0) % keep_every_steps == 0]
     if reach_steps is not None:
         steps = {path: step_of(path.name) or 0 for path in own}
         first = max((step for step in steps.values() if step <= last - reach_steps), default=0)

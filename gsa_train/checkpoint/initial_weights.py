@@ -35,7 +35,16 @@ NEW = (".self_attention.indexer.", ".self_attention.variance.", ".self_attention
 """Parts of the names of what a dense model has not, and a sparse one may begin with."""
 
 MEANING = {
-    "model": ("num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm", "tie_embeddings"),
+    "model": (
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rotary_percent",
+        "qkv_bias",
+        "qk_norm",
+        "tie_embeddings",
+    ),
     "gsa": (
         "value_gate",
         "output_gate",
@@ -126,7 +135,8 @@ def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> li
         part = getattr(config, section)
         for name in MEANING[section]:
             value = getattr(part, name)
-            before = saved[section].get(name, value)
+            # Before a field was there, every model had what is now its default.
+            before = saved[section].get(name, getattr(type(part)(), name))
             if before != value:
                 lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")
     return lines

@@ -16,7 +16,7 @@ import io
 import queue
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -96,14 +96,17 @@ class CheckpointSaver:
         parallel: Parallel,
         durable_step: int | None = None,
         reach_steps: int | None = None,
+        small_files: Mapping[str, bytes] | None = None,
     ):
         """
         Args:
             durable_step: that of the checkpoint with which the run resumed.
             reach_steps: one that is so much older than the newest is kept, too, however often the run is stopped.
+            small_files: name -> content of what each checkpoint holds beside the state, as the tokenizer: a checkpoint
+                that is copied elsewhere takes it along.
         """
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
-        self._reach_steps = reach_steps
+        self._reach_steps, self._small_files = reach_steps, dict(small_files or {})
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host_memory = HostMemory()
@@ -238,6 +241,7 @@ class CheckpointSaver:
         if self._parallel.is_main:
             others[save.folder / COMMON_STATE_FNAME] = save.common
             others[save.folder / "config.yaml"] = save.state.config_yaml.encode()
+            others.update({save.folder / name: content for name, content in self._small_files.items()})
         mine = write_share(save.writer, save.buckets, others, rank)
         save.buckets = []
         dist.all_gather_object(gathered, mine, group=self._group)
@@ -263,7 +267,14 @@ class CheckpointSaver:
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
         config = self._config
-        warnings = prune(self.checkpoints, config.keep_last, final, config.every_steps, self._reach_steps)
+        warnings = prune(
+            self.checkpoints,
+            config.keep_last,
+            final,
+            config.every_steps,
+            self._reach_steps,
+            config.keep_every_steps,
+        )
         return sum(record.bytes for record in files.values()), warnings
 
 

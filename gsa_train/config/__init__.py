@@ -20,7 +20,7 @@ from gsa_train.config.data import DataConfig
 from gsa_train.config.evaluate import EvaluateConfig
 from gsa_train.config.file_checks import check_files
 from gsa_train.config.gsa import GSAConfig
-from gsa_train.config.load import ConfigError, Problems, apply_override, build, read_yaml
+from gsa_train.config.load import ConfigError, Problems, apply_override, build, parse_yaml, read_yaml
 from gsa_train.config.logging import LoggingConfig
 from gsa_train.config.model import ModelConfig
 from gsa_train.config.monitor import MonitorConfig
@@ -46,6 +46,7 @@ __all__ = [
     "ProfileConfig",
     "RunConfig",
     "TrainConfig",
+    "config_from_yaml",
     "config_to_yaml",
     "load_config",
 ]
@@ -76,6 +77,22 @@ def load_config(
         if need_data:
             found += check_files(config) + check_packages(config)
         problems.lines += [line for line in found if not problems.explain(line)]
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    return config
+
+
+def config_from_yaml(content: str, path: str | Path) -> Config:
+    """What `config_to_yaml` wrote, as checkpoints hold it; fields that are younger stand at their defaults.
+
+    Args:
+        path: of the checkpoint, for the message.
+
+    Raises:
+        ConfigError: the content is damaged, or has fields of another version.
+    """
+    problems = Problems(Config)
+    config = build(Config, parse_yaml(content, path), problems)
     if problems.lines:
         raise ConfigError(path, problems.lines)
     return config

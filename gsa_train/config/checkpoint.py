@@ -13,6 +13,9 @@ class CheckpointConfig:
     keep_last: int = 3
     """Checkpoints kept; older ones are deleted once a newer one is on the disk. With monitor.action=rewind the one
     that a spike would go back to also stays."""
+    keep_every_steps: int = 0
+    """Checkpoints of the multiples of this many steps are milestones: kept beside `keep_last`, for good. A multiple of
+    `every_steps`; 0 = none."""
     async_save: bool = True
     """True: training waits only for a copy in host memory (pinned on GPUs), and threads write it. False: training
     waits until the checkpoint is on the disk."""

@@ -34,13 +34,14 @@ AT_LEAST_ZERO = frozenset(
     run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
     data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
+    checkpoint.keep_every_steps
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
     phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
     """
-    model.rope_base model.norm_epsilon model.init_std train.adam_epsilon
+    model.rope_base model.rotary_percent model.norm_epsilon model.init_std train.adam_epsilon
     parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
     monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
     """.split()  # noqa: SIM905
@@ -67,6 +68,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_gsa(config),
         *check_kernels(config),
         *check_layout(config, world_size),
+        *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
@@ -233,7 +235,19 @@ def _check_model(config: Config) -> list[str]:
             )
     if config.parallel.sequence:
         lines += _check_multiple(config, "train.seq_len_tokens", "parallel.tensor")
-    return lines
+    return lines + _check_rotary_percent(config)
+
+
+def _check_rotary_percent(config: Config) -> list[str]:
+    field, share, size = "model.rotary_percent", config.model.rotary_percent, config.model.head_dim
+    channels = share * size
+    if share > 1:
+        return [problem_line(field, share, "above 1", "give a share of the channels of a head, 1 for all")]
+    if 0 < share < 1 and (channels != int(channels) or int(channels) % 2 != 0):
+        wrong = f"{channels:g} of model.head_dim = {size} channels, and RoPE turns pairs"
+        pairs = max(2, 2 * round(channels / 2))
+        return [problem_line(field, share, wrong, f"give {pairs / size:g}, which turns {pairs} channels")]
+    return []
 
 
 def _check_gsa(config: Config) -> list[str]:

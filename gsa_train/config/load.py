@@ -129,6 +129,15 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
         names = ", ".join(sorted({file.stem for folder in SHIPPED for file in folder.glob("*.yaml")}))
         wrong = f"cannot be read: {error.strerror} ({Path(path).absolute()})"
         raise ConfigError(path, [f"{wrong}; give the path of a YAML file, or a name: {names}"]) from error
+    return parse_yaml(content, path)
+
+
+def parse_yaml(content: str | bytes, path: str | Path) -> dict[Any, Any]:
+    """The tree of a YAML file's content.
+
+    Raises:
+        ConfigError: it is not a YAML mapping.
+    """
     try:
         tree = yaml.load(content, _TextLoader)
     except yaml.YAMLError as error:

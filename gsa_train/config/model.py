@@ -23,6 +23,10 @@ class ModelConfig:
     """Rows of the embedding; at least the number of the tokenizer's tokens."""
     rope_base: float = 10000.0
     """Base of the rotary embedding on Q and K."""
+    rotary_percent: float = 1.0
+    """Share of each head's channels, the first ones, that the rotary embedding turns; Qwen3-Next has 0.25."""
+    qkv_bias: bool = False
+    """Biases of the projections of Q, K and V, as Qwen2 has them; 0 at first."""
     qk_norm: bool = False
     """RMSNorm on each head's Q and K before the rotary embedding."""
     norm_epsilon: float = 1e-5

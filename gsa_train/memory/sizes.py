@@ -101,7 +101,8 @@ def uses_kernels(config: Config) -> bool:
 
 def fuses_heads(config: Config) -> bool:
     """Split, rotary embedding and G2 in one kernel (model/gsa_attention.py)."""
-    return config.train.fused_ops != "none" and not config.model.qk_norm and uses_kernels(config)
+    plain_heads = not config.model.qk_norm and config.model.rotary_percent == 1
+    return config.train.fused_ops != "none" and plain_heads and uses_kernels(config)
 
 
 def uses_indexer(config: Config, phase: PhaseConfig) -> bool:

@@ -19,7 +19,7 @@ class ParameterCount:
 
     embedding: int
     attention: int
-    """W_Q, W_K, W_V and W_O."""
+    """W_Q, W_K, W_V and W_O, and biases of the first three where they have any."""
     gates: int
     indexer: int
     mlp: int
@@ -49,7 +49,7 @@ def count_parameters(model: ModelConfig, gsa: GSAConfig) -> ParameterCount:
     gates = gsa.value_gate * (d + 1) * key_value + gsa.output_gate * (d + 1) * query
     return ParameterCount(
         embedding=vocabulary,
-        attention=layers * (d * (query + 2 * key_value) + query * d),
+        attention=layers * ((d + model.qkv_bias) * (query + 2 * key_value) + query * d),
         gates=layers * gates,
         indexer=indexer_layers(model, gsa) * parameters_per_indexer(model, gsa),
         mlp=layers * 3 * d * model.ffn_hidden_size,

@@ -86,7 +86,8 @@ class GSASelfAttention(MegatronModule):
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.local_kv_heads = config.num_query_groups // pg_collection.tp.size()
         d, d_k = config.hidden_size, config.kv_channels
-        fuses_heads = config.fused_ops and not config.qk_layernorm and d_k in HEAD_SIZES
+        plain_heads = not config.qk_layernorm and config.rotary_percent == 1
+        fuses_heads = config.fused_ops and plain_heads and d_k in HEAD_SIZES
         self.heads_op = _fused_heads_op() if fuses_heads else None
 
         self.linear_qkv = ColumnParallelLinear(
@@ -94,7 +95,7 @@ class GSASelfAttention(MegatronModule):
             (config.num_attention_heads + 2 * config.num_query_groups) * d_k,
             config=config,
             init_method=config.init_method,
-            bias=False,
+            bias=config.add_qkv_bias,
             gather_output=False,
             disable_grad_reduce=has_gates(config),
             tp_group=pg_collection.tp,

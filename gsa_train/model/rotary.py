@@ -29,12 +29,17 @@ class LocalRotaryEmbedding(RotaryEmbedding):
 
 
 def rotary_embedding(
-    config: GSATransformerConfig, channels: int, groups: ProcessGroupCollection
+    config: GSATransformerConfig, channels: int, groups: ProcessGroupCollection, percent: float = 1.0
 ) -> LocalRotaryEmbedding:
+    """
+    Args:
+        channels: of a head.
+        percent: share of them that is turned.
+    """
     return LocalRotaryEmbedding(
         context_sharding(config, groups),
         kv_channels=channels,
-        rotary_percent=1.0,
+        rotary_percent=percent,
         rotary_base=config.rotary_base,
         use_cpu_initialization=config.use_cpu_initialization,
         cp_group=groups.cp,

@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "selection_reuse": 2,
         "indexer_temperature": "learned",
     },
-    "model": {"qk_norm": True, "tie_embeddings": True},
+    "model": {"qk_norm": True, "tie_embeddings": True, "qkv_bias": True, "rotary_percent": 0.5},
 }
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 6}}
 """Every query selects some of the keys that it sees. The text of this seed has no near ties, which rounding, and so the

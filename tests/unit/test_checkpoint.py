@@ -46,8 +46,8 @@ config, trained, make_saver = saving.config, saving.trained, saving.make_saver
 def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path) -> Any:
     """Write a checkpoint of the trained model as if it stood at `step`."""
 
-    def save_at(step: int, keep_last: int = 2) -> Path:
-        saver = make_saver(keep_last=keep_last)
+    def save_at(step: int, **fields: Any) -> Path:
+        saver = make_saver(**{"keep_last": 2, **fields})
         (result,) = saver.begin(run_state(step), *trained) + saver.ended(now=step, wait=True)
         assert result.error is None, result.error
         assert result.folder == tmp_path / f"step_{step:08d}"
@@ -68,6 +68,28 @@ def test_only_the_newest_checkpoints_are_kept(save, tmp_path):
         save(step, keep_last=2)
     assert names_in(tmp_path) == {"step_00000010", "step_00000100", "latest"}
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000100"
+
+
+def test_milestones_stay_beside_the_newest(save, tmp_path):
+    for step in (4, 6, 8, 9, 10, 12, 13):
+        save(step, every_steps=2, keep_last=2, keep_every_steps=4)
+    assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (4, 8, 12, 13))]
+
+
+def test_small_files_are_in_each_checkpoint_and_its_manifest(trained, tmp_path):
+    """As the tokenizer: what is copied elsewhere has it, and a resume notices when it is another."""
+    small_files = {"tokenizer.model": b"pieces"}
+    saver = CheckpointSaver(
+        tmp_path, CheckpointConfig(async_save=False), single_rank(), small_files=small_files
+    )
+    for step in (1, 2):
+        (result,) = saver.begin(run_state(step), *trained)
+        assert (result.folder / "tokenizer.model").read_bytes() == b"pieces"
+        assert checkpoint_files.read_manifest(result.folder)["tokenizer.model"].bytes == 6
+        assert find_damage(result.folder, single_rank(), checksums=True) is None
+    saver.close()
+    (result.folder / "tokenizer.model").write_bytes(b"places")
+    assert "tokenizer.model has checksum" in (find_damage(result.folder, single_rank(), checksums=True) or "")
 
 
 def test_saves_of_stops_do_not_push_out_what_a_rewind_needs(trained, tmp_path):

@@ -262,6 +262,17 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["monitor.compare_replicas_every_steps=5", "parallel.tensor=2", "parallel.pipeline=4"],
         ["monitor.compare_replicas_every_steps = 5", "one replica"],
     ),
+    (["model.rotary_percent=1.5"], ["model.rotary_percent = 1.5", "above 1"]),
+    (["model.rotary_percent=0"], ["model.rotary_percent = 0.0", "not positive"]),
+    (
+        ["model.rotary_percent=0.3"],
+        ["model.rotary_percent = 0.3", "RoPE turns pairs", "give 0.3125, which turns 20"],
+    ),
+    (["checkpoint.keep_every_steps=-1"], ["checkpoint.keep_every_steps = -1", "negative"]),
+    (
+        ["checkpoint.keep_every_steps=15", "checkpoint.every_steps=10"],
+        ["checkpoint.keep_every_steps = 15", "not a multiple of checkpoint.every_steps = 10"],
+    ),
     # phases
     (["phases=[]"], ["phases = []", "no phase"]),
     (["phases.1.name=warmup"], ["phases = warmup", "2 phases"]),

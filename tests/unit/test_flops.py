@@ -37,6 +37,8 @@ def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]
         found["attention"] += [((n_h + 2 * n_kv) * d_k, d), (d, n_h * d_k)]
         found["mlp"] += [(2 * model.ffn_hidden_size, d), (d, model.ffn_hidden_size)]
         found["norms"] += [(d,), (d,)]
+        if model.qkv_bias:
+            found["attention"] += [((n_h + 2 * n_kv) * d_k,)]
         if model.qk_norm:
             found["norms"] += [(d_k,), (d_k,)]
         if gsa.value_gate:
@@ -56,6 +58,7 @@ def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]
 VARIANTS = [
     (MODEL, GSA),
     (dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=True), GSA),
+    (dataclasses.replace(MODEL, qkv_bias=True), GSA),
     (MODEL, dataclasses.replace(GSA, indexer_activation="relu", value_gate=False, output_gate=False)),
     (MODEL, dataclasses.replace(GSA, indexer_temperature="learned", selection_reuse=2)),
     (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False)),

@@ -128,7 +128,9 @@ def _build_chunk(
         pg_collection=parallel.groups,
         vp_stage=vp_stage,
     )
-    chunk.rotary_pos_emb = rotary_embedding(mcore_config, config.model.head_dim, parallel.groups)
+    chunk.rotary_pos_emb = rotary_embedding(
+        mcore_config, config.model.head_dim, parallel.groups, config.model.rotary_percent
+    )
     chunk.to(parallel.device)
     initialize_weights(chunk, config, parallel)
     return chunk

@@ -22,6 +22,8 @@ class GSATransformerConfig(TransformerConfig):
     """Elementwise chains and the cross-entropy by fused kernels."""
     rotary_base: float = 10000.0
     """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
+    rotary_percent: float = 1.0
+    """For Q and K."""
     context_chunks: int = 2
     """Of the sequence on each context-parallel rank."""
 
@@ -76,9 +78,11 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_norm,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         rotary_base=model.rope_base,
+        rotary_percent=model.rotary_percent,
         fused_ops=fused_ops,
         use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
         gsa=config.gsa,

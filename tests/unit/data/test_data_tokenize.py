@@ -27,6 +27,9 @@ def test_round_trip_without_eos(tokenizer: Tokenizer, sample_folder: Path) -> No
         assert tokens.max() < each.vocab_size
         assert np.array_equal(tokens, each.encode(PROBE.encode()))
         assert len(each.encode("")) == 0
+        assert each.decode(tokens.tolist()) == each.decode(tokens)
+        assert each.file_name in ("tokenizer.json", "tokenizer.model")
+        assert hashlib.sha256(each.file).hexdigest() == each.fingerprint
     assert each.decode(tokens) == PROBE  # white space is kept by the bundled model
 
 

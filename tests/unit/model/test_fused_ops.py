@@ -39,6 +39,8 @@ CASES = {
     "G2 only, tied": (SPARSE, {"gsa": {"output_gate": False}, "model": {"tie_embeddings": True}}),
     "standard": (DENSE, {"gsa": {"attention": "dense", "value_gate": False, "output_gate": False}}),
     "qk_norm": (SPARSE, {"model": {"qk_norm": True}}),
+    "qkv_bias": (SPARSE, {"model": {"qkv_bias": True}}),
+    "half of the channels turn": (SPARSE, {"model": {"rotary_percent": 0.5}}),
     "recomputed layers": (SPARSE, {"train": {"recompute": "full"}}),
 }
 

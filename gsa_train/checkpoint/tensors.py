@@ -1,0 +1,194 @@
+"""A checkpoint's weights, tensor by tensor, in one process without process groups: for converters.
+
+What is written here loads by `checkpoint.initial_weights` in any layout. It has weights only, no optimizer.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from gsa_train.checkpoint.files import (
+    MEGATRON_METADATA,
+    FileRecord,
+    describe_file,
+    faults_in,
+    read_manifest,
+    sync,
+    write_durably,
+    write_manifest,
+)
+from gsa_train.checkpoint.guarded import read_metadata, refused_content
+from gsa_train.checkpoint.load import RunState
+from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
+
+LARGEST_FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CheckpointTensors:
+    """The model's tensors of one checkpoint, by their names on disk, whatever layout wrote them.
+
+    Raises:
+        ValueError: a file is missing, damaged, or asks for something that no checkpoint needs.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        fault = damage_of(checkpoint)
+        if fault is not None:
+            raise ValueError(f"{checkpoint} is damaged: {fault}. Give another checkpoint.")
+        metadata = read_metadata(checkpoint)
+        self._places: dict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
+        for index, place in metadata.storage_data.items():
+            self._places[index.fqn].append((index, place))
+        self.kinds = {
+            name: TensorKind(tuple(stored.size), stored.properties.dtype)
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and not name.startswith("optimizer.")
+        }
+        """Name -> shape and dtype; without the optimizer's."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, of its parts.
+
+        Raises:
+            ValueError: the parts are not those of one tensor.
+        """
+        kind = self.kinds[name]
+        whole = torch.empty(kind.shape, dtype=kind.dtype)
+        filled = 0
+        for index, place in self._places[name]:
+            with (self._checkpoint / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
+            part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            starts = index.offset or (0,) * part.dim()
+            if not isinstance(part, torch.Tensor) or part.dim() != whole.dim():
+                raise ValueError(f"{self._checkpoint}: {name} has a part that is no part of it")
+            view = whole
+            for dim, start in enumerate(starts):
+                view = view.narrow(dim, start, part.shape[dim])
+            view.copy_(part)
+            filled += part.numel()
+        if filled != math.prod(kind.shape):
+            raise ValueError(
+                f"{self._checkpoint}: the parts of {name} have {filled} elements of {whole.numel()}"
+            )
+        return whole
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in a line; None if nothing is. Reads them all.
+
+    Of a checkpoint from before there were manifests only what its metadata says is looked at.
+    """
+    try:
+        files = read_manifest(checkpoint)
+    except FileNotFoundError:
+        return refused_content(checkpoint, None)
+    except (OSError, ValueError) as error:
+        return str(error)
+    faults = faults_in(checkpoint, files, checksums=True)
+    return "; ".join(faults[:3]) or refused_content(checkpoint, files)
+
+
+def write_weights(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    state: RunState,
+    small_files: Mapping[str, bytes],
+) -> None:
+    """Write a checkpoint that has weights only, one tensor after another.
+
+    Args:
+        folder: is there, and empty.
+        tensors: by their names on disk, whole.
+        state: says of which model and tokenizer the weights are.
+        small_files: name -> content of further files.
+    """
+    writer = _Writer(folder)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    records = writer.close()
+    common = {
+        "run": {each.name: getattr(state, each.name) for each in fields(state)},
+        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": True},
+    }
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    contents = {
+        TORCH_METADATA: pickle.dumps(writer.metadata),
+        COMMON_STATE_FNAME: buffer.getvalue(),
+        **small_files,
+    }
+    for name, content in contents.items():
+        records[name] = write_durably(folder / name, content)
+    save_config(CheckpointingConfig(*BACKEND), str(folder))
+    sync(folder / MEGATRON_METADATA)
+    records[MEGATRON_METADATA] = describe_file(folder / MEGATRON_METADATA)
+    write_manifest(folder, records)
+
+
+class _Writer:
+    """Tensors one after another into files that do not get too large, as torch's own writer has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._records: dict[str, FileRecord] = {}
+        self._file: Any = None
+        self._name = ""
+        self.metadata = Metadata({}, storage_data={})
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        buffer = io.BytesIO()
+        torch.save(tensor.contiguous().clone(), buffer)  # a view would be saved with all that it is a view of
+        content = buffer.getbuffer()
+        if self._file is None or self._file.tell() + len(content) > LARGEST_FILE_BYTES:
+            self._end_file()
+            self._name = f"__0_{len(self._records)}.distcp"
+            self._file = (self._folder / self._name).open("wb")
+        start = self._file.tell()
+        self._file.write(content)
+        origin = torch.Size([0] * tensor.dim())
+        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties.create_from_tensor(tensor),
+            tensor.shape,
+            [ChunkStorageMetadata(origin, tensor.shape)],
+        )
+        self.metadata.storage_data[MetadataIndex(name, origin)] = _StorageInfo(
+            self._name, start, len(content)
+        )
+
+    def close(self) -> dict[str, FileRecord]:
+        self._end_file()
+        return self._records
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            sync(self._folder / self._name)
+            self._records[self._name] = describe_file(self._folder / self._name)

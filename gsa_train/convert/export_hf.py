@@ -1,0 +1,205 @@
+"""A checkpoint of any layout as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import GenerationConfig
+
+import gsa_hf
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
+from gsa_train.checkpoint.files import (
+    complete_checkpoints,
+    find_checkpoint,
+    is_complete,
+    step_folder,
+    step_of,
+)
+from gsa_train.checkpoint.load import RunState, read_run_state
+from gsa_train.checkpoint.tensors import CheckpointTensors
+from gsa_train.config import Config, config_from_yaml
+from gsa_train.convert.hf_config import dtype_name, to_hf_config
+from gsa_train.convert.model_card import model_card
+from gsa_train.convert.names import Pair, pairs
+from gsa_train.convert.safetensors_folder import PlannedTensor, last_read, write_shards
+from gsa_train.convert.tokenizer import write_tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+AUTO_MAP = {
+    "AutoConfig": "configuration_gsa.GSAConfig",
+    "AutoModel": "modeling_gsa.GSAModel",
+    "AutoModelForCausalLM": "modeling_gsa.GSAForCausalLM",
+}
+"""What AutoModel takes from the folder with trust_remote_code."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    tensors: int
+    bytes: int
+    warnings: Sequence[str]
+
+
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    run_dir: Path | None = None,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Exported:
+    """Write the weights that training calculates with (not the optimizer's fp32 copies), and all that belongs to them.
+
+    Args:
+        checkpoint: a step_* folder, or one that `import_hf` wrote.
+        out: is made, whole or not at all.
+        run_dir: of the run, for the model card.
+        dtype: of the weights; None: as they are.
+
+    Raises:
+        ValueError: `out` is in use, the checkpoint is damaged or of another model than its config says, or the
+            tokenizer is missing, another one, or has no counterpart.
+    """
+    state = read_run_state(checkpoint)
+    config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+    tokenizer = tokenizer_of(checkpoint, config, state)
+    source = CheckpointTensors(checkpoint)
+    found = pairs(config.model, config.gsa)
+    _check_tensors(checkpoint, source, found)
+    planned = _plan(source, found, dtype)
+    warnings = _warnings(config, state)
+    with new_folder(out) as folder:
+        hf_config = to_hf_config(config)
+        kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
+        hf_config.dtype = dtype_name(kind)
+        hf_config.architectures = ["GSAForCausalLM"]
+        hf_config.auto_map = AUTO_MAP
+        hf_config.eos_token_id = tokenizer.eos_id
+        hf_config.save_pretrained(folder)
+        GenerationConfig(eos_token_id=tokenizer.eos_id).save_pretrained(folder)
+        _copy_code(folder)
+        write_tokenizer(tokenizer, folder, config.train.seq_len_tokens)
+        card = model_card(out.name, config, state, run_dir, dtype_name(kind), warnings)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_shards(folder, planned, max_shard_bytes)
+    return Exported(out, len(planned), sum(each.bytes for each in planned), warnings)
+
+
+def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None) -> tuple[Path, Path | None]:
+    """The checkpoint that a user means, and the folder of its run where it lies in one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if run_dir is None:
+        assert checkpoint is not None
+        found = find_checkpoint(checkpoint)
+        if found is None:
+            raise ValueError(f"--checkpoint {checkpoint}: no complete checkpoint there; give a step_* folder")
+        above = found.absolute().parent.parent
+        return found, above if (above / "metrics.jsonl").is_file() else None
+    if step is None:
+        found = find_checkpoint(run_dir)
+    else:
+        found = step_folder(run_dir / "checkpoints", step)
+        found = found if is_complete(found) else None
+    if found is None:
+        have = ", ".join(str(step_of(path.name)) for path in complete_checkpoints(run_dir / "checkpoints"))
+        of_step = "" if step is None else f" --step {step}"
+        raise ValueError(
+            f"--run {run_dir}{of_step}: no complete checkpoint there; steps that have one: {have or 'none'}"
+        )
+    return found, run_dir
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` when it is complete; a kill leaves none of that name.
+
+    Raises:
+        ValueError: there is one, with something in it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: exists and is not empty; give another folder, or remove it")
+    unfinished = out.absolute().with_name(f".tmp_{out.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
+    expected = {pair.ours: pair.shape for pair in found}
+    stored = {name: kind.shape for name, kind in source.kinds.items()}
+    if wrong := sorted(expected.items() ^ stored.items()):
+        name = wrong[0][0]
+        raise ValueError(
+            f"{checkpoint}: {name} has the shape {stored.get(name, 'of nothing')}, its config says "
+            f"{expected.get(name, 'nothing')}; the checkpoint is of another version of gsa_train"
+        )
+
+
+def _plan(
+    source: CheckpointTensors, found: Sequence[Pair], dtype: Literal["bf16", "fp32"] | None
+) -> list[PlannedTensor]:
+    read = last_read(source.read)
+    planned = []
+    for pair in found:
+        kind = source.kinds[pair.ours].dtype if dtype is None or pair.always_fp32 else DTYPES[dtype]
+        for number, (name, shape) in enumerate(zip(pair.theirs, pair.shapes(), strict=True)):
+
+            def tensor(pair: Pair = pair, number: int = number, kind: torch.dtype = kind) -> torch.Tensor:
+                # A copy, or the shard would keep what it is a part of.
+                return pair.split(read(pair.ours))[number].to(kind, copy=True)
+
+            planned.append(PlannedTensor(name, math.prod(shape) * kind.itemsize, tensor))
+    return planned
+
+
+def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer:
+    """The checkpoint's own copy; of an older checkpoint the file that the config names.
+
+    Raises:
+        ValueError: it is missing, or not the one that the run was trained with.
+    """
+    copies = [checkpoint / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON)]
+    path = next((str(copy) for copy in copies if copy.is_file()), config.data.tokenizer)
+    tokenizer = Tokenizer(path, config.data.eos_token or None)
+    if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
+        raise ValueError(
+            f"tokenizer {path}: not the file that {checkpoint} was trained with (data.tokenizer = "
+            f"{config.data.tokenizer}); put that run's file there, or into the checkpoint's folder"
+        )
+    return tokenizer
+
+
+def _copy_code(folder: Path) -> None:
+    """gsa_hf's modules, which import each other relatively."""
+    package = Path(inspect.getfile(gsa_hf)).parent
+    for path in sorted(package.glob("*_gsa.py")):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _warnings(config: Config, state: RunState) -> list[str]:
+    """What a user of the model should know of the moment at which it was saved."""
+    said = []
+    phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
+    if config.gsa.attention == "sparse" and phase is not None and phase.attention == "dense":
+        said.append(
+            f"Saved in phase {phase.name}, which attends to all keys: its indexer has not selected in training yet, "
+            "and attention here is sparse."
+        )
+    return said

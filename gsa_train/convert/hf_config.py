@@ -1,0 +1,94 @@
+"""Our config in the fields of `gsa_hf.GSAConfig`, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
+from gsa_train.config import Config, ModelConfig, TrainConfig
+from gsa_train.config import GSAConfig as GSASection
+
+MODEL_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "qkv_bias": "qkv_bias",
+    "qk_norm": "qk_norm",
+    "norm_epsilon": "rms_norm_eps",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Field of `model` -> field of the same meaning. `rope_base` and `rotary_percent` are in `rope_parameters`."""
+GSA_FIELDS = {
+    "value_gate": "value_gate",
+    "output_gate": "output_gate",
+    "indexer_heads": "index_n_heads",
+    "indexer_dim": "index_head_dim",
+    "indexer_activation": "index_activation",
+    "indexer_rope": "index_rope",
+    "indexer_temperature": "index_temperature",
+    "adaptive_k": "index_adaptive",
+    "k_base": "index_topk",
+    "k_min": "index_topk_min",
+    "k_max": "index_topk_max",
+    "local_window": "index_local_window",
+    "selection_block": "index_block_size",
+    "selection_reuse": "index_topk_freq",
+}
+"""The same of `gsa`; `attention` is in `layer_types`. The others say how to train, and with which kernels."""
+
+
+def to_hf_config(config: Config) -> GSAConfig:
+    """Without tokens and dtype."""
+    model, gsa = config.model, config.gsa
+    kind = INDEXED_LAYER if gsa.attention == "sparse" else DENSE_LAYER
+    return GSAConfig(
+        **{theirs: getattr(model, ours) for ours, theirs in MODEL_FIELDS.items()},
+        **{theirs: getattr(gsa, ours) for ours, theirs in GSA_FIELDS.items()},
+        max_position_embeddings=config.train.seq_len_tokens,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": model.rope_base,
+            "partial_rotary_factor": model.rotary_percent,
+        },
+        layer_types=[kind] * model.num_layers,
+    )
+
+
+def from_hf_config(found: GSAConfig) -> Config:
+    """
+    Raises:
+        ValueError: layers of both kinds, or a rotary embedding that training does not have.
+    """
+    rope = found.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"rope_parameters.rope_type = {rope['rope_type']}: training knows the default alone; give a model without"
+        )
+    kinds = set(found.layer_types or ())
+    if len(kinds) > 1:
+        raise ValueError(
+            f"layer_types = {', '.join(sorted(kinds))}: in training all layers are of one kind; give such a model"
+        )
+    return Config(
+        model=ModelConfig(
+            **{ours: getattr(found, theirs) for ours, theirs in MODEL_FIELDS.items()},
+            rope_base=float(rope.get("rope_theta", ModelConfig.rope_base)),
+            rotary_percent=float(rope.get("partial_rotary_factor", 1.0)),
+        ),
+        gsa=GSASection(
+            attention="sparse" if INDEXED_LAYER in kinds else "dense",
+            **{ours: getattr(found, theirs) for ours, theirs in GSA_FIELDS.items()},
+        ),
+        train=dataclasses.replace(TrainConfig(), seq_len_tokens=found.max_position_embeddings),
+    )
+
+
+def dtype_name(dtype: Any) -> str:
+    """`bfloat16` of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

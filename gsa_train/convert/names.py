@@ -1,0 +1,147 @@
+"""Which tensors of a Hugging Face folder (`gsa_hf`) are which of a checkpoint, and how the one is made of the other.
+
+n_h query heads, n_kv key-value heads, g = n_h / n_kv, d_k head size, d hidden size, f width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gsa_train.config import GSAConfig, ModelConfig
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One tensor of a checkpoint, and those of a Hugging Face folder that together hold the same."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Of ours."""
+    split: Callable[[torch.Tensor], Tensors]
+    """Ours -> theirs."""
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    """Theirs -> ours, bit for bit what was split."""
+    always_fp32: bool = False
+    """In every model: no `--dtype` rounds it."""
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of theirs."""
+        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
+
+
+def pairs(model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
+    """Of the whole model, in its order."""
+    vocabulary = (model.vocab_size, model.hidden_size)
+    found = [_same("embedding.word_embeddings.weight", "model.embed_tokens.weight", *vocabulary)]
+    for layer in range(model.num_layers):
+        found += _layer(layer, model, gsa)
+    found.append(_same("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size))
+    if not model.tie_embeddings:
+        found.append(_same("output_layer.weight", "lm_head.weight", *vocabulary))
+    return found
+
+
+def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    attention, self_attn = f"{ours}.self_attention", f"{theirs}.self_attn"
+    d, ffn = model.hidden_size, model.ffn_hidden_size
+    found = [_same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", d)]
+    query_rows = model.num_heads // model.num_kv_heads * model.head_dim
+    columns: dict[str, tuple[int, ...]] = {"weight": (d,), "bias": ()}
+    for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+        found.append(
+            _by_kv_head(
+                f"{attention}.linear_qkv.{kind}",
+                [f"{self_attn}.{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj")],
+                [query_rows, model.head_dim, model.head_dim],
+                model.num_kv_heads,
+                columns[kind],
+            )
+        )
+    gates = {
+        "value_gate_proj": gsa.value_gate * model.head_dim,
+        "output_gate_proj": gsa.output_gate * query_rows,
+    }
+    present = {name: rows for name, rows in gates.items() if rows}
+    for kind in ("weight", "bias") if present else ():
+        found.append(
+            _by_kv_head(
+                f"{attention}.linear_gate.{kind}",
+                [f"{self_attn}.{name}.{kind}" for name in present],
+                list(present.values()),
+                model.num_kv_heads,
+                columns[kind],
+            )
+        )
+    query = model.num_heads * model.head_dim
+    found.append(_same(f"{attention}.linear_proj.weight", f"{self_attn}.o_proj.weight", d, query))
+    if model.qk_norm:
+        found.append(_same(f"{attention}.q_layernorm.weight", f"{self_attn}.q_norm.weight", model.head_dim))
+        found.append(_same(f"{attention}.k_layernorm.weight", f"{self_attn}.k_norm.weight", model.head_dim))
+    if gsa.attention == "sparse" and layer % gsa.selection_reuse == 0:
+        found += _indexer(f"{attention}.indexer", f"{self_attn}.indexer", d, gsa)
+        ema = f"{self_attn}.indexer.variance_ema"
+        found.append(Pair(f"{attention}.variance.ema", (ema,), (), _alone, _first, always_fp32=True))
+    mlp = f"{theirs}.mlp"
+    return [
+        *found,
+        _same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", d),
+        Pair(
+            f"{ours}.mlp.linear_fc1.weight",
+            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+            (2 * ffn, d),
+            lambda whole: whole.chunk(2),
+            lambda parts: torch.cat(list(parts)),
+        ),
+        _same(f"{ours}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", d, ffn),
+    ]
+
+
+def _indexer(ours: str, theirs: str, d: int, gsa: GSAConfig) -> list[Pair]:
+    heads, size = gsa.indexer_heads, gsa.indexer_dim
+    found = [
+        _same(f"{ours}.query_weight", f"{theirs}.wq.weight", heads * size, d),
+        _same(f"{ours}.key_weight", f"{theirs}.wk.weight", size, d),
+        _same(f"{ours}.head_weight", f"{theirs}.weights_proj.weight", heads, d),
+    ]
+    if gsa.indexer_activation == "sigmoid":
+        found.append(_same(f"{ours}.weight_bias", f"{theirs}.weights_proj.bias", heads))
+        found.append(_same(f"{ours}.score_bias", f"{theirs}.score_bias", heads))
+    if gsa.indexer_temperature == "learned":
+        name = "log_inverse_temperature"
+        found.append(_same(f"{ours}.{name}", f"{theirs}.{name}", 1))
+    return found
+
+
+def _same(ours: str, theirs: str, *shape: int) -> Pair:
+    return Pair(ours, (theirs,), shape, _alone, _first)
+
+
+def _alone(whole: torch.Tensor) -> Tensors:
+    return (whole,)
+
+
+def _first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0]
+
+
+def _by_kv_head(
+    ours: str, theirs: Sequence[str], rows: Sequence[int], kv_heads: int, columns: tuple[int, ...]
+) -> Pair:
+    """Ours has for each key-value head the rows of all of theirs, one after another: [n_kv * sum(rows), ...]."""
+
+    def split(whole: torch.Tensor) -> Tensors:
+        per_head = whole.unflatten(0, (kv_heads, sum(rows)))
+        return tuple(part.flatten(0, 1) for part in per_head.split(list(rows), 1))
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        per_head = [part.unflatten(0, (kv_heads, count)) for part, count in zip(parts, rows, strict=True)]
+        return torch.cat(per_head, 1).flatten(0, 1)
+
+    return Pair(ours, tuple(theirs), (kv_heads * sum(rows), *columns), split, join)

@@ -1,0 +1,130 @@
+"""Weights as transformers keeps them: safetensors, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from gsa_train.checkpoint.files import sync
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, read one by one.
+
+    Raises:
+        ValueError: there are none, or a shard is missing, cut off, or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        listed = _read_index(folder)
+        for file_name in sorted(set(listed.values())) if listed else [SINGLE]:
+            names = self._open(folder, file_name)
+            expected = {name for name, place in listed.items() if place == file_name} if listed else names
+            if names != expected:
+                other = sorted(names ^ expected)[0]
+                where = f"only in {INDEX}" if other in expected else f"not in {INDEX}"
+                raise ValueError(
+                    f"{folder / file_name} holds other tensors than {INDEX} says: {other} is {where}; copy the folder "
+                    "from its source again"
+                )
+
+    def _open(self, folder: Path, file_name: str) -> set[str]:
+        path = folder / file_name
+        if not path.is_file():
+            raise ValueError(f"{path}: the shard is missing; copy the folder from its source again")
+        try:
+            file = self._files[file_name] = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}; copy the folder from its source again") from error
+        names = set(file.keys())
+        for name in names:
+            self._file_of[name] = file_name
+            self.shapes[name] = tuple(file.get_slice(name).get_shape())
+        return names
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file; empty where one file holds all."""
+    if (folder / INDEX).is_file():
+        try:
+            listed = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{folder / INDEX} is damaged: {error!r}; copy it from its source again"
+            ) from error
+        for name in listed.values():
+            if Path(name).name != name:
+                raise ValueError(f"{folder / INDEX} names {name!r}, which leads out of the folder")
+        return dict(listed)
+    if not (folder / SINGLE).is_file():
+        others = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        wrong = f"has {others[0]}, a pickle, which is not read" if others else "has no weights"
+        raise ValueError(f"{folder} {wrong}; give a folder with {SINGLE}, or with shards and {INDEX}")
+    return {}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor to write."""
+
+    name: str
+    bytes: int
+    read: Callable[[], torch.Tensor]
+
+
+def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int) -> None:
+    """Write the tensors in their order, one shard in memory at a time; shards have no more than `largest_bytes` unless
+    a single tensor has."""
+    shards: list[list[PlannedTensor]] = [[]]
+    size = 0
+    for tensor in planned:
+        if shards[-1] and size + tensor.bytes > largest_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+        ]
+    for name, shard in zip(names, shards, strict=True):
+        save_file({each.name: each.read().contiguous() for each in shard}, folder / name, {"format": "pt"})
+        sync(folder / name)
+    if len(shards) > 1:
+        places = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        content = {
+            "metadata": {"total_size": sum(each.bytes for each in planned)},
+            "weight_map": dict(sorted(places.items())),
+        }
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def last_read(read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """`read` that keeps the last tensor: several in a row are made of one."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def reader(name: str) -> torch.Tensor:
+        if name not in kept:
+            kept.clear()
+            kept[name] = read(name)
+        return kept[name]
+
+    return reader
