@@ -73,7 +73,7 @@ def export_hf(
     tokenizer = tokenizer_of(checkpoint, config, state)
     source = CheckpointTensors(checkpoint)
     found = pairs(config.model, config.gsa)
-    _check_tensors(checkpoint, source, found)
+    check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
     warnings = _warnings(config, state)
     with new_folder(out) as folder:
@@ -141,7 +141,11 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
+def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
+    """
+    Raises:
+        ValueError: the checkpoint holds other tensors than its config says.
+    """
     expected = {pair.ours: pair.shape for pair in found}
     stored = {name: kind.shape for name, kind in source.kinds.items()}
     if wrong := sorted(expected.items() ^ stored.items()):
