@@ -215,8 +215,8 @@ def indexer_loss(
 ) -> torch.Tensor:
     """Mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the queries that select (GSA, equations 14 and 15).
 
-    Queries that see fewer than two keys, padding among them, have nothing to learn from and do not count. Where a block
-    shares a selection, p is the mean over its queries, and its first query counts alone.
+    Padding, which does not see itself, and queries that see one key alone have nothing to learn from and do not count.
+    Where a block shares a selection, p is the mean over its queries, and its first query counts alone.
 
     Args:
         scores: fp32 [B, L, L], with graph
@@ -225,10 +225,11 @@ def indexer_loss(
         visible: bool [B, L, L]
         leaders: int64 [B, L], or None
     """
-    counted = visible.sum(-1) > 1
+    real = visible.diagonal(dim1=1, dim2=2)
+    counted = real & (visible.sum(-1) > 1)
     if leaders is not None:
-        of_block = torch.zeros_like(probs)
-        probs = of_block.scatter_add(1, leaders[..., None].expand_as(probs), probs)
+        probs = torch.where(real[..., None], probs, 0)
+        probs = torch.zeros_like(probs).scatter_add(1, leaders[..., None].expand_as(probs), probs)
         counted = counted & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
     target = torch.where(attended, probs, 0)
     target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

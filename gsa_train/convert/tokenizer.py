@@ -70,7 +70,8 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path) -> None:
         if found != expected:
             raise ValueError(
                 f"tokenizer {tokenizer.path}: transformers gives {text!r} the ids {found[:12]}, training "
-                f"{expected[:12]}. The model would read other text than it was trained on; train with a tokenizer.json instead"
+                f"{expected[:12]}. The model would read other text than it was trained on; train with a tokenizer.json "
+                "instead"
             )
     if theirs.eos_token_id != tokenizer.eos_id:
         raise ValueError(

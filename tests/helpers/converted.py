@@ -1,0 +1,133 @@
+"""Models on their way to transformers and back, small and in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import gsa_hf  # noqa: F401 - registers the architecture
+from gsa_data.tokenize import Tokenizer
+from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config, PhaseConfig
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import enter_phase
+from helpers.checkpoints import run_state
+from helpers.runs import REPOSITORY
+from helpers.single_rank import DENSE, SPARSE, single_rank, tiny_config, tiny_model
+
+TOKENIZER = str(REPOSITORY / "data" / "sample" / "tokenizer.model")
+VOCABULARY = 4096
+LENGTH = 24
+
+NO_GATES: dict[str, Any] = {"value_gate": False, "output_gate": False}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "standard": {"gsa": {"attention": "dense", **NO_GATES}},
+    "sparse-only": {"gsa": {"indexer_activation": "relu", "adaptive_k": "off", **NO_GATES}},
+    "gated-only": {"gsa": {"attention": "dense"}},
+    "GSA": {},
+    "options": {
+        "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
+        "gsa": {
+            "value_gate": False,
+            "indexer_rope": True,
+            "local_window": 4,
+            "selection_block": 4,
+            "selection_reuse": 2,
+            "indexer_temperature": "learned",
+        },
+    },
+}
+"""The four models of the paper, and what they have not."""
+
+
+def config_of(name: str, **train: Any) -> Config:
+    sections = MODELS[name]
+    dense = sections.get("gsa", {}).get("attention") == "dense"
+    return tiny_config(
+        [DENSE if dense else SPARSE],
+        model={"vocab_size": VOCABULARY, "head_dim": 8, **sections.get("model", {})},
+        gsa=sections.get("gsa", {}),
+        train={"seq_len_tokens": LENGTH, **train},
+        data={"tokenizer": TOKENIZER},
+    )
+
+
+def random_model(config: Config) -> Model:
+    """No bias and no norm as it is at first, so that none can be left out unseen."""
+    model = tiny_model(config, variance_ema=0.02)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.gpt.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    enter_phase(model, config.phases[0])
+    return model
+
+
+def save(model: Model, config: Config, folder: Path) -> Path:
+    """A checkpoint with the tokenizer's copy, as a run's."""
+    tokenizer = Tokenizer(TOKENIZER)
+    optimizer = build_optimizer(model, config.phases[0], config)
+    small_files = {tokenizer.file_name: tokenizer.file}
+    settings = CheckpointConfig(async_save=False)
+    saver = CheckpointSaver(folder, settings, single_rank(), small_files=small_files)
+    state = dataclasses.replace(run_state(1, config), data={"tokenizer_fingerprint": tokenizer.fingerprint})
+    (result,) = saver.begin(state, model, optimizer)
+    saver.close()
+    close_optimizer(model, optimizer)
+    assert result.error is None, result.error
+    return result.folder
+
+
+def some_tokens(rows: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+
+
+@torch.no_grad()
+def training_logits(model: Model, phase: PhaseConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """fp32 [B, L, V], of sequences that are a document each."""
+    enter_phase(model, phase)
+    attention_pass = dataclasses.replace(model.runtime.attention_pass, evaluating=True)
+    with model.runtime.during(attention_pass):
+        logits: torch.Tensor = model.module(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    return logits.float()
+
+
+@torch.no_grad()
+def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """fp32 [B, L, V], of an exported folder.
+
+    Not by `from_pretrained`: in a process that has joined a process group transformers (5.24) leaves buffers that are
+    not in the files, such as the rotary embedding's, without values.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="eager").eval()
+    weights: dict[str, torch.Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        weights |= load_file(shard)
+    assert {name: tensor.dtype for name, tensor in weights.items()} == {
+        name: tensor.dtype for name, tensor in model.state_dict().items() if name in weights
+    }
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert unexpected == []
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    logits: torch.Tensor = model(tokens).logits
+    return logits.float()
+
+
+def model_with_weights_of(folder: Path, config: Config) -> Model:
+    """As a run begins with `checkpoint.initial_weights`."""
+    checkpoint = dataclasses.replace(config.checkpoint, initial_weights=str(folder))
+    config = dataclasses.replace(config, checkpoint=checkpoint)
+    model = tiny_model(config)
+    tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None)
+    load_initial_weights(config, model, tokenizer, single_rank())
+    return model

@@ -1,0 +1,161 @@
+"""Checkpoints as folders of transformers: the same logits, whole or not there, and back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.commands import export_hf as command
+from gsa_train.convert.export_hf import export_hf, find_source
+from gsa_train.convert.import_hf import import_hf
+from helpers.converted import (
+    MODELS,
+    TOKENIZER,
+    config_of,
+    hf_logits,
+    random_model,
+    save,
+    some_tokens,
+    training_logits,
+)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Without the model card, which tells where the weights come from."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_training_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    config = config_of(name)
+    model = random_model(config)
+    checkpoint = save(model, config, tmp_path / "checkpoints")
+    done = export_hf(checkpoint, tmp_path / "out", max_shard_bytes=150_000)
+    assert len(list(done.folder.glob("model-*-of-*.safetensors"))) > 1
+
+    tokens = some_tokens()
+    expected = training_logits(model, config.phases[0], tokens)
+    torch.testing.assert_close(hf_logits(done.folder, tokens), expected, rtol=1e-5, atol=1e-5)
+
+    import_hf(done.folder, tmp_path / "back")
+    again = export_hf(tmp_path / "back", tmp_path / "again", max_shard_bytes=150_000)
+    assert files_of(again.folder) == files_of(done.folder)
+
+
+@pytest.mark.parametrize("name", ["gated-only", "GSA"])
+def test_in_bf16_the_error_is_that_of_training(name: str, tmp_path: Path) -> None:
+    """Where every query selects all that it sees: rounding decides between near scores."""
+    config = config_of(name, precision="bf16")
+    model = random_model(config)
+    for attention in model.attentions:
+        if attention.variance is not None:
+            attention.variance.ema.fill_(1e6)
+    checkpoint = save(model, config, tmp_path / "checkpoints")
+    tokens = some_tokens()
+    theirs = hf_logits(export_hf(checkpoint, tmp_path / "bf16").folder, tokens)
+    exact = hf_logits(export_hf(checkpoint, tmp_path / "fp32", dtype="fp32").folder, tokens)
+    ours = training_logits(model, config.phases[0], tokens)
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+    error = (ours - exact).abs().max()
+    assert error > 0
+    assert (theirs - exact).abs().max() <= 2 * error
+
+
+@pytest.fixture(scope="module")
+def gsa(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A GSA model's checkpoint and its folder for transformers."""
+    folder = tmp_path_factory.mktemp("gsa")
+    config = config_of("GSA")
+    checkpoint = save(random_model(config), config, folder / "run" / "checkpoints")
+    return checkpoint, export_hf(checkpoint, folder / "out").folder
+
+
+def test_the_folder_is_all_that_transformers_asks_for(gsa: tuple[Path, Path]) -> None:
+    _, out = gsa
+    content = json.loads((out / "config.json").read_text())
+    assert content["auto_map"]["AutoModelForCausalLM"] == "modeling_gsa.GSAForCausalLM"
+    assert all((out / f"{place.split('.')[0]}.py").is_file() for place in content["auto_map"].values())
+    assert content["eos_token_id"] == GenerationConfig.from_pretrained(out).eos_token_id == 2
+    assert (out / "tokenizer.model").read_bytes() == Path(TOKENIZER).read_bytes()
+    card = (out / "README.md").read_text()
+    assert "| tokens seen | 64 (64) |" in card
+    assert "library_name: transformers" in card
+
+
+def test_the_tokenizer_gives_the_ids_of_training(gsa: tuple[Path, Path]) -> None:
+    theirs, ours = AutoTokenizer.from_pretrained(gsa[1]), Tokenizer(TOKENIZER)
+    text = "\n\n  def naïve(x):\n\t\treturn '日本 😀'  # \u00a0 \x00 end   \n"
+    assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert theirs.eos_token_id == ours.eos_id
+
+
+def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(
+    gsa: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, out = gsa
+    with pytest.raises(ValueError, match=r"--out .*: exists and is not empty; give another folder"):
+        export_hf(checkpoint, out)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gsa_train.convert.export_hf.write_shards", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export_hf(checkpoint, tmp_path / "new")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    config = config_of("standard")
+    checkpoint = save(random_model(config), config, tmp_path / "checkpoints")
+    copy = checkpoint / "tokenizer.model"
+    content = copy.read_bytes()
+    copy.write_bytes(content[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"tokenizer .*: not the file that .* was trained with"):
+        export_hf(checkpoint, tmp_path / "out")
+    copy.write_bytes(content)
+    shard = checkpoint / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp has .* Give another checkpoint"):
+        export_hf(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:
+    checkpoint, _ = gsa
+    run = checkpoint.parents[1]
+    assert find_source(run, None, None) == find_source(run, 1, None) == (checkpoint, run)
+    assert find_source(None, None, checkpoint) == (checkpoint, None)
+    with pytest.raises(ValueError, match=r"--step 7: no complete checkpoint there; steps that have one: 1"):
+        find_source(run, 7, None)
+    with pytest.raises(ValueError, match=r"--checkpoint .*: no complete checkpoint there"):
+        find_source(None, None, run / "nowhere")
+
+
+def test_the_command(
+    gsa: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["export_hf.py", *words])
+        return command.main()
+
+    checkpoint, out = gsa
+    assert (
+        run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "new"), "--max-shard-size", "1MB") == 0
+    )
+    assert "tensors" in capsys.readouterr().out
+    assert run("--checkpoint", str(checkpoint), "--out", str(out)) == 2
+    assert "not empty" in capsys.readouterr().err
+    for wrong in (["--max-shard-size", "much"], ["--step", "1"], ["--dtype", "fp8"]):
+        with pytest.raises(SystemExit) as end:
+            run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other"), *wrong)
+        assert end.value.code == 2

@@ -1,0 +1,309 @@
+"""Dense models of transformers as GSA models: the same first loss, training from there, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+from gsa_train.checkpoint.files import find_checkpoint
+from gsa_train.commands import import_hf as command
+from gsa_train.config import Config, load_config
+from gsa_train.convert.dense_models import OPEN_BIAS
+from gsa_train.convert.export_hf import export_hf
+from gsa_train.convert.import_hf import TokenizerChoice, import_hf
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from helpers.converted import (
+    TOKENIZER,
+    VOCABULARY,
+    hf_logits,
+    model_with_weights_of,
+    some_tokens,
+    training_logits,
+)
+from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, take_step, tiny_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+}
+FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16}
+DENSE_MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    "llama, tied": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**SIZES, head_dim=16, sliding_window=64),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **FULL, num_experts=0),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **FULL),
+}
+
+
+def dense_model(name: str, folder: Path) -> PreTrainedModel:
+    """With random norms and biases, saved with a tokenizer."""
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(DENSE_MODELS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    shutil.copyfile(TOKENIZER, folder / "tokenizer.model")
+    return model
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+def phase_config(imported: Config, phases: list[Any], **gsa: Any) -> Config:
+    """To train the imported weights."""
+    section = dataclasses.replace(imported.gsa, **gsa)
+    train = dataclasses.replace(tiny_config().train, seq_len_tokens=imported.train.seq_len_tokens)
+    return dataclasses.replace(
+        tiny_config(phases), model=imported.model, gsa=section, data=imported.data, train=train
+    )
+
+
+@pytest.mark.parametrize("name", DENSE_MODELS)
+def test_the_first_loss_is_that_of_the_dense_model_and_it_leaves_as_a_gsa_model(
+    name: str, tmp_path: Path
+) -> None:
+    theirs, tokens = dense_model(name, tmp_path / "hf"), some_tokens()
+    with torch.no_grad():
+        expected = theirs(tokens).logits.float()
+    imported = import_hf(tmp_path / "hf", tmp_path / "in")
+    config = phase_config(imported, [DENSE])
+    logits = training_logits(model_with_weights_of(tmp_path / "in", config), DENSE, tokens)
+    assert loss_of(logits, tokens) == pytest.approx(loss_of(expected, tokens), rel=1e-6)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    out = export_hf(tmp_path / "in", tmp_path / "out").folder
+    assert json.loads((out / "config.json").read_text())["model_type"] == "gsa"
+    torch.testing.assert_close(hf_logits(out, tokens), expected, rtol=1e-4, atol=1e-4)
+    assert loss_of(hf_logits(out, tokens), tokens) == pytest.approx(loss_of(expected, tokens), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "hf"
+    dense_model("llama", folder)
+    return folder
+
+
+def test_open_gates_change_no_bit(llama: Path, tmp_path: Path) -> None:
+    tokens, logits = some_tokens(), {}
+    assert torch.sigmoid(torch.tensor(OPEN_BIAS)) == 1
+    assert torch.sigmoid(torch.tensor(OPEN_BIAS, dtype=torch.bfloat16).float()) == 1
+    for gates in ("none", "open"):
+        imported = import_hf(llama, tmp_path / gates, gates=gates)
+        assert imported.gsa.output_gate == imported.gsa.value_gate == (gates == "open")
+        model = model_with_weights_of(tmp_path / gates, phase_config(imported, [DENSE]))
+        logits[gates] = training_logits(model, DENSE, tokens)
+    assert torch.equal(logits["open"], logits["none"])
+
+
+def test_ten_steps_of_each_phase_train(llama: Path, tmp_path: Path) -> None:
+    """Dense -> warm-up -> sparse, with gates and an indexer that the dense model has not."""
+    imported = import_hf(llama, tmp_path / "in", seq_len_tokens=16)
+    phases = [DENSE, WARM_UP, SPARSE]
+    new = {"attention": "sparse", "value_gate": True, "output_gate": True, "gate_bias_init": 4.0}
+    config = phase_config(imported, phases, **new, k_min=2, k_base=5, k_max=9, indexer_heads=2, indexer_dim=8)
+    model = model_with_weights_of(tmp_path / "in", config)
+    batches = random_batches(config)
+    losses: list[list[float]] = []
+    for phase in phases:
+        optimizer = build_optimizer(model, phase, config)
+        before = {name: weight.detach().clone() for name, weight in model.gpt.named_parameters()}
+        steps = [take_step(model, optimizer, batches, config, lr=1e-3, step=step) for step in range(10)]
+        close_optimizer(model, optimizer)
+        losses.append([(step.loss_sum / step.loss_tokens).item() for step in steps])
+        changed = {
+            name for name, weight in model.gpt.named_parameters() if not torch.equal(weight, before[name])
+        }
+        assert any("indexer" in name for name in changed) == (phase.train != "base")
+        assert any("linear_qkv" in name for name in changed) == (phase.train != "indexer")
+    dense, warm_up, sparse = losses
+    assert dense[-1] < dense[0]
+    assert warm_up[0] == pytest.approx(warm_up[-1], rel=1e-6)
+    assert sparse[-1] < sparse[0]
+
+
+def test_the_config_to_start_from_loads(llama: Path, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "in", seq_len_tokens=32)
+    config = load_config(tmp_path / "in" / "config.yaml")
+    assert config.model.rope_base == 5e5
+    assert config.train.seq_len_tokens == 32
+    assert config.gsa.attention == "dense"
+    assert config.checkpoint.initial_weights == str(tmp_path / "in")
+    assert Path(config.data.tokenizer).is_file()
+    assert find_checkpoint(tmp_path / "in") == tmp_path / "in"
+    (tmp_path / "in" / "config.yaml").write_text("model: {}")  # which is the user's
+    model_with_weights_of(tmp_path / "in", phase_config(config, [DENSE]))
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"model_type": "gpt2"},
+        "model_type = gpt2: unknown architecture; give a model of llama",
+    ),
+    "attention biases": ({"attention_bias": True}, "attention_bias = True: biases on all projections"),
+    "mlp biases": ({"mlp_bias": True}, "mlp_bias = True: biases in the feed-forward layer"),
+    "softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: a softcap"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = gelu: a GSA model has silu"),
+    "rope scaling": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_parameters.rope_type = linear: a GSA model has the default alone",
+    ),
+    "sliding window": (
+        {"model_type": "mistral", "sliding_window": 16},
+        "sliding_window = 16: shorter than the 64 tokens of a sequence.*pass --seq-len-tokens 16 or less",
+    ),
+    "linear attention": (
+        {"model_type": "qwen3_next", "num_experts": 0, "head_dim": 8, "layer_types": None},
+        "layer_types has linear_attention: a GSA model has full attention in each layer",
+    ),
+    "experts": (
+        {"model_type": "qwen3_next", "num_experts": 4, "head_dim": 8, **FULL},
+        "num_experts = 4: a GSA model has no mixture of experts",
+    ),
+    "vocabulary": (
+        {"vocab_size": 4000},
+        "vocab_size = 4000: .* has 4096 tokens, more than the embedding has rows",
+    ),
+    "sizes": ({"intermediate_size": 40}, r"mlp.gate_proj.weight has the shape \[48, 32\], .* of \[40, 32\]"),
+    "biases in the weights": (
+        {"model_type": "qwen2"},
+        "self_attn.q_proj.bias: missing in the weights; copy the folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_gsa_model_cannot_represent_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
+    folder, (fields, message) = tmp_path / "hf", REFUSED[name]
+    shutil.copytree(llama, folder)
+    change(folder, **fields)
+    with pytest.raises(ValueError, match=message) as error:
+        import_hf(folder, tmp_path / "in")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "in").exists()
+
+
+def without_a_shard(folder: Path) -> None:
+    next(folder.glob("model-00002-*")).unlink()
+
+
+def cut_off(folder: Path) -> None:
+    shard = next(folder.glob("model-00002-*"))
+    shard.write_bytes(shard.read_bytes()[:-8])
+
+
+def other_header(folder: Path) -> None:
+    shard = next(folder.glob("model-00002-*"))
+    shard.write_bytes(b"\xff" * 16 + shard.read_bytes()[16:])
+
+
+def renamed(folder: Path) -> None:
+    shard = next(folder.glob("model-00002-*"))
+    tensors = load_file(shard)
+    first = sorted(tensors)[0]
+    save_file(
+        {(f"{name}.other" if name == first else name): tensor for name, tensor in tensors.items()}, shard
+    )
+
+
+def one_more(folder: Path) -> None:
+    shard = next(folder.glob("model-00002-*"))
+    save_file({**load_file(shard), "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, shard)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.0.self_attn.q_proj.bias"] = shard.name
+    index.write_text(json.dumps(content))
+
+
+def pickles(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def leading_out(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-00002', '"../model-00002'))
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    without_a_shard: "model-00002-of-.*: the shard is missing; copy the folder",
+    cut_off: "model-00002-of-.* is damaged: .*; copy the folder",
+    other_header: "model-00002-of-.* is damaged: .*; copy the folder",
+    renamed: "holds other tensors than model.safetensors.index.json says: .* is not in|is only in",
+    one_more: "q_proj.bias: in the weights, but a GSA model of its config.json has no such tensor",
+    pickles: "has pytorch_model.bin, a pickle, which is not read; give a folder with model.safetensors",
+    leading_out: "which leads out of the folder",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_altered_weights_are_refused(damage: Callable[[Path], None], llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(llama, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(folder, max_shard_size="300KB")
+    damage(folder)
+    with pytest.raises(ValueError, match=DAMAGES[damage]):
+        import_hf(folder, tmp_path / "in")
+    assert not (tmp_path / "in").exists()
+
+
+def test_without_a_tokenizer_one_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(llama, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer.json and no tokenizer.model; give .* by --tokenizer"
+    ):
+        import_hf(folder, tmp_path / "in")
+    config = import_hf(folder, tmp_path / "in", tokenizer=TokenizerChoice(Path(TOKENIZER), "<s>"))
+    assert config.data.eos_token == "<s>"
+
+
+def test_the_command(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["import_hf.py", "--hf", str(llama), "--out", *words])
+        return command.main()
+
+    assert run(str(tmp_path / "in"), "--gates", "open") == 0
+    assert "start from" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "in" / "config.yaml").read_text())["gsa"]["gate_bias_init"] == OPEN_BIAS
+    assert run(str(tmp_path / "in")) == 2
+    assert "exists and is not empty" in capsys.readouterr().err

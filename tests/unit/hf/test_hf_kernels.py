@@ -1,0 +1,166 @@
+"""`attn_implementation="gsa"` beside "eager", in Triton's interpreter; tests/gpu/test_hf_on_gpu.py runs it on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("triton")
+
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache
+
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER
+from gsa_hf.modeling_gsa import CACHE_ARGUMENT
+from helpers.hf import distinct_tokens, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU instead")
+
+KERNEL_SIZES: dict[str, Any] = {
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "index_head_dim": 16,
+}
+BLOCKS: dict[str, Any] = {"index_block_size": 16, "index_local_window": 16}
+
+
+def model_of(**changes: Any) -> Any:
+    return tiny_model(**{**KERNEL_SIZES, **changes})
+
+
+def padded(length: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = distinct_tokens(2, length)
+    mask = torch.ones_like(tokens)
+    mask[1, :pads] = 0
+    return tokens, mask
+
+
+def a_cache(model: Any, kind: str) -> Cache:
+    return (
+        StaticCache(model.config, max_cache_len=40) if kind == "static" else DynamicCache(config=model.config)
+    )
+
+
+def steps(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, prompt: int, kind: str, swap_at: int | None = None
+) -> torch.Tensor:
+    """Logits of the prompt and of one token after the other; at `swap_at` the sequences change places."""
+    held, found = {CACHE_ARGUMENT: a_cache(model, kind)}, []
+    places = [(0, prompt), *((t, t + 1) for t in range(prompt, tokens.shape[1]))]
+    with torch.no_grad():
+        for first, end in places:
+            if first == swap_at:
+                held[CACHE_ARGUMENT].reorder_cache(torch.tensor([1, 0]))
+                tokens, mask = tokens.flip(0), mask.flip(0)
+            given = {"attention_mask": mask[:, :end], "use_cache": True}
+            found.append(model(tokens[:, first:end], **given, **held).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "prompt", "length", "swap_at"),
+    [
+        ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 18, 20, None),
+        ({"index_topk_freq": 2, "index_rope": True, "index_local_window": 2}, "static", 18, 20, 19),
+        (BLOCKS, "static", 30, 36, 34),
+        ({**BLOCKS, "num_hidden_layers": 1}, "dynamic", 30, 33, None),
+    ],
+    ids=["dense-and-sparse", "reuse", "blocks", "blocks-dynamic"],
+)
+def test_prompt_and_decoding(
+    changes: dict[str, Any], kind: str, prompt: int, length: int, swap_at: int | None
+) -> None:
+    """A batch with padding in front. The first sequence enters its third block; in a static cache selections of
+    blocks are kept, but not through a change of places."""
+    model = model_of(**changes)
+    tokens, mask = padded(length, 3)
+    expected = steps(model, tokens, mask, prompt, kind, swap_at)
+    model.set_attn_implementation("gsa")
+    found = steps(model, tokens, mask, prompt, kind, swap_at)
+    real = mask.bool()
+    if swap_at is not None:
+        real[:, swap_at:] = real[:, swap_at:].flip(0)
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cropped_block_is_selected_again() -> None:
+    """Back by three tokens into the block before, where other tokens follow."""
+    model = model_of(**BLOCKS, num_hidden_layers=1)
+    tokens, mask = distinct_tokens(1, 34), torch.ones(1, 34, dtype=torch.long)
+    other = tokens.clone()
+    other[:, 31:] = distinct_tokens(1, 3, seed=5)
+    found = []
+    for attention in ("eager", "gsa"):
+        model.set_attn_implementation(attention)
+        cache = a_cache(model, "static")
+        held = {CACHE_ARGUMENT: cache, "use_cache": True}
+        with torch.no_grad():
+            model(tokens[:, :31], attention_mask=mask[:, :31], **held)
+            for sequence in (tokens, other):
+                for t in range(31, 34):
+                    logits = model(sequence[:, t : t + 1], attention_mask=mask[:, : t + 1], **held).logits
+                if sequence is tokens:
+                    for layer in cache.layers:  # 5.17 has no crop of static caches
+                        layer.cumulative_length.sub_(3)
+                        layer.indexer_cumulative_length.sub_(3)
+        found.append(logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, BLOCKS], ids=["queries", "blocks"])
+def test_loss_and_gradients(changes: dict[str, Any]) -> None:
+    """Padding in front of one sequence and behind the other."""
+    model = model_of(
+        **changes, num_hidden_layers=1, indexer_loss_coef=1.0, index_temperature="learned"
+    ).train()
+    tokens, mask = padded(20, 3)
+    mask[0, 17:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[1, 3] = -100  # it follows padding, whose output is anything
+    found = []
+    for attention in ("eager", "gsa"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        outputs = model(tokens, attention_mask=mask, labels=labels, use_cache=False)
+        outputs.loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append({"kl": outputs.indexer_loss.detach(), "loss": outputs.loss.detach(), **gradients})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_pieces_and_documents() -> None:
+    model, tokens = model_of(num_hidden_layers=1), distinct_tokens(1, 20)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    with torch.no_grad():
+        whole = model(tokens).logits
+        packed = model(tokens, position_ids=positions, use_cache=False).logits
+        model.set_attn_implementation("gsa")
+        held = {CACHE_ARGUMENT: a_cache(model, "static"), "use_cache": True}
+        pieces = [model(piece, **held).logits for piece in tokens.split([11, 9], 1)]
+        documents = model(tokens, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(documents, packed, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_kernels_cannot_run() -> None:
+    model = model_of(**BLOCKS, num_hidden_layers=1)
+    model.set_attn_implementation("gsa")
+    tokens, mask = padded(20, 3)
+    gaps = mask.clone()
+    gaps[0, 5] = 0
+    with pytest.raises(ValueError, match="attention_mask has gaps"):
+        model(tokens, attention_mask=gaps)
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
+        model(tokens, attention_mask=torch.ones(2, 1, 20, 20))
+    with pytest.raises(ValueError, match="position_ids hold several documents with index_block_size 16"):
+        model(tokens, position_ids=torch.arange(20)[None] % 10, use_cache=False)
+    held = {CACHE_ARGUMENT: a_cache(model, "dynamic"), "use_cache": True}
+    with torch.no_grad():
+        model(tokens, **held)
+        with pytest.raises(ValueError, match="2 tokens follow 20 in the cache with index_block_size 16"):
+            model(tokens[:, :2], **held)

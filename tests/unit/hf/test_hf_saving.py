@@ -1,0 +1,128 @@
+"""Folders of models: written, read, and run without this repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import gsa_hf
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM, GSAModel
+from helpers.hf import SIZES, distinct_tokens, tiny_model
+
+ALONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True).eval()
+assert not any(name.split(".")[0] in ("gsa_hf", "gsa_kernels", "gsa_train") for name in sys.modules), "the repository"
+tokens = torch.load({tokens!r})
+with torch.no_grad():
+    torch.save(model(tokens).logits, {logits!r})
+torch.save(model.generate(tokens, max_new_tokens=12, do_sample=False, no_repeat_ngram_size=1), {generated!r})
+try:
+    AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True, attn_implementation="gsa")(tokens)
+except ValueError as error:
+    assert "move it to a CUDA device, or pass 'sdpa'" in str(error), error
+else:
+    raise AssertionError("the kernels ran on a CPU")
+"""
+
+
+@pytest.mark.parametrize("name", ["standard", "blocks-rope-reuse"])
+def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
+    model, tokens = tiny_model(name, index_temperature="learned"), distinct_tokens(1, 20)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert type(loaded) is GSAForCausalLM
+    assert loaded.config.to_dict().keys() == model.config.to_dict().keys()
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is GSAModel
+    assert type(AutoConfig.from_pretrained(tmp_path)) is GSAConfig
+
+
+def test_bf16_leaves_the_average_in_fp32(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    loaded = GSAForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    average = loaded.model.layers[0].self_attn.indexer.variance_ema
+    assert average.dtype == torch.float32
+    assert float(average) == float(torch.tensor(0.01))
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    loaded = GSAForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    model, tokens = tiny_model("blocks-rope-reuse", attention="sdpa"), distinct_tokens(2, 14)
+    gsa_hf.GSAConfig.register_for_auto_class()
+    gsa_hf.GSAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    try:
+        model.save_pretrained(folder)
+    finally:
+        gsa_hf.GSAConfig._auto_class = gsa_hf.GSAForCausalLM._auto_class = None
+    assert json.loads((folder / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "configuration_gsa.GSAConfig",
+        "AutoModelForCausalLM": "modeling_gsa.GSAForCausalLM",
+    }
+    files = {name: str(tmp_path / name) for name in ("tokens", "logits", "generated")}
+    torch.save(tokens, files["tokens"])
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")
+    }
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    # -S and the packages' folders alone: an editable installation of this repository would be found through its .pth.
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    code = f"import sys; sys.path += {packages!r}\n" + ALONE.format(folder=str(folder), **files)
+    run = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(files["logits"]), model(tokens).logits)
+    expected = model.generate(tokens, max_new_tokens=12, do_sample=False, no_repeat_ngram_size=1)
+    assert torch.equal(torch.load(files["generated"]), expected)
+
+
+def test_layer_types_by_either_name() -> None:
+    names = ["deepseek_sparse_attention", "indexed_attention"]
+    assert GSAConfig(**SIZES, layer_types=names).layer_types == [INDEXED_LAYER] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; pass a multiple of num_key_value_heads 3"),
+        ({"index_topk_min": 20}, "index_topk_min is 20; pass at most index_topk_max 16"),
+        ({"index_block_size": 4}, "index_local_window is 0; pass at least index_block_size 4"),
+        ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
+        ({"index_temperature": "warm"}, "index_temperature is 'warm'; pass a positive number or 'learned'"),
+        ({"index_adaptive": "up"}, "index_adaptive"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; pass 'silu'"),
+        ({"indexer_loss_coef": -1.0}, "indexer_loss_coef is -1.0; pass 0 or a positive number"),
+        ({"layer_types": [DENSE_LAYER, "sliding_attention"]}, "layer_types.1. is 'sliding_attention'; pass"),
+        (
+            {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "index_topk_freq": 2},
+            "selection of layer 0, which is dense",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        GSAConfig(**{**SIZES, **fields})

@@ -1,0 +1,118 @@
+"""Training with transformers' tools, and its pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
+
+from helpers.hf import distinct_tokens, tiny_model
+
+
+def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return float(loss.detach()), {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+def test_checkpointed_gradients_are_equal(name: str) -> None:
+    model = tiny_model(name, indexer_loss_coef=0.5, index_temperature="learned").train()
+    tokens = distinct_tokens(2, 20)
+    loss, plain = gradients(model, input_ids=tokens, labels=tokens)
+    leaders = [layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None]
+    assert all(parameter.grad is not None for indexer in leaders for parameter in indexer.parameters())
+    model.gradient_checkpointing_enable()
+    again, checkpointed = gradients(model, input_ids=tokens, labels=tokens)
+    assert again == loss
+    assert plain.keys() == checkpointed.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(checkpointed[key], value, msg=key)
+
+
+def test_the_indexer_learns_from_its_own_loss_alone() -> None:
+    model, tokens = tiny_model().train(), distinct_tokens(2, 20)
+    loss, without = gradients(model, input_ids=tokens, labels=tokens)
+    assert not any("indexer" in key for key in without)
+    model.config.indexer_loss_coef = 2.0
+    outputs = model(tokens, labels=tokens)
+    assert float(outputs.loss.detach()) == pytest.approx(loss + 2 * float(outputs.indexer_loss.detach()))
+    _, with_it = gradients(model, input_ids=tokens, labels=tokens)
+    for key, value in without.items():
+        torch.testing.assert_close(with_it[key], value, msg=key)
+    assert model.eval()(tokens, labels=tokens).indexer_loss is None
+
+
+def test_masked_labels_and_the_mean_over_a_step() -> None:
+    """Two passes of unequal length with the number of labels of both are one pass of both."""
+    model = tiny_model(indexer_loss_coef=1.0).train()
+    rows = [distinct_tokens(1, length, seed=length) for length in (20, 12)]
+    labels = [row.clone() for row in rows]
+    labels[0][:, :5] = -100
+    count = sum(int((row[:, 1:] != -100).sum()) for row in labels)
+    parts, losses = [], []
+    for row, wanted in zip(rows, labels, strict=True):
+        outputs = model(row, labels=wanted, num_items_in_batch=count)
+        share = int((wanted[:, 1:] != -100).sum()) / count
+        text = (
+            torch.nn.functional.cross_entropy(outputs.logits[0, :-1], wanted[0, 1:], reduction="sum") / count
+        )
+        losses.append(outputs.loss)
+        parts.append(text + share * outputs.indexer_loss)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(parts))
+
+
+def test_ten_steps_of_trainer(tmp_path: Path) -> None:
+    model = tiny_model("blocks", indexer_loss_coef=1.0, index_temperature="learned")
+    average = model.model.layers[0].self_attn.indexer.variance_ema.clone()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    rows = [{"input_ids": row, "labels": row} for row in distinct_tokens(16, 16)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=10,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert torch.equal(model.model.layers[0].self_attn.indexer.variance_ema, average)
+
+
+def test_text_generation_pipeline() -> None:
+    words = {f"w{number}": number for number in range(512)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="w0", unk_token="w0", padding_side="left"
+    )
+    model = tiny_model()
+    generate = pipeline("text-generation", model=model, tokenizer=fast, device="cpu")
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "no_repeat_ngram_size": 1}
+    together = generate(["w5 w9 w31 w7", "w3 w4"], batch_size=2, **options)
+    for prompt, (found,) in zip(["w5 w9 w31 w7", "w3 w4"], together, strict=True):
+        (alone,) = generate(prompt, **options)
+        assert found["generated_text"] == alone["generated_text"]
+        assert found["generated_text"].count("w") == prompt.count("w") + 8
