@@ -94,6 +94,8 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+    # `with torch.device(...)`, in which transformers loads models, knows these functions by identity.
+    torch.utils._device._device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
