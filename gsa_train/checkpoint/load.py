@@ -29,6 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from gsa_train.checkpoint.files import (
     MANIFEST,
     MEGATRON_METADATA,
+    FileRecord,
     faults_in,
     is_complete,
     read_manifest,
@@ -102,15 +103,7 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
     """
     shared: list[Any] = [None, {}]
     if parallel.is_main:
-        try:
-            shared[1] = read_manifest(checkpoint)
-            unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - shared[1].keys()
-            if unlisted:
-                shared[0] = f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}"
-        except FileNotFoundError:
-            shared[0] = _why_no_manifest(checkpoint)
-        except (OSError, ValueError) as error:
-            shared[0] = str(error)
+        shared = [*listed_files(checkpoint)]
     dist.broadcast_object_list(shared, src=0)
     fault, files = shared
     if fault is None:
@@ -126,6 +119,21 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool) -> str | 
         dist.broadcast_object_list(refused, src=0)
         fault = refused[0]
     return fault
+
+
+def listed_files(checkpoint: Path) -> tuple[str | None, dict[str, FileRecord]]:
+    """What is wrong with the manifest, or None; and the files that it lists: none for a checkpoint from before there
+    were manifests, which is not verified."""
+    try:
+        files = read_manifest(checkpoint)
+    except FileNotFoundError:
+        return _why_no_manifest(checkpoint), {}
+    except (OSError, ValueError) as error:
+        return str(error), {}
+    unlisted = {MEGATRON_METADATA, TORCH_METADATA, COMMON_STATE_FNAME} - files.keys()
+    if unlisted:
+        return f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}", files
+    return None, files
 
 
 def _why_no_manifest(checkpoint: Path) -> str | None:

@@ -31,13 +31,12 @@ from gsa_train.checkpoint.files import (
     FileRecord,
     describe_file,
     faults_in,
-    read_manifest,
     sync,
     write_durably,
     write_manifest,
 )
 from gsa_train.checkpoint.guarded import read_metadata, refused_content
-from gsa_train.checkpoint.load import RunState
+from gsa_train.checkpoint.load import RunState, listed_files
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
 
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -106,14 +105,11 @@ def damage_of(checkpoint: Path) -> str | None:
 
     Of a checkpoint from before there were manifests only what its metadata says is looked at.
     """
-    try:
-        files = read_manifest(checkpoint)
-    except FileNotFoundError:
-        return refused_content(checkpoint, None)
-    except (OSError, ValueError) as error:
-        return str(error)
+    fault, files = listed_files(checkpoint)
+    if fault is not None:
+        return fault
     faults = faults_in(checkpoint, files, checksums=True)
-    return "; ".join(faults[:3]) or refused_content(checkpoint, files)
+    return "; ".join(faults[:3]) or refused_content(checkpoint, files or None)
 
 
 def write_weights(

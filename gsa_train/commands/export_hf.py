@@ -15,6 +15,8 @@ import re
 import sys
 from pathlib import Path
 
+from gsa_train.convert import missing_package
+
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -36,6 +38,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.step is not None and arguments.run is None:
         parser.error("--step is of a run; give --run RUN_DIR")
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_train.convert.export_hf import export_hf, find_source
 

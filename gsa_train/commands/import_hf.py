@@ -13,6 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from gsa_train.convert import missing_package
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Import a model of Hugging Face's transformers.")
@@ -32,6 +34,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seq_len_tokens is not None and arguments.seq_len_tokens < 1:
         parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_train.convert.import_hf import TokenizerChoice, import_hf
 

@@ -129,6 +129,8 @@ def _short(value: Any) -> str:
 
 def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
     """Of the tensor that the GSA model calls `name` and that has `shape`."""
+    if model_type not in ARCHITECTURES:  # a GSA model itself
+        return Recipe(name, lambda weight: weight)
     if model_type in OUTPUT_GATED:
         if name.endswith("norm.weight"):
             return Recipe(name, lambda weight: 1 + weight.float())

@@ -66,7 +66,7 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     for text in PROBES:
         expected = tokenizer.encode(text).tolist()
-        found = theirs(text, add_special_tokens=False)["input_ids"]
+        found = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
         if found != expected:
             raise ValueError(
                 f"tokenizer {tokenizer.path}: transformers gives {text!r} the ids {found[:12]}, training "
@@ -86,7 +86,8 @@ def convert_sentencepiece(file: bytes, path: str) -> str:
     Raises:
         ValueError: its kind of model has no counterpart.
     """
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    proto = messages.ModelProto()
     proto.ParseFromString(file)
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
     pieces = [piece.piece for piece in proto.pieces]

@@ -105,8 +105,9 @@ def training_logits(model: Model, phase: PhaseConfig, tokens: torch.Tensor) -> t
 def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """fp32 [B, L, V], of an exported folder.
 
-    Not by `from_pretrained`: in a process that has joined a process group transformers (5.24) leaves buffers that are
-    not in the files, such as the rotary embedding's, without values.
+    Not by `from_pretrained`, which builds models on the device "meta": torch makes none there once
+    `gsa_train.cpu_backend` has replaced its constructors, and what is in no file, as the rotary embedding's
+    frequencies, would be left without values.
     """
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="eager").eval()

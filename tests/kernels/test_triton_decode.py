@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from decode_cases import (
     CUDA,
     RULE,
+    Case,
     check,
     check_attention,
     check_selection,
@@ -25,8 +26,9 @@ from decode_cases import (
     poisoned_buffers,  # noqa: F401 - pytest finds it here
 )
 
+from gsa_kernels import api
 from gsa_kernels.decode import op, state, triton_select
-from gsa_kernels.types import BudgetRule
+from gsa_kernels.types import BudgetRule, Geometry, Implementation
 
 GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 DEVICES = [
@@ -201,3 +203,58 @@ def test_refuses() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             bad()
+
+
+def padded_in_front(case: Case, pads: list[int]) -> Case:
+    """The same sequences behind entries of NaN, in caches with room for both."""
+    room = max(pads)
+
+    def moved(cache: torch.Tensor) -> torch.Tensor:
+        longer = cache.new_full((cache.shape[0], cache.shape[1] + room, *cache.shape[2:]), float("nan"))
+        for row, pad in enumerate(pads):
+            longer[row, pad : pad + cache.shape[1]] = cache[row]
+        return longer
+
+    k, v, keys = moved(case.cache.k), moved(case.cache.v), moved(case.indexer.keys)
+    starts = torch.tensor(pads, dtype=torch.int32, device=k.device)
+    kv_heads, _, group, dim = case.workspace.partial_out.shape[1:]
+    workspace = state.new_workspace(
+        len(k), k.shape[1], heads=kv_heads * group, kv_heads=kv_heads, head_size=dim, device=k.device
+    )
+    moved_case = replace(case, indexer=replace(case.indexer, keys=keys))
+    return moved_case.with_new(
+        k=k,
+        v=v,
+        starts=starts,
+        workspace=workspace,
+        selection=state.new_selection(len(k), 20, device=k.device),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_padding_in_front_changes_nothing(device: str, implementation: Implementation) -> None:
+    """Nor do blocks see it: the third sequence is inside of one, and keeps what it selected."""
+    case = make_case(device, [40, 7, 78], 80, biases=True, gate=True)
+    geometry = Geometry(selection_block=13, local_window=13)
+    found = []
+    for one in (case, padded_in_front(case, [5, 33, 0])):
+        one.cache.selection.counts[2] = 1
+        out = api.decode_step(
+            one.q, one.indexer, one.cache, RULE, one.ema, geometry, one.gate, implementation=implementation
+        )
+        counts = one.cache.selection.counts
+        chosen = [one.cache.selection.indices[row, :n] for row, n in enumerate(counts.tolist())]
+        found.append([out, counts, *chosen])
+    for alone, behind in zip(*found, strict=True):
+        if implementation == "triton" or not alone.is_floating_point():
+            assert torch.equal(alone, behind)
+        else:  # torch's sums are over caches of other lengths
+            torch.testing.assert_close(alone, behind)
+
+
+def test_starts_that_do_not_fit(device: str) -> None:
+    case = make_case(device, [4, 7], 8)
+    with pytest.raises(ValueError, match=r"starts is torch\.int64"):
+        case.with_new(starts=torch.zeros(2, dtype=torch.int64, device=device)).step()
+    with pytest.raises(ValueError, match="starts"):
+        case.with_new(starts=torch.zeros(1, dtype=torch.int32, device=device)).step()

@@ -155,6 +155,13 @@ def test_the_command(
     assert "tensors" in capsys.readouterr().out
     assert run("--checkpoint", str(checkpoint), "--out", str(out)) == 2
     assert "not empty" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr("gsa_train.convert.PACKAGES", ("no_such_package",))
+        assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other")) == 2
+    assert (
+        "no_such_package is not installed; run in the checkout: pip install '.[hf]'"
+        in capsys.readouterr().err
+    )
     for wrong in (["--max-shard-size", "much"], ["--step", "1"], ["--dtype", "fp8"]):
         with pytest.raises(SystemExit) as end:
             run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other"), *wrong)

@@ -87,26 +87,28 @@ def test_prompt_and_decoding(
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
-def test_a_cropped_block_is_selected_again() -> None:
-    """Back by three tokens into the block before, where other tokens follow."""
-    model = model_of(**BLOCKS, num_hidden_layers=1)
-    tokens, mask = distinct_tokens(1, 34), torch.ones(1, 34, dtype=torch.long)
+@pytest.mark.parametrize("kept", [31, 32])
+def test_a_cropped_block_is_selected_again(kept: int) -> None:
+    """Other tokens from 31 on, one at a time; or from 32 on two at once, the first of a block among them."""
+    budget = {"index_topk": 8, "index_topk_min": 8, "index_topk_max": 8}
+    model = model_of(**BLOCKS, **budget, num_hidden_layers=1)
+    tokens, mask = distinct_tokens(1, 35), torch.ones(1, 35, dtype=torch.long)
     other = tokens.clone()
-    other[:, 31:] = distinct_tokens(1, 3, seed=5)
+    other[:, kept:] = distinct_tokens(1, 35 - kept, seed=5)
+    places = [(t, t + 1) for t in range(31, 34)] if kept == 31 else [(32, 34), (34, 35)]
     found = []
     for attention in ("eager", "gsa"):
         model.set_attn_implementation(attention)
         cache = a_cache(model, "static")
         held = {CACHE_ARGUMENT: cache, "use_cache": True}
         with torch.no_grad():
-            model(tokens[:, :31], attention_mask=mask[:, :31], **held)
-            for sequence in (tokens, other):
-                for t in range(31, 34):
-                    logits = model(sequence[:, t : t + 1], attention_mask=mask[:, : t + 1], **held).logits
-                if sequence is tokens:
-                    for layer in cache.layers:  # 5.17 has no crop of static caches
-                        layer.cumulative_length.sub_(3)
-                        layer.indexer_cumulative_length.sub_(3)
+            for first, end in [(0, 31), (31, 32), (32, 33), (33, 34)]:
+                model(tokens[:, first:end], attention_mask=mask[:, :end], **held)
+            for layer in cache.layers:  # 5.17 has no crop of static caches
+                layer.cumulative_length.sub_(34 - kept)
+                layer.indexer_cumulative_length.sub_(34 - kept)
+            for first, end in places:
+                logits = model(other[:, first:end], attention_mask=mask[:, :end], **held).logits
         found.append(logits)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 

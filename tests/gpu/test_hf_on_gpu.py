@@ -1,0 +1,217 @@
+"""`attn_implementation="gsa"` on a CUDA device: beside "eager" and "sdpa", and a decoding step as a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, replace_attention_with_gsa
+from gsa_hf.modeling_gsa import CACHE_ARGUMENT
+from helpers.hf import SIZES, distinct_tokens, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KERNEL_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "index_head_dim": 32,
+    "index_topk": 64,
+    "index_topk_min": 16,
+    "index_topk_max": 128,
+    "initializer_range": 0.1,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gsa": {"index_rope": True},
+    "sparse-only": {
+        "value_gate": False,
+        "output_gate": False,
+        "index_activation": "relu",
+        "index_adaptive": "off",
+        "index_rope": True,
+    },
+    "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
+    "reuse": {"index_topk_freq": 2, "index_local_window": 8, "index_rope": True},
+    "blocks": {"index_block_size": 32, "index_local_window": 32, "index_rope": True},
+}
+LENGTH, PROMPT = 400, 370
+"""Blocks of 32: one begins at 384."""
+
+
+def model_of(name: str = "gsa", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    return tiny_model(**{**KERNEL_SIZES, **VARIANTS[name], **changes}).to("cuda", dtype)
+
+
+def padded(pads: int = 37, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = distinct_tokens(3, length).cuda()
+    mask = torch.ones_like(tokens)
+    mask[1, :pads] = 0
+    return tokens, mask
+
+
+def assert_nearly_all_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """A key at the edge of a selection may fall to either side by rounding, which changes its row, and a little the
+    rows that see it."""
+    far = (found - expected).abs().amax(-1) > 2e-3 * expected.abs().max()
+    assert far.float().mean() < 0.05
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_prompts_and_decoding(name: str) -> None:
+    """fp32 against eager, by both kinds of caches; a batch with padding in front."""
+    model, (tokens, mask) = model_of(name), padded()
+    real = mask.bool()
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask, use_cache=False).logits[real]
+        model.set_attn_implementation("gsa")
+        whole = model(tokens, attention_mask=mask, use_cache=False).logits[real]
+        assert_nearly_all_close(whole, expected)
+        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=512)):
+            held = {CACHE_ARGUMENT: cache, "use_cache": True}
+            found = [model(tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], **held).logits]
+            for t in range(PROMPT, LENGTH):
+                found.append(model(tokens[:, t : t + 1], attention_mask=mask[:, : t + 1], **held).logits)
+            assert_nearly_all_close(torch.cat(found, 1)[real], expected)
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks"])
+@pytest.mark.parametrize("use_mask", [False, True])
+def test_a_step_is_a_cuda_graph(name: str, use_mask: bool) -> None:
+    """Captured once, replayed over the border of a block; nothing is read back from the device."""
+    model, (tokens, mask) = model_of(name, torch.bfloat16), padded()
+    model.set_attn_implementation("gsa")
+    if not use_mask:
+        mask = torch.ones_like(mask)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cached_mask = torch.nn.functional.pad(mask, (0, 512 - LENGTH), value=1)
+
+    def prompt() -> dict[str, Any]:
+        held = {CACHE_ARGUMENT: StaticCache(model.config, max_cache_len=512), "use_cache": True}
+        model(tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], position_ids=positions[:, :PROMPT], **held)
+        return held
+
+    with torch.no_grad():
+        held, plain = prompt(), []
+        for t in range(PROMPT, LENGTH):
+            here = slice(t, t + 1)
+            given = {"attention_mask": cached_mask if use_mask else None, "position_ids": positions[:, here]}
+            plain.append(model(tokens[:, here], **given, **held).logits)
+
+        held = prompt()
+        token, position = tokens[:, PROMPT : PROMPT + 1].clone(), positions[:, PROMPT : PROMPT + 1].clone()
+
+        def step() -> torch.Tensor:
+            given = {"attention_mask": cached_mask if use_mask else None, "position_ids": position}
+            return model(token, **given, **held).logits
+
+        def back() -> None:
+            for layer in held[CACHE_ARGUMENT].layers:
+                layer.cumulative_length.sub_(1)
+                layer.indexer_cumulative_length.sub_(1)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+                back()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        for t, expected in zip(range(PROMPT, LENGTH), plain, strict=True):
+            token.copy_(tokens[:, t : t + 1])
+            position.copy_(positions[:, t : t + 1])
+            graph.replay()
+            assert torch.equal(logits, expected), t
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks", "mixed"])
+def test_generate(name: str) -> None:
+    model, tokens = model_of(name), distinct_tokens(2, 90).cuda()
+    mask = torch.ones_like(tokens)
+    mask[1, :21] = 0
+    options: dict[str, Any] = {
+        "attention_mask": mask,
+        "do_sample": False,
+        "no_repeat_ngram_size": 1,
+        "max_new_tokens": 60,
+    }
+    expected = model.generate(tokens, **options)
+    model.set_attn_implementation("gsa")
+    assert torch.equal(model.generate(tokens, **options), expected)
+    assert torch.equal(model.generate(tokens, use_cache=False, **options), expected)
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **options), expected)
+    beams = {**options, "num_beams": 3}
+    by_beams = model.generate(tokens, **beams)
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **beams), by_beams)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(tokens, **beams), by_beams)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["gsa", "reuse", "blocks"])
+def test_loss_and_gradients(name: str, checkpointing: bool) -> None:
+    model = model_of(name, indexer_loss_coef=1.0, index_temperature="learned").train()
+    tokens, mask = padded(length=100)
+    mask[0, 90:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[1, 37] = -100  # it follows padding, whose output is anything
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    found = []
+    for attention in ("eager", "gsa"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        outputs = model(tokens, attention_mask=mask, labels=labels, use_cache=False)
+        outputs.loss.backward()
+        gradients = {key: value.grad for key, value in model.named_parameters()}
+        found.append({"kl": outputs.indexer_loss.detach(), "loss": outputs.loss.detach(), **gradients})
+    for key, value in found[0].items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(found[1][key], value, rtol=2e-3, atol=2e-3 * scale, msg=key)
+
+
+def test_bf16_is_as_close_as_eager() -> None:
+    """Dense layers: nothing is selected, whose rounding would decide."""
+    exact, (tokens, mask) = model_of("gsa", layer_types=[DENSE_LAYER] * 2), padded()
+    real = mask.bool()
+    with torch.no_grad():
+        wanted = exact(tokens, attention_mask=mask).logits[real]
+        errors = {}
+        half = exact.to(torch.bfloat16)
+        for attention in ("eager", "gsa"):
+            half.set_attn_implementation(attention)
+            errors[attention] = float((half(tokens, attention_mask=mask).logits[real] - wanted).abs().max())
+    assert errors["gsa"] <= 2 * errors["eager"]
+
+
+def test_a_replaced_model() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers", "pad_token_id")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    torch.manual_seed(0)
+    host = LlamaForCausalLM(
+        LlamaConfig(hidden_size=128, intermediate_size=256, initializer_range=0.1, **heads, **sizes)
+    )
+    sparse = GSAConfig(
+        **{key: KERNEL_SIZES[key] for key in KERNEL_SIZES if key.startswith("index")}, index_rope=True
+    )
+    replace_attention_with_gsa(host.cuda().eval(), sparse)
+    tokens = distinct_tokens(2, 90).cuda()
+    options: dict[str, Any] = {"do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 40}
+    found = []
+    for attention in ("sdpa", "gsa"):
+        host.set_attn_implementation(attention)
+        found.append(host.generate(tokens, **options))
+    assert torch.equal(*found)
