@@ -1,6 +1,7 @@
 """Evaluate a model: launch/evaluate.py of a checkout, `gsa-evaluate` of an installation.
 
     python launch/evaluate.py --run RUN_DIR [--step N] --name NAME [--data PLACE ...] [key=value ...]
+    python launch/evaluate.py --run RUN_DIR --name NAME --tasks hellaswag --tasks mine.yaml
     python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
 
 The model is read into memory from a checkpoint of any layout; nothing of a run is touched. Results go to
@@ -63,6 +64,16 @@ def parse(words: list[str]) -> argparse.Namespace:
         "packed as in training; wikitext: the context length)",
     )
     text.add_argument("--max-tokens", type=positive, metavar="N", help="of each text (default: all)")
+    tasks = parser.add_argument_group("tasks of lm-evaluation-harness (extra `eval`)")
+    tasks.add_argument(
+        "--tasks",
+        action="append",
+        default=[],
+        metavar="NAME|FILE.yaml",
+        help="one of the harness', or a file of yours; may be given several times",
+    )
+    tasks.add_argument("--limit", type=positive, metavar="N", help="examples of each task (default: all)")
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="(default: as the task says)")
     how = parser.add_argument_group("execution")
     how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     how.add_argument(

@@ -42,8 +42,21 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
             if value not in (None, "", [])
         },
         **circumstances(words),
-        "data": _texts(subject, arguments),
     }
+    tables = []
+    if arguments.tasks:
+        try:
+            from gsa_train.evaluation.harness import run_tasks, task_table
+        except ModuleNotFoundError as missing:
+            raise ValueError(
+                f"--tasks needs the package {missing.name}; run in the checkout: pip install '.[hf,eval]'"
+            ) from missing
+        options = (arguments.batch_size, arguments.context_length, arguments.limit, arguments.num_fewshot)
+        results["tasks"] = run_tasks(subject, arguments.tasks, *options)
+        tables.append(task_table(results["tasks"]))
+    if arguments.data or not tables:
+        results["data"] = _texts(subject, arguments)
+    results["tables"] = tables
     return folder, write_results(folder, results)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "
     all labels / words)), and `loss_by_position`, by how many tokens the model sees when it predicts."""
     begin = time.perf_counter()
     scored = token_losses(model, text.pieces, batch_size)
-    losses = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
-    nats = np.concatenate([each for _, each in losses]).astype(np.float64)
-    seen = np.concatenate([piece.positions[piece.scored] + 1 for piece, _ in losses])
+    labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
+    nats = np.concatenate([each.nats for each in labels]).astype(np.float64)
+    positions = [text.pieces[each.number].positions[text.pieces[each.number].scored] for each in labels]
+    seen = np.concatenate(positions) + 1
     seconds = time.perf_counter() - begin
     total, loss = float(nats.sum()), float(nats.mean())
     found: dict[str, Any] = {
@@ -47,20 +48,30 @@ def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "
     return found
 
 
+class Scored(NamedTuple):
+    """The scored labels of one piece."""
+
+    number: int
+    """Of the piece, from 0."""
+    nats: NDArray[np.float32]
+    """[labels] cross-entropy"""
+    greedy: NDArray[np.bool_]
+    """[labels] whether no other token is more probable"""
+
+
 @torch.no_grad()
-def token_losses(
-    model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
-) -> Iterator[tuple[Piece, NDArray[np.float32]]]:
-    """Each piece with the cross-entropy of its scored labels, fp32 [labels], the longest first.
+def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
+    """The longest pieces first.
 
     Padding stands behind a sequence, where no query of it looks.
 
     Raises:
         ValueError: packed documents whose queries share selections.
     """
-    order = sorted(pieces, key=lambda piece: -len(piece.scored))
+    order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
     for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
+        numbers = order[first : first + batch_size]
+        batch = [pieces[number] for number in numbers]
         length = len(batch[0].scored)
         tokens = np.stack([_filled(piece.tokens[:-1], length) for piece in batch])
         positions = None
@@ -73,20 +84,23 @@ def token_losses(
         ).last_hidden_state
         places = [row * length + np.flatnonzero(piece.scored) for row, piece in enumerate(batch)]
         labels = np.concatenate([piece.tokens[1:][piece.scored] for piece in batch]).astype(np.int64)
-        losses = _cross_entropy(model, hidden.flatten(0, 1), np.concatenate(places), labels)
-        counts = np.cumsum([len(each) for each in places])[:-1]
-        yield from zip(batch, np.split(losses, counts), strict=True)
+        nats, greedy = _score_labels(model, hidden.flatten(0, 1), np.concatenate(places), labels)
+        ends = np.cumsum([len(each) for each in places])[:-1]
+        for found in zip(numbers, np.split(nats, ends), np.split(greedy, ends), strict=True):
+            yield Scored(*found)
 
 
-def _cross_entropy(
+def _score_labels(
     model: GSAForCausalLM, hidden: torch.Tensor, places: NDArray[np.int64], labels: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    parts = []
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    nats, greedy = [hidden.new_zeros(0, dtype=torch.float32)], [hidden.new_zeros(0, dtype=torch.bool)]
     for first in range(0, len(places), LOGIT_ROWS):
         rows = hidden[torch.from_numpy(places[first : first + LOGIT_ROWS]).to(hidden.device)]
         targets = torch.from_numpy(labels[first : first + LOGIT_ROWS]).to(hidden.device)
-        parts.append(functional.cross_entropy(model.lm_head(rows).float(), targets, reduction="none"))
-    return torch.cat(parts).cpu().numpy() if parts else np.zeros(0, np.float32)
+        logits = model.lm_head(rows).float()
+        nats.append(functional.cross_entropy(logits, targets, reduction="none"))
+        greedy.append(logits.argmax(-1) == targets)
+    return torch.cat(nats).cpu().numpy(), torch.cat(greedy).cpu().numpy()
 
 
 def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict[str, Any]]:

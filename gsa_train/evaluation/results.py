@@ -43,7 +43,8 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
     with new_folder(folder) as unfinished:
-        content = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=True)
+        numbers = {name: value for name, value in results.items() if name != "tables"}
+        content = json.dumps(numbers, indent=2, ensure_ascii=False)
         (unfinished / "results.json").write_text(content + "\n", encoding="utf-8")
         (unfinished / "table.md").write_text(text, encoding="utf-8")
     return text
