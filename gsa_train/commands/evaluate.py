@@ -2,6 +2,7 @@
 
     python launch/evaluate.py --run RUN_DIR [--step N] --name NAME [--data PLACE ...] [key=value ...]
     python launch/evaluate.py --run RUN_DIR --name NAME --tasks hellaswag --tasks mine.yaml
+    python launch/evaluate.py --run RUN_DIR --name NAME --ruler 4096,8192
     python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
 
 The model is read into memory from a checkpoint of any layout; nothing of a run is touched. Results go to
@@ -74,6 +75,28 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     tasks.add_argument("--limit", type=positive, metavar="N", help="examples of each task (default: all)")
     tasks.add_argument("--num-fewshot", type=int, metavar="N", help="(default: as the task says)")
+    ruler = parser.add_argument_group("RULER and needle in a haystack")
+    ruler.add_argument(
+        "--ruler", type=lengths, default=(), metavar="TOKENS[,TOKENS...]", help="lengths of the prompts"
+    )
+    ruler.add_argument(
+        "--ruler-tasks", default="", metavar="TASK[,TASK...]", help="(default: all there is text for)"
+    )
+    ruler.add_argument(
+        "--ruler-samples", type=positive, default=50, metavar="N", help="of each task (default: 50)"
+    )
+    ruler.add_argument(
+        "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
+    )
+    ruler.add_argument(
+        "--qa",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="questions in SQuAD's format, of qa_1; a second file is of qa_2",
+    )
+    ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
     how = parser.add_argument_group("execution")
     how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     how.add_argument(
@@ -92,9 +115,16 @@ def parse(words: list[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(words)
     if arguments.step is not None and arguments.run is None:
         parser.error("--step is of a run; give --run RUN_DIR")
+    if len(arguments.qa) > 2:
+        parser.error("--qa: give at most two files")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):
         parser.error(f"--stride {arguments.stride}: above --context-length; give at most that")
     return arguments
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Of 4096,8192."""
+    return tuple(positive(each) for each in text.split(","))
 
 
 def positive(text: str) -> int:

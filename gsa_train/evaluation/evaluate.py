@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.perplexity import score_text
 from gsa_train.evaluation.results import circumstances, result_folder, write_results
+from gsa_train.evaluation.ruler import TASKS, Material, read_questions
+from gsa_train.evaluation.ruler_score import RulerOptions, ruler_table, score_ruler
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
-from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text
+from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         "options": {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(arguments).items()
-            if value not in (None, "", [])
+            if value not in (None, "", [], ())
         },
         **circumstances(words),
     }
@@ -54,6 +57,9 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         options = (arguments.batch_size, arguments.context_length, arguments.limit, arguments.num_fewshot)
         results["tasks"] = run_tasks(subject, arguments.tasks, *options)
         tables.append(task_table(results["tasks"]))
+    if arguments.ruler:
+        results["ruler"] = _ruler(subject, arguments)
+        tables.append(ruler_table(results["ruler"]))
     if arguments.data or not tables:
         results["data"] = _texts(subject, arguments)
     results["tables"] = tables
@@ -83,6 +89,30 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         scores = score_text(subject.model, text, arguments.batch_size, name)
         found[name] = {"place": place, "context_length": context_length, "stride": options.stride, **scores}
     return found
+
+
+def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All tasks for which there is text, or those that were asked for."""
+    model, tokenizer = subject.model, subject.tokenizer
+    haystack: str | None = arguments.haystack
+    if haystack is None and subject.config is not None:
+        haystack = next(iter(subject.config.data.validation_folders.values()))
+    essay = words_of(haystack, tokenizer, max(arguments.ruler), arguments.text_field) if haystack else []
+    questions = {f"qa_{number}": read_questions(path) for number, path in enumerate(arguments.qa, 1)}
+    without = {"essay"} if not essay else set()
+    without |= {"qa_1", "qa_2"} - questions.keys()
+    tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
+    tasks = tasks or [name for name, task in TASKS.items() if task.needs not in without]
+
+    def generate(prompts: Sequence[str], new_tokens: int) -> list[str]:
+        tokens = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+        return continue_prompts(model, tokenizer, tokens, new_tokens, batch_size=arguments.batch_size)
+
+    options = RulerOptions(
+        arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay, questions)
+    )
+    found = score_ruler(generate, tokenizer, options)
+    return {**found, "haystack": haystack, "without": [name for name in TASKS if name not in tasks]}
 
 
 def named_places(words: Sequence[str]) -> dict[str, str]:

@@ -44,7 +44,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
     text = table(results)
     with new_folder(folder) as unfinished:
         numbers = {name: value for name, value in results.items() if name != "tables"}
-        content = json.dumps(numbers, indent=2, ensure_ascii=False)
+        content = json.dumps(numbers, indent=2, ensure_ascii=False, default=str)
         (unfinished / "results.json").write_text(content + "\n", encoding="utf-8")
         (unfinished / "table.md").write_text(text, encoding="utf-8")
     return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,27 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
     if not pieces:
         raise ValueError(f"{place}: no token to score")
     return Text(pieces, text_bytes)
+
+
+def words_of(place: str, tokenizer: Tokenizer, count: int, text_field: str) -> list[str]:
+    """The first words, `count` or fewer, of what `read_text` can read: what white space separates.
+
+    Raises:
+        ValueError, DataFault: it cannot be read, or has none.
+    """
+    if place.startswith(WIKITEXT):
+        texts: Iterable[str] = wikitext_articles(Path(place.removeprefix(WIKITEXT)))
+    else:
+        documents = validation_documents(open_corpus(place, text_field, READING), tokenizer, READING)
+        texts = (tokenizer.decode(document.tokens[:-1]) for document in documents)
+    found: list[str] = []
+    for text in texts:
+        found += text.split()
+        if len(found) >= count:
+            break
+    if not found:
+        raise ValueError(f"{place}: no word in it")
+    return found[:count]
 
 
 def packed(text: ScoredText, eos_id: int, options: TextOptions) -> list[Piece]:
