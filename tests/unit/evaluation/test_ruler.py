@@ -158,18 +158,7 @@ def test_the_command(
 ) -> None:
     config = evaluated_config()
     run = save_run(evaluated_model(config), config, tmp_path / "run")
-    words = [
-        "--run",
-        str(run),
-        "--name",
-        "ruler",
-        "--ruler",
-        "400,300",
-        "--ruler-samples",
-        "2",
-        "--batch-size",
-        "2",
-    ]
+    words = ["--run", str(run), "--name", "ruler", "--ruler", "400,300", "--ruler-samples", "1"]
     words += ["--ruler-tasks", "niah_single_1,niah_single_2"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
     assert command.main() == 0, capsys.readouterr().err
