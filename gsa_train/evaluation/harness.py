@@ -97,8 +97,8 @@ class GSATrainLM(TemplateLM):  # type: ignore[misc]
         found = [(0.0, True)] * len(pieces)
         for scored in self._scored(pieces):
             found[scored.number] = (-float(scored.nats.sum(dtype=np.float64)), bool(scored.greedy.all()))
-        for (strings, _, _), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", strings, answer)
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

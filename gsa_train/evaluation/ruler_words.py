@@ -18,7 +18,8 @@ acorn anchor apple arrow badge barrel basket beacon bell bench boat bottle branc
 cabin candle canyon carpet castle cedar chair chest clock cloud coat comet copper coral crown desk door drum eagle
 engine falcon feather fence ferry field finger flame flute forest fossil fountain garden gate glacier glove goose grain
 hammer harbor hat hedge helmet hill horse island jacket jar kettle key kite ladder lake lamp lantern leaf lemon letter
-lion marble market meadow mirror moon mountain needle nest oak ocean orchard otter paddle parcel pebble pencil pepper piano
+lion marble market meadow mirror moon mountain needle nest oak ocean orchard otter paddle parcel pebble pencil pepper
+piano
 """.split()  # noqa: SIM905
 FIRST = (*ADJECTIVES, *NOUNS)
 USABLE = 0.9
