@@ -68,14 +68,14 @@ def _attend(
         if place.static and block > 1:
             place.memory.forget_block(call.rows)
         keys = call.rows[:, :end, : config.index_head_dim]
-        applied = _applied(
+        applied = applied_indexer(
             module.indexer,
             place.arranged(call.tokens.queries)[:, ::block],
             keys if place.past else place.arranged(keys),
             place.arranged(call.tokens.weights)[:, ::block],
         )
         call.selection = api.select(
-            applied, _rule(config), module.indexer.variance_ema, geometry, implementation="triton"
+            applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
         )
     selection = call.selection if module.is_sparse else None
     out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, implementation="triton")
@@ -118,9 +118,9 @@ def _decode(
         assert call.rows is not None
         return decode.decode_step(
             q,
-            _applied(module.indexer, call.tokens.queries, call.rows, call.tokens.weights),
+            applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights),
             cache(place.lengths, call.selection),
-            _rule(config),
+            kernel_rule(config),
             module.indexer.variance_ema,
             kernel_module("types").Geometry(local_window=window),
             gate,
@@ -128,7 +128,7 @@ def _decode(
     if module.indexer is not None:
         lengths, applied = _of_leaders(module, call, min(config.index_topk_max, room))
         held = cache(lengths, call.selection)
-        decode.decode_select(applied, held, _rule(config), module.indexer.variance_ema, block)
+        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block)
     return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate)[:, None]
 
 
@@ -152,7 +152,7 @@ def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor,
         call.selection = place.memory.selection(len(first), keys, rows.device)
     slots = first if place.starts is None else first + place.starts
     tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None])
-    return lengths, _applied(module.indexer, tokens.queries, tokens.keys, tokens.weights)
+    return lengths, applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
 
 
 def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: K
     return (out.float() * torch.sigmoid(call.gate_logits.float())).to(out.dtype)
 
 
-def _applied(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> Any:
+def applied_indexer(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> Any:
     return kernel_module("types").Indexer(
         queries,
         keys,
@@ -182,7 +182,7 @@ def _applied(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, weights: t
     )
 
 
-def _rule(config: Any) -> Any:
+def kernel_rule(config: Any) -> Any:
     sizes = (config.index_topk, config.index_topk_min, config.index_topk_max)
     return kernel_module("types").BudgetRule(*sizes, config.index_adaptive)
 

@@ -47,6 +47,7 @@ from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run.stop_signals import Stopped, StopRequest
 from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
+from gsa_train.samples import encode_prompts
 from gsa_train.trainer import run_phase, save_the_end
 
 logger = logging.getLogger(__name__)
@@ -164,12 +165,13 @@ def open_data(
     """Tokenizer, validation sets, and the training text from where the run stands. Collective."""
     # A heartbeat after each: it may take as long as reads have limits of their own.
     tokenizer = load_tokenizer(config)
+    prompts = encode_prompts(config, tokenizer)
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
     batches = open_batches(config, arguments, start, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
-    return Data(batches, validation_sets, tokenizer)
+    return Data(batches, validation_sets, tokenizer, prompts)
 
 
 def take_run_folder(config: Config, start: Start, lock: RunLock, parallel: Parallel) -> RunFolder:

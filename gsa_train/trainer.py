@@ -26,6 +26,7 @@ from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
 from gsa_train.run.work_time import slowest
+from gsa_train.samples import generate_samples
 from gsa_train.schedule import learning_rate, lr_multipliers
 from gsa_train.step import StepResult, Training, train_step
 
@@ -181,14 +182,22 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
 
 
 def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
-    """Score the validation sets and log it, unless this step has been scored. Collective."""
+    """Score the validation sets, go on with `evaluate.prompts`, and log both, unless this step has been scored.
+    Collective."""
     step, data = run.state.step, run.data
     if run.newest_validation is not None and run.newest_validation[0] == step:
         return run.newest_validation[1]
     eos_id = data.tokenizer.eos_id
     result = evaluate(run.model, data.validation_sets, eos_id, run.config, run.parallel, stop_if_asked)
+    samples = None
+    if data.prompts:
+        samples = generate_samples(
+            run.model, data.prompts, data.tokenizer, run.config, run.parallel, stop_if_asked
+        )
     place = {"step": step, "phase": phase_name, "tokens": run.state.tokens}
     run.services.log.log({"event": "validation", **place, **result})
+    if samples is not None:
+        run.services.log.log_samples({"event": "samples", **place, "samples": samples})
     run.newest_validation = (step, result)
     return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -128,6 +128,14 @@ class Tokenizer:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._load()
+
+
+def text_after(decode: Callable[[list[int]], str], prompt: list[int], new: list[int]) -> str:
+    """What new tokens add to the text of a prompt's: alone, some libraries leave out a space in front."""
+    if not new:
+        return ""
+    before, whole = decode(prompt), decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else decode(new)
 
 
 class SentencePieceModel:

@@ -49,6 +49,7 @@ ABOVE_ZERO = frozenset(
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
 LARGEST_SOURCE_WEIGHT = 100.0  # as gsa_data has it, whose import would load torch
 LARGEST_FP32 = 3.4e38
+MOST_SAMPLE_TOKENS = 1024  # of all prompts: each is a forward pass over a sequence, at each validation
 LONGEST_TIMEOUT_MINUTES = 1e9  # datetime holds a little more
 NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "logging.wandb_project")
 
@@ -72,6 +73,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
+        *_check_samples(config),
         *_check_profile(config, world_size),
     ]
 
@@ -325,6 +327,21 @@ def _check_recompute(config: Config) -> list[str]:
                 f"set it to {nearest(train.recompute_num_layers, reuse)}",
             )
         )
+    return lines
+
+
+def _check_samples(config: Config) -> list[str]:
+    evaluate, lines = config.evaluate, []
+    for index, prompt in enumerate(evaluate.prompts):
+        if not prompt.strip():
+            lines.append(problem_line(f"evaluate.prompts.{index}", prompt, "empty", "give a text"))
+    if len(evaluate.prompts) * evaluate.prompt_tokens > MOST_SAMPLE_TOKENS:
+        wrong = (
+            f"with {len(evaluate.prompts)} evaluate.prompts more than {MOST_SAMPLE_TOKENS} tokens a validation, each a "
+            "forward pass over a sequence"
+        )
+        remedy = f"set it to {MOST_SAMPLE_TOKENS // len(evaluate.prompts)} or less, or give fewer prompts"
+        lines.append(problem_line("evaluate.prompt_tokens", evaluate.prompt_tokens, wrong, remedy))
     return lines
 
 

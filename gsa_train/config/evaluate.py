@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,3 +17,9 @@ class EvaluateConfig:
     ngram_baselines: bool = False
     """At the end, score unigram and bigram models of the same training tokens. They read these again: for small
     runs."""
+    prompts: list[str] = field(default_factory=list)
+    """Texts that the model goes on with at each validation, greedily; the run's folder (`samples.jsonl`), report, W&B
+    and TensorBoard show what it writes. There is no cache: all prompts together cost `prompt_tokens` forward passes
+    over a sequence each, on every replica. At most 1024 (prompts times `prompt_tokens`) are allowed."""
+    prompt_tokens: int = 32
+    """New tokens of each prompt, fewer where the document ends before."""

@@ -144,7 +144,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
     """
     Raises:
-        ValueError: the checkpoint holds other tensors than its config says.
+        ValueError: the checkpoint has not exactly the tensors of this model.
     """
     expected = {pair.ours: pair.shape for pair in found}
     stored = {name: kind.shape for name, kind in source.kinds.items()}

@@ -1,27 +1,69 @@
-"""A checkpoint of any layout as a model of transformers in memory, without a folder in between."""
+"""A checkpoint of any layout, or an exported folder, as a model of transformers in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
-from gsa_hf import DENSE_LAYER, GSAForCausalLM
-from gsa_hf import GSAConfig as HFConfig
+from gsa_data.tokenize import text_after
+from gsa_hf import DENSE_LAYER, GSAConfig, GSAForCausalLM
+from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
-from gsa_train.config import Config
-from gsa_train.convert.export_hf import check_tensors
+from gsa_train.config import Config, config_from_yaml
+from gsa_train.convert.export_hf import check_tensors, tokenizer_of
+from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.names import pairs
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer."""
+
+    model: GSAForCausalLM
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+    """Tokens of the tokenizer; the model may have more, which stand for nothing."""
+
+    def text_after(self, prompt: list[int], new: list[int]) -> str:
+        return text_after(self.decode, prompt, new)
+
+
+def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str) -> TextModel:
+    """
+    Args:
+        checkpoint: a step_* folder, or one that `import_hf` wrote
+        attention: `attn_implementation`
+
+    Raises:
+        ValueError: the checkpoint is damaged or of another model than its config says, or its tokenizer is missing.
+    """
+    state = read_run_state(checkpoint)
+    config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+    tokenizer = tokenizer_of(checkpoint, config, state)
+    hf_config = to_hf_config(config)
+    hf_config.eos_token_id = tokenizer.eos_id
+    model: Any = model_in_memory(checkpoint, config, hf_config, attention, device)
+    model.generation_config.eos_token_id = tokenizer.eos_id
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens)
+
+    return TextModel(model, lambda text: tokenizer.encode(text).tolist(), decode, tokenizer.vocab_size)
+
+
 def model_in_memory(
     checkpoint: Path,
     config: Config,
-    hf_config: HFConfig,
-    attn_implementation: str,
+    hf_config: GSAConfig,
+    attention: str,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> GSAForCausalLM:
@@ -30,6 +72,7 @@ def model_in_memory(
     Args:
         config: the checkpoint's.
         hf_config: what `to_hf_config` makes of it, or that with other budgets, a dense one, ...: sizes are the same.
+        attention: `attn_implementation`
         dtype: of the weights; None: as they are.
 
     Raises:
@@ -50,12 +93,11 @@ def model_in_memory(
         config=hf_config,
         state_dict=state,
         dtype=dtype or source.kinds[EMBEDDING].dtype,
-        attn_implementation=attn_implementation,
+        attn_implementation=attention,
         output_loading_info=True,
     )
     model: GSAForCausalLM = loaded[0]
-    report = loaded[1]
-    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+    if wrong := sorted({*loaded[1]["missing_keys"], *loaded[1]["unexpected_keys"]}):
         raise ValueError(f"{checkpoint}: {wrong[0]} is in the checkpoint or in the model alone")
     return to_device(model, device)
 
@@ -65,3 +107,28 @@ def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausal
     module: torch.nn.Module = model  # transformers' own `to` has another signature
     module.to(device).eval().requires_grad_(False)
     return model
+
+
+def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
+    """
+    Raises:
+        ValueError: there is no GSA model in the folder.
+        OSError: a file is missing.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
+    kind = AutoConfig.from_pretrained(folder).model_type
+    if kind != GSAConfig.model_type:
+        raise ValueError(
+            f"--hf {folder}: a model of type {kind}; give a GSA model, which import_hf.py makes of it"
+        )
+    model: Any = GSAForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    return TextModel(to_device(model, device), encode, decode, len(tokenizer))

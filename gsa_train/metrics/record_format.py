@@ -39,6 +39,8 @@ TEXTS = frozenset(
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
 """Keys of numbers that TensorBoard and W&B draw no curve of: they have step and time of their own, and a checksum is
 there to be compared."""
+SAMPLES = "samples.jsonl"
+"""Beside metrics.jsonl: what the model wrote after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -135,15 +137,26 @@ def keep_after(path: Path, step: int) -> None:
     write_atomically(kept, "".join(f"{line}\n" for line in [*before, *dropped]))
 
 
+def sample_texts(record: Record) -> dict[str, str]:
+    """Of a record with `samples`: `prompt_00`, ... -> the prompt and what the model made of it, in Markdown."""
+    texts = {}
+    for number, sample in enumerate(record["samples"]):
+        lines = f"{sample['prompt']}\u27f6{sample['text']}{'' if sample['ended'] else ' …'}".split("\n")
+        texts[f"prompt_{number:02d}"] = "\n".join(f"    {line}" for line in lines)  # as it stands
+    return texts
+
+
 def drop_after(path: Path, step: int, with_validation: bool = False) -> None:
     """Lines are kept as they are, so that their floats stay bit-equal.
 
     Args:
-        with_validation: drop the validation at `step`, too.
+        with_validation: drop the validation and the samples at `step`, too.
     """
 
     def stays(record: Record) -> bool:
-        again = with_validation and record["step"] == step and record.get("event") == "validation"
+        again = (
+            with_validation and record["step"] == step and record.get("event") in ("validation", "samples")
+        )
         return bool(record["step"] <= step) and not again
 
     write_atomically(path, "".join(f"{line}\n" for line, record in _read_lines(path)[0] if stays(record)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +12,11 @@ from gsa_train.config import LoggingConfig
 from gsa_train.files import write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import (
+    SAMPLES,
     Record,
     drop_after,
     keep_after,
+    sample_texts,
     set_damaged_aside,
     to_json,
     to_scalars,
@@ -21,6 +24,8 @@ from gsa_train.metrics.record_format import (
 from gsa_train.metrics.tensorboard_sink import TensorBoardSink
 from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import tag_of
+
+logger = logging.getLogger(__name__)
 
 
 def open_sinks(
@@ -49,10 +54,20 @@ def open_sinks(
         if keeps_later:
             keep_after(metrics_path, resume_step)
         drop_after(metrics_path, resume_step, with_validation=validates_again)
+    if resume_step is not None:
+        drop_samples(run_dir, resume_step, validates_again)
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
     )
     return Sinks(run_dir, tensorboard, wandb, phases)
+
+
+def drop_samples(run_dir: Path, step: int, validates_again: bool = False) -> None:
+    """Those after `step`, and with `validates_again` those at it."""
+    path = run_dir / SAMPLES
+    if path.exists():
+        set_damaged_aside(path)
+        drop_after(path, step, with_validation=validates_again)
 
 
 class Sinks:
@@ -73,6 +88,7 @@ class Sinks:
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Belongs into every checkpoint, so that a restart continues the same W&B run."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
+        self._samples: MetricsFile | None = None  # opened by the first samples, which most runs have not
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
@@ -86,6 +102,23 @@ class Sinks:
     def log_later(self, record: Record) -> None:
         """Write it before the next record, or at `write_late`: writing takes the host some 10 ms."""
         self._late.append(record)
+
+    def log_samples(self, record: Record) -> None:
+        """What the model wrote after fixed prompts, into `samples.jsonl`, TensorBoard and W&B."""
+        self.write_late()
+        try:
+            self._samples = self._samples or MetricsFile(self.run_dir / SAMPLES, to_json)
+            news = self._samples.write(record)
+        except OSError as error:  # the file cannot be made; the next samples try again
+            logger.error("samples of step %d are not in %s: %s", record["step"], SAMPLES, error)
+        else:
+            if news is not None:
+                self._write(news)
+        if self._tensorboard:
+            texts, works = sample_texts(record), self._samples is not None and self._samples.works
+            self._tensorboard.log_texts(texts, record, disk_works=works)
+        if self._wandb:
+            self._wandb.log_samples(record)
 
     def write_late(self) -> None:
         """What `log_later` left."""
@@ -120,6 +153,10 @@ class Sinks:
         keep_after(path, step)
         drop_after(path, step)
         self._metrics = MetricsFile(path, to_json, self._metrics.lost)
+        if self._samples:
+            self._samples.close()
+            self._samples = None
+        drop_samples(self.run_dir, step)
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
@@ -136,6 +173,9 @@ class Sinks:
         """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
         self.write_late()
         self._metrics.close()
+        if self._samples:
+            self._samples.close()
+            self._samples = None
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = None
@@ -154,6 +194,7 @@ class Sinks:
 
 FILES = (
     "metrics.jsonl",
+    SAMPLES,
     "metrics_rewound.jsonl",
     "monitor_stop.json",
     "summary.json",

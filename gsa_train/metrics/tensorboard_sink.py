@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,26 @@ class TensorBoardSink:
         Args:
             disk_works: for other files; else no new one is tried, each of which would stay there empty.
         """
+        self._guard(record, disk_works, lambda writer: _write(writer, scalars, record["step"]))
+
+    def log_texts(self, texts: Mapping[str, str], record: Mapping[str, Any], disk_works: bool) -> None:
+        """Markdown by name, below `samples/`; as `log` otherwise."""
+
+        def write(writer: SummaryWriter) -> None:
+            for name, text in texts.items():
+                writer.add_text(f"samples/{name}", text, record["step"])
+            writer.flush()
+
+        self._guard(record, disk_works, write)
+
+    def _guard(
+        self, record: Mapping[str, Any], disk_works: bool, write: Callable[[SummaryWriter], None]
+    ) -> None:
         if self._writer is None and not disk_works:
             self._lost.add(record)
             return
         try:
-            _write(self._writer or self._open(), scalars, record["step"])
+            write(self._writer or self._open())
         except OSError as error:
             self._lost.add(record, error)
             self._drop()

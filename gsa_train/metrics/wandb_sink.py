@@ -64,6 +64,21 @@ class WandbSink:
         if record.get("event") == "checkpoint":
             self._log_checkpoint(record)
 
+    def log_samples(self, record: Mapping[str, Any]) -> None:
+        """A table of the prompts and what the model wrote. W&B puts it on the disk first, which may fail: that costs
+        this table, nothing else."""
+        import wandb
+
+        columns: list[str | int] = ["step", "prompt", "text", "ended"]
+        rows = [[record["step"], each["prompt"], each["text"], each["ended"]] for each in record["samples"]]
+        if self._run is None:
+            return
+        place = {key: record[key] for key in ("step", "tokens", "phase")}
+        try:
+            self._run.log({"samples": wandb.Table(columns=columns, data=rows), **place})
+        except (wandb.Error, OSError) as error:
+            logger.error("W&B gets no samples of step %d: %s", record["step"], error)
+
     def place(self) -> tuple[str, ...]:
         """Where the run is, in lines for the console."""
         if self._run is None:  # its service failed, which was said

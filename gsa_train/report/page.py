@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gsa_train.metrics.progress import compact, duration
+from gsa_train.metrics.record_format import Record
 from gsa_train.model.flops import count_parameters
 from gsa_train.report.charts import Chart, chart_of, layer_charts
 from gsa_train.report.events import KINDS, Event
@@ -21,6 +22,9 @@ from gsa_train.report.run_series import names_of
 
 MOST_EVENTS = 300
 """Rows of a run's table."""
+MOST_SAMPLES = 50
+"""Newest validations of a run whose samples are shown."""
+SAMPLES_LINK = '<a href="#samples">Samples</a>'
 SPIKE = (
     "A step is flagged where its loss or gradient norm rises above the limit of monitor.detector, or is not finite. "
     "All flagged steps with fewer than 10 others between neighbours are one spike. Spikes per 100K steps are the "
@@ -67,15 +71,17 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
         f'<div class="plots">{"".join(map(_html, charts[section]))}</div>'
         for section in present
     )
+    samples = _samples(runs)
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{_text(title)}</title><style>{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}</style>
 <script>{get_plotlyjs()}</script></head><body>
 <h1>{_text(title)}</h1><div class="soft">written {time.strftime("%Y-%m-%d %H:%M %Z")} by gsa_train</div>
-<nav><a href="#runs">Runs</a><a href="#events">Events</a>{links}</nav>
+<nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}{links}</nav>
 <h2 id="runs">Runs</h2>{_table_of_runs(runs)}{"".join(map(_about, runs))}
 <h2 id="events">Events</h2>{"".join(_table_of_events(run, len(runs)) for run in runs)}
-{_legend_of_marks(runs)}<noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
+{_legend_of_marks(runs)}{samples}
+<noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
 pictures.</p></noscript>{plots}
 <script>{ZOOM_TOGETHER}</script></body></html>
 """
@@ -206,6 +212,30 @@ def _table_of_events(run: RunFiles, count: int) -> str:
         f'{name}<div class="scroll" style="max-height: 420px"><table><tr><th class=number>step</th>'
         f"<th class=number>tokens</th><th>phase</th><th>event</th><th></th></tr>{rows}</table></div>{rest}"
     )
+
+
+def _samples(runs: list[RunFiles]) -> str:
+    """What the models wrote after fixed prompts: of each run the newest validation, the others to unfold. Empty where
+    no run has any."""
+    parts = []
+    for run in runs:
+        if not run.samples:
+            continue
+        *others, newest = run.samples[-MOST_SAMPLES:]
+        name = f"<h3>{_text(run.name)}</h3>" if len(runs) > 1 else ""
+        folded = "".join(_table_of_samples(record) for record in reversed(others))
+        more = f"<details><summary>earlier validations</summary>{folded}</details>" if others else ""
+        parts.append(f"{name}{_table_of_samples(newest)}{more}")
+    return f'<h2 id="samples">Samples</h2>{"".join(parts)}' if parts else ""
+
+
+def _table_of_samples(record: Record) -> str:
+    rows = "".join(
+        f"<tr><td>{_text(each['prompt'])}</td><td>{_text(each['text'])}{'' if each['ended'] else ' …'}</td></tr>"
+        for each in record["samples"]
+    )
+    head = f"<tr><th>prompt</th><th>greedy, after step {record['step']:,}</th></tr>"
+    return f"<table>{head}{rows}</table>"
 
 
 def _row(event: Event, run: RunFiles) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.metrics.progress import compact
-from gsa_train.metrics.record_format import Record
+from gsa_train.metrics.record_format import SAMPLES, Record, read_records
 from gsa_train.report.events import events_of
 from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots, tokens_at
 from gsa_train.run.starts import read_starts
@@ -27,6 +27,8 @@ class RunFiles:
         self.records = [flat(record) for record in records_of(folder)]
         self.steps = [record for record in self.records if "event" not in record]
         self.starts = read_starts(folder)
+        self.samples = _read_samples(folder / SAMPLES)
+        """Records of validations with `evaluate.prompts`, in the order of the steps."""
         self.summary: Record = _read_json(folder / "summary.json", "steps")
         self.stopped: Record = _read_json(folder / "stopped.json", "reason")
         self.config_path = folder / "config.yaml"
@@ -97,6 +99,10 @@ class RunFiles:
         """Over the logged steps; None where none has a value."""
         values = [record[key] for record in self.steps if record.get(key) is not None]
         return statistics.median(values) if values else None
+
+
+def _read_samples(path: Path) -> list[Record]:
+    return read_records(path) if path.exists() else []
 
 
 def _read_json(path: Path, key: str) -> Record:

@@ -38,6 +38,11 @@ class RunLog:
             self.sinks.log_later(_stamped(record))
             self.console.show(record)
 
+    def log_samples(self, record: dict[str, Any]) -> None:
+        """Write what the model made of fixed prompts: `samples`, a list with `prompt`, `text` and `ended`."""
+        if self.sinks is not None:
+            self.sinks.log_samples(_stamped(record))
+
     def write_late(self) -> None:
         if self.sinks is not None:
             self.sinks.write_late()

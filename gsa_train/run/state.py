@@ -43,6 +43,8 @@ class Data:
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer
+    prompts: list[list[int]] = field(default_factory=list)
+    """Tokens of `evaluate.prompts`."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from gsa_train.step import Training, evaluation_step, train_step
+from gsa_train.step import Training, evaluation_step, next_tokens, train_step
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP, as_numbers
 
@@ -73,6 +73,10 @@ ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
 """Of gsa_train.model.query_sample: half of the 32 queries are measured, as of a long sequence. With four
 context-parallel ranks every second chunk is a run."""
+
+
+SAMPLED_POSITIONS = (2, 13, 31)
+"""After which a token is written: on several context- and sequence-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,15 @@ def train_case(
     loss_sum, loss_tokens = evaluation_step(model, batches, config, parallel, measures=True)
     dist.all_reduce(loss_tokens, group=parallel.groups.dp)
     reduced = reduce_step(model.runtime.stats, loss_sum, loss_tokens.item(), None, parallel)
-    return [*records, {"loss": reduced.loss, **as_numbers(reduced.layers)}]
+    written = next_tokens(
+        model,
+        [to_micro_batch(part.to(parallel.device), EOS, False) for part in blocks(1000, config)[:3].split(1)],
+        SAMPLED_POSITIONS,
+        config.model.vocab_size - 1,
+        config,
+        parallel,
+    )
+    return [*records, {"loss": reduced.loss, "next_tokens": written, **as_numbers(reduced.layers)}]
 
 
 def take_step(

@@ -24,6 +24,7 @@ from gsa_train.evaluate import _deal, describe, evaluate, perplexity, scores_of
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
+from gsa_train.samples import encode_prompts
 from gsa_train.step import evaluation_step
 from gsa_train.trainer import run_phase
 from helpers.single_rank import (
@@ -147,6 +148,9 @@ def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytes
     assert all(part % 3 == 0 for part in parts)
 
 
+SAMPLES = {"prompts": ["The", "In"], "prompt_tokens": 3}
+
+
 # ---- a run that evaluates, and the same run that does not
 
 
@@ -160,13 +164,13 @@ def run_config(phase: PhaseConfig, every_steps: int) -> Config:
         gsa={"indexer_loss_row_fraction": 0.5},
         train={"grad_clip": 1.0},
         data=data | {"validation_sets": folders},
-        evaluate={"every_steps": every_steps, "max_blocks": 3, "split_by_source": True},
+        evaluate={"every_steps": every_steps, "max_blocks": 3, "split_by_source": True, **SAMPLES},
         logging={"every_steps": 1},
     )
 
 
 def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> dict[str, Any]:
-    """Everything that a run of five steps leaves behind."""
+    """Everything that a run of five steps leaves behind. One that evaluates also writes samples."""
     torch.manual_seed(1)
     config = run_config(phase, every_steps)
     tokenizer = Tokenizer(config.data.tokenizer)
@@ -174,13 +178,15 @@ def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> 
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     run = tiny_run(
         config,
         model,
         batches=batches,
         validation_sets=sets,
         tokenizer=tokenizer,
-        sinks=Mock(log=records.append),
+        prompts=encode_prompts(config, tokenizer) if every_steps else [],
+        sinks=Mock(log=records.append, log_samples=samples.append),
     )
     run_phase(run, PhaseRange(0, phase, 0, phase.steps), optimizer)
     close_optimizer(model, optimizer)
@@ -192,6 +198,7 @@ def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> 
             for record in steps
         ],
         "validations": [record for record in records if "event" in record],
+        "samples": samples,
         "weights": named_weights(model),
         "averages": [a.variance.ema.item() for a in model.attentions if a.variance is not None],
         "rng": torch.get_rng_state(),
@@ -216,7 +223,9 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(phase:
     sets = read_validation_sets(run_config(phase, 0), Tokenizer(str(SAMPLE / "tokenizer.model")))
     without, evaluated = trained(phase, 0, sets), trained(phase, 2, sets)
     assert [record["step"] for record in evaluated["validations"]] == [2, 4]
-    assert without["validations"] == []
+    assert without["validations"] == without["samples"] == []
+    assert [record["step"] for record in evaluated["samples"]] == [2, 4]
+    assert all(len(record["samples"]) == 2 for record in evaluated["samples"])
     losses = [record["validation_second_loss"] for record in evaluated["validations"]]
     if phase.train == "indexer":  # the base stands still: the same text has the same loss
         assert losses[0] == losses[1]

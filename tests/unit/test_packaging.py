@@ -188,7 +188,7 @@ def test_kernels_and_data_have_wheels_of_their_own(wheels: dict[str, list[str]])
 
 @pytest.mark.slow
 def test_commands_of_an_installation_exist(wheels: dict[str, list[str]]) -> None:
-    for name, count in (("gsa-train", 6), ("gsa-data", 1)):
+    for name, count in (("gsa-train", 7), ("gsa-data", 1)):
         commands = [line for line in wheels[f"{name} commands"] if line]
         assert len(commands) == count
         for line in commands:

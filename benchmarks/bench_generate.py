@@ -1,0 +1,412 @@
+"""Tokens per second of decoding in a whole 1.7B model, and of prefill: GSA, GSA with shared selections, standard.
+
+    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768]
+
+Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled with random contents: standard (dense,
+no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder`: the
+same joined projections, compiled by torch, steps in CUDA graphs. `standard` takes the fastest of torch's SDPA backends
+for one query with grouped heads, with the mask that a static cache needs or, where its slots are all filled as here,
+without. `GSA shared` counts one step that selects in 32. All models take turns in one run.
+
+bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
+layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.
+"""
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
+from gsa_hf.decoding import FusedDecoder
+from gsa_hf.generation import DecodingGraphs
+
+BLOCK, WINDOW = 32, 64
+PROMISED_LENGTH = 131072
+PROMISES = {"GSA": 2.0, "GSA shared": 3.0}
+"""Times the standard model's tokens per second, batch 1."""
+SPARE_BYTES = 8e9
+"""Kept free of weights and caches: workspaces, logits, what torch.compile and graphs hold."""
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Not MATH: it copies the cache several times over."""
+TOLERANCE = 2e-2
+ROOM_TOKENS = 64
+"""Slots behind those that are filled, for steps to write into."""
+
+Steps = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """How dense layers attend to one token."""
+
+    backend: SDPBackend
+    masked: bool
+
+    def __str__(self) -> str:
+        return f"{self.backend.name} {'masked' if self.masked else 'unmasked'}"
+
+
+def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
+    """`standard`, `GSA` or `GSA shared`."""
+    model, gsa = shapes["model"], shapes["gsa"]
+    sparse = name != "standard"
+    shared = {"index_block_size": BLOCK, "index_local_window": WINDOW} if name == "GSA shared" else {}
+    return GSAConfig(
+        vocab_size=model["vocab_size"],
+        hidden_size=model["hidden_size"],
+        intermediate_size=model["ffn_hidden_size"],
+        num_hidden_layers=layers,
+        num_attention_heads=model["num_heads"],
+        num_key_value_heads=model["num_kv_heads"],
+        head_dim=model["head_dim"],
+        max_position_embeddings=length,
+        value_gate=sparse,
+        output_gate=sparse,
+        layer_types=[INDEXED_LAYER if sparse else DENSE_LAYER] * layers,
+        index_n_heads=gsa["indexer_heads"],
+        index_head_dim=gsa["indexer_dim"],
+        index_topk=gsa["k_base"],
+        index_topk_min=gsa["k_min"],
+        index_topk_max=gsa["k_max"],
+        **shared,
+    )
+
+
+def make_model(config: GSAConfig, device: str) -> GSAForCausalLM:
+    """Random weights, in bf16 on a GPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    try:
+        with torch.device(device):
+            model = GSAForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    model.set_attn_implementation("gsa")
+    return model.requires_grad_(False)
+
+
+def fill(decoder: FusedDecoder) -> None:
+    """Random keys, values and indexer keys in all slots."""
+    for buffers in decoder.buffers:
+        for each in buffers:
+            if each is not None:
+                for row in each:  # one after another: randn of all would take as much again
+                    row.normal_()
+
+
+def set_averages(decoder: FusedDecoder) -> None:
+    """Each layer's V̄ as the variance of its scores now is, so that k_t is near k_base."""
+    filled = int(decoder.slot)
+    decoder.step(refresh=True)
+    for place, selection in decoder._selections.items():
+        decoder.model.model.layers[place].self_attn.indexer.variance_ema.copy_(selection.variance.mean())
+    decoder.place(filled, decoder.starts.clone())
+
+
+def selected(decoder: FusedDecoder) -> int:
+    """Mean keys of a sequence and layer."""
+    if not decoder._selections:
+        return int(decoder.slot)
+    counts = [selection.counts.float().mean().item() for selection in decoder._selections.values()]
+    return round(sum(counts) / len(counts))
+
+
+def weight_bytes(decoder: FusedDecoder) -> int:
+    """That a step reads."""
+    layers = sum(x.nbytes for weights, _ in decoder.layers for x in weights if x is not None)
+    return layers + decoder.model.lm_head.weight.nbytes
+
+
+def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
+    """Of weights, twice (the model's and the joined ones), and caches, in bf16."""
+    hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    row = 0
+    if config.layer_types[0] == INDEXED_LAYER:
+        row = config.index_head_dim
+        if config.index_block_size > 1:
+            row += config.index_n_heads * (config.index_head_dim + 1) + 16
+    weights = 2 * hidden * (3 * config.intermediate_size + 4 * heads * config.head_dim)
+    cache = batch * room * (2 * config.num_key_value_heads * config.head_dim + row)
+    return 2 * (layers * (weights + cache) + 2 * config.vocab_size * hidden)
+
+
+def fitting_layers(needed: Callable[[int], int], most: int) -> int:
+    """Largest number of layers, up to `most`, whose bytes are free."""
+    free = torch.cuda.mem_get_info()[0] - SPARE_BYTES
+    return max((count for count in range(1, most + 1) if needed(count) <= free), default=0)
+
+
+def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple[Sdpa, dict[str, float]]:
+    """By one layer's attention alone; microseconds of all that take it."""
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)
+    mask = (torch.arange(room, device="cuda") <= filled).expand(batch, 1, 1, room)
+    runs: dict[Sdpa, Callable[[], object]] = {}
+    for backend in BACKENDS:
+        for masked in (False, True):
+
+            def run(backend: SDPBackend = backend, visible: Any = mask if masked else None) -> torch.Tensor:
+                with sdpa_kernel(backend):
+                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a line for each backend that was not asked for
+                    run()
+            except RuntimeError as refusal:
+                print(f"SDPA {Sdpa(backend, masked)}: {str(refusal).splitlines()[0]}")
+                continue
+            runs[Sdpa(backend, masked)] = harness.capture(run)
+    times = harness.measure({str(each): run for each, run in runs.items()}, budget_ms=20, compiled=True)
+    us = {name: timing.ms * 1e3 for name, timing in times.items()}
+    return min(runs, key=lambda each: us[str(each)]), us
+
+
+def open_decoder(
+    name: str, batch: int, filled: int, layers: int, shapes: dict[str, Any], compile: bool, device: str
+) -> FusedDecoder:
+    """A model with full caches, where the next token goes to slot `filled`, the last but `ROOM_TOKENS`."""
+    config = model_config(name, layers, filled + ROOM_TOKENS, shapes)
+    decoder = FusedDecoder(make_model(config, device), compile)
+    decoder.open(batch, filled + ROOM_TOKENS)
+    fill(decoder)
+    decoder.tokens.random_(0, config.vocab_size)
+    decoder.place(filled, decoder.starts.clone())
+    if decoder._selections:
+        set_averages(decoder)
+    return decoder
+
+
+def capture(
+    report: harness.Report,
+    what: str,
+    decoder: FusedDecoder,
+    attends: Callable[[], AbstractContextManager[Any]],
+) -> Steps:
+    """The step at the same place each time, by whether it selects: each sets back the counters, which it advances."""
+    filled = int(decoder.slot)
+    with attends():
+        wanted = decoder.step(refresh=True).clone()
+        decoder.place(filled, decoder.starts.clone())
+        graphs = DecodingGraphs(decoder)
+    check(report, what, wanted, graphs.step(refresh=True))
+
+    def step(refresh: bool) -> None:
+        decoder.slot.fill_(filled)
+        decoder.lengths.fill_(filled + 1)
+        graphs.step(refresh)
+
+    kinds = (True, False) if decoder.config.index_block_size > 1 else (True,)
+    return {"select" if kind else "keep": partial(step, kind) for kind in kinds}
+
+
+def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
+    """Logits of a step by itself, and of the graph."""
+    harness.require_finite(what, [wanted])
+    error = harness.relative_error(found, wanted)
+    if not error < TOLERANCE:
+        report.fail(f"{what}: logits of the graph have relative error {error:.1e}")
+
+
+def step_ms(times: dict[str, harness.Timing], name: str) -> float:
+    """Mean over a block."""
+    select = times[f"{name} select"].ms
+    if f"{name} keep" not in times:
+        return select
+    return (select + (BLOCK - 1) * times[f"{name} keep"].ms) / BLOCK
+
+
+def measure(
+    report: harness.Report, batch: int, length: int, names: Sequence[str], arguments: argparse.Namespace
+) -> None:
+    """All models at one batch size and length. They take turns where they fit beside each other; else in pairs with
+    the standard one, or one by one."""
+    shapes, filled = arguments.shapes, length
+    room, all_layers = filled + ROOM_TOKENS, shapes["model"]["num_layers"]
+    configs = {name: model_config(name, all_layers, room, shapes) for name in names}
+    sdpa = None
+    if "standard" in names:
+        sdpa, us = fastest_sdpa(configs["standard"], batch, filled, room)
+        listed = ", ".join(f"{name} {value:.0f}" for name, value in us.items())
+        print(f"batch {batch}, {length} tokens: one layer's dense attention in us: {listed}")
+        torch.cuda.empty_cache()
+
+    def needed(together: bool, layers: int) -> int:
+        each = [needed_bytes(config, batch, room, layers) for config in configs.values()]
+        return sum(each) if together else max(each)
+
+    layers = fitting_layers(partial(needed, False), arguments.layers or all_layers)
+    if layers == 0:
+        print(f"batch {batch}, {length} tokens: left out, not one layer fits")
+        return
+    fit_together = fitting_layers(partial(needed, True), layers) == layers
+    groups = [list(names)] if fit_together else [[name] for name in names]
+    times: dict[str, harness.Timing] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        decoders, steps = {}, {}
+        for name in group:
+            started = time.perf_counter()
+            decoder = open_decoder(name, batch, filled, layers, shapes, arguments.compile, "cuda")
+            attends: Callable[[], AbstractContextManager[Any]] = nullcontext
+            if name == "standard":
+                assert sdpa is not None
+                decoder.visible_from_mask = sdpa.masked
+                attends = partial(sdpa_kernel, sdpa.backend)
+            captured = capture(report, f"{name}, batch {batch} at {length}", decoder, attends)
+            steps |= {f"{name} {kind}": step for kind, step in captured.items()}
+            decoders[name] = decoder
+            head = decoder.model.lm_head.weight
+            hidden = head.new_zeros(batch, head.shape[1])
+            steps[f"{name} head"] = harness.capture(partial(torch.nn.functional.linear, hidden, head))
+            print(f"{name}: ready in {time.perf_counter() - started:.1f} s, {layers} layers", flush=True)
+        times |= harness.measure(steps, budget_ms=arguments.budget_ms, flush_l2=False, compiled=True)
+        for name, decoder in decoders.items():
+            facts[name] = {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
+        del decoders, steps, decoder, captured, head, hidden
+        gc.collect()
+        torch.cuda.empty_cache()
+    per_token = {}
+    for name in names:
+        head_ms, ms = times[f"{name} head"].ms, step_ms(times, name)
+        scale = all_layers / layers
+        per_token[name] = head_ms + (ms - head_ms) * scale
+        head_bytes = 2 * shapes["model"]["vocab_size"] * shapes["model"]["hidden_size"]
+        bytes_read = head_bytes + (facts[name]["bytes"] - head_bytes) * scale
+        facts[name]["bound_ms"] = bytes_read / arguments.bytes_per_ms
+    for name in names:
+        report.row(
+            batch=batch,
+            length=length,
+            model=name,
+            attention=str(sdpa) if name == "standard" else "kernels",
+            layers=layers,
+            keys=facts[name]["keys"],
+            step_ms=per_token[name],
+            bound_ms=facts[name]["bound_ms"],
+            tokens_per_s=batch * 1e3 / per_token[name],
+            bound_per_s=batch * 1e3 / facts[name]["bound_ms"],
+            speedup=per_token["standard"] / per_token[name] if "standard" in names else None,
+        )
+    if batch == 1 and length == PROMISED_LENGTH and "standard" in names:
+        for name, factor in PROMISES.items():
+            if name in names:
+                what = f"{name} / standard tokens per second, batch 1 at {length}"
+                report.bar(what, per_token["standard"] / per_token[name], at_least=factor)
+
+
+def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
+    """That a step must read: weights, keys and values attended to, indexer keys."""
+    config = decoder.config
+    token = 4 * config.num_key_value_heads * config.head_dim
+    per_layer = float(batch * filled * token)
+    if decoder._selections:
+        indexed = batch * filled * 2 * config.index_head_dim / config.index_block_size
+        per_layer = batch * (selected(decoder) + config.index_local_window) * token + indexed
+    return weight_bytes(decoder) + config.num_hidden_layers * per_layer
+
+
+def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:
+    """One sequence through the model's forward pass into its cache. Dense layers take the kernels' dense attention."""
+    shapes = arguments.shapes
+    layers = arguments.layers or shapes["model"]["num_layers"]
+    for name in ("standard", "GSA", "GSA shared"):
+        config = model_config(name, layers, length + ROOM_TOKENS, shapes)
+        decoder = FusedDecoder(make_model(config, "cuda"))
+        decoder.open(1, length + ROOM_TOKENS)
+        tokens = torch.randint(0, config.vocab_size, (1, length), device="cuda")
+        mask = torch.ones_like(tokens)
+        # Averages of 0, as of a model at its start: every budget is k_base.
+        run = partial(decoder.prefill, tokens, mask)
+        harness.require_finite(f"prefill of {name}", [run().float()])
+        ms = harness.measure({name: run}, budget_ms=1, min_runs=2, rounds=1, compiled=True)[name].ms
+        report.row(prefill=length, model=name, layers=layers, ms=ms, tokens_per_s=length * 1e3 / ms)
+        del decoder, run
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def bandwidth() -> float:
+    """Bytes per millisecond of a device copy, read and written."""
+    source = torch.empty(2**29, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    ms = harness.measure({"copy": lambda: target.copy_(source)}, budget_ms=50, flush_l2=False)["copy"].ms
+    return 2 * source.nbytes / ms
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[PROMISED_LENGTH, 32768], help="tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--models", nargs="+", default=["standard", "GSA", "GSA shared"])
+    parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
+    parser.add_argument("--prefill", type=int, default=32768, help="tokens; 0: leave it out")
+    parser.add_argument("--budget-ms", type=float, default=400.0, help="of device time for each step")
+    parser.add_argument(
+        "--eager", dest="compile", action="store_false", help="do not compile what is between products"
+    )
+    parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
+    arguments = parser.parse_args()
+    arguments.until = time.perf_counter() + arguments.seconds
+    harness.require_cuda()
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    config = harness.ROOT / "configs" / "gsa_1.7b.yaml"
+    arguments.shapes = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    report = harness.Report("bench_generate", arguments)
+    arguments.bytes_per_ms = bandwidth()
+    print(f"a copy moves {arguments.bytes_per_ms / 1e9:.2f} TB/s")
+    torch.cuda.empty_cache()
+    for batch in arguments.batches:
+        torch._dynamo.reset()  # compiled for each batch size
+        for length in arguments.lengths:
+            if is_late(f"batch {batch} at {length}", arguments):
+                continue
+            try:
+                measure(report, batch, length, arguments.models, arguments)
+            except torch.cuda.OutOfMemoryError as error:
+                report.fail(f"batch {batch} at {length}: {str(error).splitlines()[0]}")
+            gc.collect()
+            torch.cuda.empty_cache()
+    if arguments.prefill and not is_late("prefill", arguments):
+        measure_prefill(report, arguments.prefill, arguments)
+    print_again(report)
+    return report.finish()
+
+
+def is_late(what: str, arguments: argparse.Namespace) -> bool:
+    late = time.perf_counter() > arguments.until
+    if late:
+        print(f"{what}: left out, after {arguments.seconds:.0f} s (--seconds)")
+    return bool(late)
+
+
+def print_again(report: harness.Report) -> None:
+    """The whole table, without what was said between its rows."""
+    columns: list[str] = []
+    for row in report.rows:
+        if list(row) != columns:
+            columns = list(row)
+            formats = {name: harness.column_format(name, cell) for name, cell in row.items()}
+            print("\n" + harness.table_line(formats, {name: name for name in columns}))
+        print(harness.table_line(formats, row))
+    for bar in report.bars:
+        print(f"{'met' if bar.met else 'MISSED'}: {bar.what}: {bar.value:.2f}, {bar.kind} {bar.limit:g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

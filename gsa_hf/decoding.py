@@ -1,0 +1,419 @@
+"""One token of each sequence through a model, for `Generator`: by the model's own forward pass, or fused.
+
+`FusedDecoder` multiplies with joined projections, writes into a static cache in place and reads nothing back from the
+device, so that its step can be captured in a CUDA graph. Letters in shapes are those of indexer_gsa.py; H query heads,
+Hkv key-value heads, D their size, d the hidden size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from .indexer_gsa import rotate
+from .kernel_pass_gsa import kernel_module
+from .kernels_gsa import applied_indexer, kernel_rule
+from .modeling_gsa import CACHE_ARGUMENT, GSAForCausalLM
+
+
+class ModelDecoder:
+    """By the model's forward pass with a growing cache: any device and `attn_implementation`."""
+
+    def __init__(self, model: GSAForCausalLM) -> None:
+        self.model = model
+
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Prompts int64 [B, L], mask [B, L] with 0 for the padding in front -> logits of the next tokens [B, vocab]."""
+        self.mask = mask
+        self.cache = DynamicCache(config=self.model.config)
+        return self._forward(tokens)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens int64 [B] -> logits of those after them [B, vocab]."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
+        return self._forward(tokens[:, None])
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
+        return self.model(tokens, attention_mask=self.mask, use_cache=True, logits_to_keep=1, **held).logits[
+            :, -1
+        ]
+
+
+class LayerWeights(NamedTuple):
+    """What a step reads of a layer."""
+
+    norm: torch.Tensor
+    joined: torch.Tensor
+    """[rows, d]: all that is multiplied with the normalised hidden state; `Sizes.parts` says which rows are what."""
+    bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    """[2 F, d]"""
+    down: torch.Tensor
+
+
+class Sizes(NamedTuple):
+    """Of one layer."""
+
+    parts: tuple[int, ...]
+    """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and of nothing."""
+    head_dim: int
+    index_head_dim: int
+    row: int
+    """Width of the indexer's rows in the cache; 0 without an indexer."""
+    eps: float
+
+
+class Buffers(NamedTuple):
+    """Of one layer's cache."""
+
+    k: torch.Tensor
+    """[B, Hkv, Lk, D]"""
+    v: torch.Tensor
+    rows: torch.Tensor | None
+    """[B, Lk, width], as `GSAIndexer.cache_row` makes them."""
+
+
+class Projected(NamedTuple):
+    """What attention takes of a layer's new tokens; keys and values are in the cache."""
+
+    q: torch.Tensor
+    """[B, H, D]"""
+    gate: torch.Tensor | None
+    """[B, H, D], before the sigmoid."""
+    index_queries: torch.Tensor | None
+    """[B, 1, HI, DI]"""
+    index_weights: torch.Tensor | None
+    """[B, 1, HI]"""
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
+    """The weights of a `GSADecoderLayer`, projections of one input in one tensor: a copy of these."""
+    attention, mlp = layer.self_attn, layer.mlp
+    indexer = attention.indexer
+    named = [attention.q_proj, attention.k_proj, attention.v_proj]
+    named += [attention.value_gate_proj, attention.output_gate_proj]
+    weights = [None if each is None else each.weight for each in named]
+    biases = [None if each is None else each.bias for each in named]
+    if indexer is not None:
+        weights += [indexer.wk.weight, indexer.wq.weight, indexer.weights_proj.weight]
+    else:
+        weights += [None, None, None]
+    parts = [0 if weight is None else len(weight) for weight in weights]
+    parts.append(-sum(parts) % 64)  # rows of nothing, with which matrix products are fastest
+    first = attention.q_proj.weight.detach()
+    joined = torch.cat(
+        [*(w.detach() for w in weights if w is not None), first.new_zeros(parts[-1], first.shape[1])]
+    )
+    bias = None
+    if any(each is not None for each in biases):
+        bias = first.new_zeros(sum(parts))
+        for start, each in zip(_starts(parts), biases, strict=False):
+            if each is not None:
+                bias[start : start + len(each)] = each.detach()
+    q_norm = None if attention.q_norm is None else attention.q_norm.weight.detach()
+    k_norm = None if attention.k_norm is None else attention.k_norm.weight.detach()
+    made = LayerWeights(
+        norm=layer.input_layernorm.weight.detach(),
+        joined=joined,
+        bias=bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        out=attention.o_proj.weight.detach(),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+        down=mlp.down_proj.weight.detach(),
+    )
+    row = 0
+    if indexer is not None:
+        row = parts[5]
+        if config.index_block_size > 1:
+            row += parts[6] + parts[7]
+            row += -row % 16
+    return made, Sizes(tuple(parts), config.head_dim, config.index_head_dim, row, config.rms_norm_eps)
+
+
+def _starts(parts: list[int]) -> list[int]:
+    return [sum(parts[:place]) for place in range(len(parts))]
+
+
+def enter(
+    h: torch.Tensor,
+    layer: LayerWeights,
+    sizes: Sizes,
+    cache: Buffers,
+    slot: torch.Tensor,
+    rotary: Rotary,
+) -> Projected:
+    """From the residual stream [B, d] to attention. Writes keys and values into the cache at `slot`, int64 [1]."""
+    x = nn.functional.rms_norm(h, h.shape[-1:], layer.norm, sizes.eps)
+    projected = nn.functional.linear(x, layer.joined, layer.bias)
+    q, k, v, value_gate, gate, index_k, index_q, index_w, _ = projected.split(sizes.parts, -1)
+    if sizes.parts[3]:
+        v = (v.float() * torch.sigmoid(value_gate.float())).to(v.dtype)
+    q, k, v = (each.unflatten(-1, (-1, sizes.head_dim)) for each in (q, k, v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = nn.functional.rms_norm(q, q.shape[-1:], layer.q_norm, sizes.eps)
+        k = nn.functional.rms_norm(k, k.shape[-1:], layer.k_norm, sizes.eps)
+    cos, sin, index_cos, index_sin = rotary
+    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+    cache.k.index_copy_(2, slot, k[:, :, None])
+    cache.v.index_copy_(2, slot, v[:, :, None])
+    heads_gate = gate.unflatten(-1, (-1, sizes.head_dim)) if sizes.parts[4] else None
+    if cache.rows is None:
+        return Projected(q, heads_gate, None, None)
+    index_q = index_q.unflatten(-1, (-1, sizes.index_head_dim))
+    if index_cos is not None and index_sin is not None:
+        index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
+        index_k = rotate(index_k, index_cos, index_sin)
+    row = index_k
+    if sizes.row > sizes.parts[5]:
+        kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)
+        row = nn.functional.pad(kept, (0, sizes.row - kept.shape[-1]))
+    cache.rows.index_copy_(1, slot, row[:, None])
+    return Projected(q, heads_gate, index_q[:, None], index_w[:, None])
+
+
+def leave(h: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, sizes: Sizes) -> torch.Tensor:
+    """Attention's gated output [B, H, D] through W_O and the MLP, into the residual stream [B, d]."""
+    h = h + nn.functional.linear(attended.flatten(1), layer.out)
+    x = nn.functional.rms_norm(h, h.shape[-1:], layer.mlp_norm, sizes.eps)
+    gate, up = nn.functional.linear(x, layer.gate_up).chunk(2, -1)
+    return h + nn.functional.linear(nn.functional.silu(gate) * up, layer.down)
+
+
+def pass_on(
+    h: torch.Tensor,
+    attended: torch.Tensor,
+    left: tuple[LayerWeights, Sizes],
+    entered: tuple[LayerWeights, Sizes],
+    cache: Buffers,
+    slot: torch.Tensor,
+    rotary: Rotary,
+) -> tuple[torch.Tensor, Projected]:
+    """`leave`, and `enter` of the next layer."""
+    h = leave(h, attended, *left)
+    return h, enter(h, *entered, cache, slot, rotary)
+
+
+def finish(
+    h: torch.Tensor,
+    attended: torch.Tensor,
+    left: tuple[LayerWeights, Sizes],
+    norm: torch.Tensor,
+    head: torch.Tensor,
+) -> torch.Tensor:
+    """`leave`, and the logits [B, vocab]."""
+    h = leave(h, attended, *left)
+    return nn.functional.linear(nn.functional.rms_norm(h, h.shape[-1:], norm, left[1].eps), head)
+
+
+class FusedDecoder:
+    """By joined projections and, in sparse layers, the kernels of gsa_kernels.
+
+    A selection that a block of tokens shares is made at the block's first token: `step` is told whether any sequence
+    stands there, which the host knows without asking the device.
+    """
+
+    def __init__(self, model: GSAForCausalLM, compile: bool = False) -> None:
+        """
+        Args:
+            model: `attn_implementation` "gsa", or all its layers dense. Its weights are those of now: projections are
+                copied.
+            compile: fuse what is not a matrix product or attention by torch.compile; the first step takes longer
+
+        Raises:
+            ValueError: the model has sparse layers and another `attn_implementation`.
+        """
+        sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
+        implementation = model.config._attn_implementation
+        if sparse and implementation != "gsa":
+            raise ValueError(
+                f"attn_implementation is {implementation!r} with sparse layers; pass 'gsa', or decode by the model"
+            )
+        self.model, self.config = model, model.config
+        self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
+        fuse = partial(torch.compile, fullgraph=True, dynamic=False) if compile else lambda each: each
+        self._enter: Callable[..., Projected] = fuse(enter)
+        self._pass_on: Callable[..., tuple[torch.Tensor, Projected]] = fuse(pass_on)
+        self._finish: Callable[..., torch.Tensor] = fuse(finish)
+        self.visible_from_mask = True
+        """False: dense layers take all slots of the cache for filled, which benchmarks fill."""
+
+    def open(self, batch: int, room: int) -> None:
+        """An empty cache of `room` slots for each of `batch` sequences."""
+        config, weight = self.config, self.model.model.embed_tokens.weight
+        self.batch, self.room = batch, room
+        self.cache = StaticCache(config=config, max_cache_len=room)
+        self.buffers = []
+        empty = weight.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
+        layers: list[Any] = self.cache.layers
+        for layer, (_, sizes) in zip(layers, self.layers, strict=True):
+            layer.lazy_initialization(empty, empty)
+            rows = None
+            if sizes.row:
+                layer.lazy_initialization_indexer(weight.new_zeros(batch, 0, sizes.row))
+                rows = layer.indexer_keys
+            # Views: transformers marks its own tensors as constants of a compiled graph, which all layers share here.
+            self.buffers.append(Buffers(layer.keys[:], layer.values[:], None if rows is None else rows[:]))
+            for buffer, dim in zip(self.buffers[-1], (2, 2, 1), strict=True):
+                if buffer is not None:
+                    torch._dynamo.maybe_mark_dynamic(buffer, dim)  # one graph for caches of all sizes
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=weight.device)
+        self.starts = torch.zeros_like(self.lengths)
+        self.slot = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        self._selections: dict[int, Any] = {}
+        self._workspace = None
+        if any(sizes.row for _, sizes in self.layers):
+            state = kernel_module("decode.state")
+            self._workspace = state.new_workspace(
+                batch,
+                room,
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_size=config.head_dim,
+                device=weight.device,
+            )
+            kept = min(config.index_topk_max, room)
+            for place, (_, each) in enumerate(self.layers):
+                if each.row:
+                    self._selections[place] = state.new_selection(batch, kept, device=weight.device)
+
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """As `ModelDecoder.prefill`. The cache is open, and forgets what it held."""
+        self.cache.reset()
+        held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
+        logits = self.model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[
+            :, -1
+        ]
+        starts = mask.int().argmax(1).int()
+        self.place(tokens.shape[1], starts)
+        return logits
+
+    def place(self, filled: int, starts: torch.Tensor) -> None:
+        """The next token goes to slot `filled`; int32 [B] `starts` slots in front of each sequence are padding.
+
+        Selections of blocks that began in the filled slots are made.
+        """
+        self.slot.fill_(filled)
+        self.starts.copy_(starts)
+        self.lengths.copy_(filled + 1 - self.starts)
+        block = self.config.index_block_size
+        if block == 1 or self._workspace is None:
+            return
+        last = (self.lengths - 2).clamp(min=0)
+        first = last - last % block
+        lengths = first + 1
+        slots = (first + self.starts).long()[:, None]
+        for place, buffers in enumerate(self.buffers):
+            if buffers.rows is None:
+                continue
+            indexer = self.model.model.layers[place].self_attn.indexer
+            row = buffers.rows.gather(1, slots[..., None].expand(-1, -1, buffers.rows.shape[-1]))
+            size, width = indexer.head_dim, indexer.heads * indexer.head_dim
+            queries = row[..., size : size + width].unflatten(-1, (indexer.heads, size))
+            weights = row[..., size + width : size + width + indexer.heads]
+            self._select(place, queries, weights, lengths)
+
+    def step(self, refresh: bool = True) -> torch.Tensor:
+        """`tokens` one slot further -> logits of those after them [B, vocab]. Advances `slot` and `lengths`.
+
+        Args:
+            refresh: with `index_block_size` b, whether some sequence is at a multiple of b tokens; the other sequences
+                keep their selection. Without blocks every step selects.
+        """
+        model, layers = self.model.model, self.layers
+        h = model.embed_tokens(self.tokens)
+        visible = self._visible() if self.visible_from_mask else None
+        place = (self.slot, self._rotary(h))
+        projected = self._enter(h, *layers[0], self.buffers[0], *place)
+        for index, attention in enumerate(model.layers):
+            module = attention.self_attn
+            if module.is_sparse:
+                attended = self._attend(index, module, projected, refresh)
+            else:
+                attended = self._attend_dense(index, projected, visible)
+            if index + 1 < len(layers):
+                following = (layers[index + 1], self.buffers[index + 1])
+                h, projected = self._pass_on(h, attended, layers[index], *following, *place)
+        logits = self._finish(h, attended, layers[-1], model.norm.weight, self.model.lm_head.weight)
+        self.slot.add_(1)
+        self.lengths.add_(1)
+        return logits
+
+    def _rotary(self, h: torch.Tensor) -> Rotary:
+        """Of the tokens' positions [B, channels], of heads and of the indexer's."""
+        model, positions = self.model.model, (self.lengths - 1)[:, None]
+        cos, sin = (x[:, 0] for x in model.rotary_emb(h, position_ids=positions))
+        if model.indexer_rotary_emb is None:
+            return cos, sin, None, None
+        index_cos, index_sin = (x[:, 0] for x in model.indexer_rotary_emb(h, position_ids=positions))
+        return cos, sin, index_cos, index_sin
+
+    def _attend(self, place: int, module: Any, projected: Projected, refresh: bool) -> torch.Tensor:
+        config = self.config
+        leader = config.indexer_layer(place)
+        assert leader is not None
+        selects = leader == place and (refresh or config.index_block_size == 1)
+        held = self._layer_cache(place, leader, self.lengths)
+        window = config.index_local_window
+        decode = kernel_module("decode.op")
+        if not selects:
+            return decode.decode_attend(projected.q, held, window, projected.gate)
+        applied = self._applied(place, projected.index_queries, projected.index_weights)
+        geometry = kernel_module("types").Geometry(
+            selection_block=config.index_block_size, local_window=window
+        )
+        rule, ema = kernel_rule(config), module.indexer.variance_ema
+        return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
+
+    def _attend_dense(self, place: int, projected: Projected, visible: torch.Tensor | None) -> torch.Tensor:
+        buffers = self.buffers[place]
+        q = projected.q[:, :, None]
+        out = nn.functional.scaled_dot_product_attention(q, buffers.k, buffers.v, visible, enable_gqa=True)[
+            :, :, 0
+        ]
+        if projected.gate is None:
+            return out
+        return (out.float() * torch.sigmoid(projected.gate.float())).to(out.dtype)
+
+    def _visible(self) -> torch.Tensor | None:
+        """bool [B, 1, 1, Lk]; None where no layer is dense."""
+        if all(layer.self_attn.is_sparse for layer in self.model.model.layers):
+            return None
+        slots = torch.arange(self.room, device=self.slot.device)
+        return ((slots >= self.starts[:, None]) & (slots <= self.slot))[:, None, None]
+
+    def _select(
+        self, place: int, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        kernel_module("decode.op").decode_select(
+            self._applied(place, queries, weights),
+            self._layer_cache(place, place, lengths),
+            kernel_rule(self.config),
+            self.model.model.layers[place].self_attn.indexer.variance_ema,
+            self.config.index_block_size,
+        )
+
+    def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor) -> Any:
+        k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
+        selection = self._selections[leader]
+        return kernel_module("decode.state").LayerCache(
+            k, v, lengths, selection, self._workspace, self.starts
+        )
+
+    def _applied(self, place: int, queries: Any, weights: Any) -> Any:
+        rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer
+        assert rows is not None
+        return applied_indexer(indexer, queries, rows[..., : self.config.index_head_dim], weights)

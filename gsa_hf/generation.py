@@ -1,0 +1,271 @@
+"""Texts from prompts: prefill, then one token of each sequence at a time, in a CUDA graph where the model is on a GPU.
+
+    generator = Generator(model)                        # model.config._attn_implementation "gsa" on a GPU
+    result = generator.generate([[1, 5, 7], [1, 9]], max_new_tokens=64)
+
+Greedy tokens are those of `model.generate()`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from .decoding import FusedDecoder, ModelDecoder
+from .modeling_gsa import GSAForCausalLM
+
+logger = logging.getLogger(__name__)
+
+ROOM_SLOTS = 256
+"""Caches have a multiple of this many slots, so that the next prompts mostly fit the graph at hand."""
+
+LOOK_STEPS = 16
+"""Steps between two looks at which sequences have ended: each waits for the device."""
+
+
+NO_TOKENS = torch.LongTensor()
+"""Of the prompts, which the warpers do not look at."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn; without, the most probable is taken."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """Most probable tokens to draw from; 0: all."""
+    top_p: float = 1.0
+    """Share of the probability to draw from."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature is {self.temperature}; pass more than 0, or no sampling for greedy"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; pass 0 for all tokens, or a number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; pass more than 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `Generator.generate` made."""
+
+    tokens: list[list[int]]
+    """New tokens of each prompt, up to its end-of-sequence token and with it."""
+    prompt_tokens: int
+    """Of all prompts, without padding."""
+    prefill_seconds: float
+    prepare_seconds: float
+    """Of capturing the CUDA graphs, where that was needed."""
+    decode_steps: int
+    decode_seconds: float
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens per second, of all prompts together."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second, of all sequences together, ended ones included; 0 if the first token was the last."""
+        return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
+
+
+class Generator:
+    """Generates from batches of prompts with one model, whose weights are those of now.
+
+    On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
+    and with `attn_implementation` "sdpa" or "eager" for sparse layers, they are the model's own forward pass.
+    """
+
+    def __init__(self, model: GSAForCausalLM, compile: bool = False, vocab_size: int | None = None) -> None:
+        """
+        Args:
+            vocab_size: tokens from there on, which a tokenizer does not have, are not chosen
+            compile: of CUDA steps, also fuse by torch.compile what is between matrix products; the first takes longer
+        """
+        self.model, self.device = model.eval(), model.device
+        sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
+        implementation = model.config._attn_implementation
+        fused = self.device.type == "cuda" and (implementation == "gsa" or not sparse)
+        self.decoder: FusedDecoder | ModelDecoder
+        self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)
+        self._graphs: DecodingGraphs | None = None
+        self._vocab_size = vocab_size or model.config.vocab_size
+        how = "fused steps in CUDA graphs" if fused else "the model's forward pass"
+        logger.info("decoding by %s, attn_implementation %s, on %s", how, implementation, self.device)
+
+    @property
+    def eos_ids(self) -> set[int]:
+        """Tokens at which a sequence ends."""
+        given = self.model.generation_config
+        found = None if given is None else given.eos_token_id
+        return set() if found is None else {found} if isinstance(found, int) else set(found)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling | None = None
+    ) -> Generated:
+        """Up to `max_new_tokens` for each prompt; a sequence stops at a token of `generation_config.eos_token_id`.
+
+        Raises:
+            ValueError: a prompt is empty, or a sequence would be longer than the model's context.
+        """
+        self._check(prompts, max_new_tokens)
+        tokens, mask = pad_left(prompts, self.device)
+        length = tokens.shape[1]
+        if isinstance(self.decoder, FusedDecoder):
+            self._open(self.decoder, len(prompts), length + max_new_tokens)
+        choose = _chooser(sampling, self._vocab_size, self.device)
+        started = self._now()
+        chosen = choose(self.decoder.prefill(tokens, mask))
+        prefilled = self._now()
+        step = self._stepper([len(prompt) for prompt in prompts])
+        prepared = self._now()
+        made = [chosen]
+        ends = torch.tensor(sorted(self.eos_ids), dtype=torch.int64, device=self.device)
+        ended = torch.isin(chosen, ends)
+        for index in range(max_new_tokens - 1):
+            if index % LOOK_STEPS == 0 and bool(ended.all()):
+                break
+            chosen = choose(step(index, chosen))
+            ended = ended | torch.isin(chosen, ends)
+            made.append(chosen)
+        stopped = self._now()
+        found = torch.stack(made, 1).tolist()
+        return Generated(
+            tokens=[_until_end(row, self.eos_ids) for row in found],
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            prefill_seconds=prefilled - started,
+            prepare_seconds=prepared - prefilled,
+            decode_steps=len(made) - 1,
+            decode_seconds=stopped - prepared,
+        )
+
+    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        context, vocabulary = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; pass at least 1")
+        if not prompts:
+            raise ValueError("there are no prompts; pass at least one")
+        for place, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {place + 1} is empty; pass at least one token")
+            if len(prompt) + max_new_tokens > context:
+                left = context - len(prompt)
+                remedy = f"pass at most {left} new ones" if left > 0 else "pass a shorter prompt"
+                raise ValueError(
+                    f"prompt {place + 1} has {len(prompt)} tokens, and with {max_new_tokens} new ones more than the "
+                    f"model's context of {context}; {remedy}"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise ValueError(
+                    f"prompt {place + 1} has the tokens {min(prompt)} to {max(prompt)}; pass those of a vocabulary of "
+                    f"{vocabulary}"
+                )
+
+    def _open(self, decoder: FusedDecoder, batch: int, slots: int) -> None:
+        if self._graphs is None or (batch, slots <= decoder.room) != (decoder.batch, True):
+            self._graphs = None  # the cache of before goes first
+            decoder.open(batch, -(-slots // ROOM_SLOTS) * ROOM_SLOTS)
+
+    def _stepper(self, lengths: list[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """(step from 0, tokens) -> logits."""
+        decoder = self.decoder
+        if isinstance(decoder, ModelDecoder):
+            return lambda _, tokens: decoder.step(tokens)
+        if self._graphs is None:
+            self._graphs = DecodingGraphs(decoder)
+        graphs, block = self._graphs, self.model.config.index_block_size
+
+        def step(index: int, tokens: torch.Tensor) -> torch.Tensor:
+            decoder.tokens.copy_(tokens)
+            return graphs.step(any((length + index) % block == 0 for length in lengths))
+
+        return step
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class DecodingGraphs:
+    """The steps of a `FusedDecoder` with its cache as CUDA graphs: one that selects, and with blocks one that does
+    not."""
+
+    def __init__(self, decoder: FusedDecoder) -> None:
+        """The decoder stands where its next token goes; after this it stands there again, as if nothing had run."""
+        filled, starts = int(decoder.slot), decoder.starts.clone()
+        self._captured = {}
+        kinds = (True, False) if decoder.config.index_block_size > 1 else (True,)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(
+            side
+        ):  # kernels are compiled, and libraries get their memory, before a capture
+            for refresh in kinds:
+                for _ in range(2):
+                    decoder.step(refresh)
+                    decoder.place(filled, starts)
+        torch.cuda.current_stream().wait_stream(side)
+        for refresh in kinds:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = decoder.step(refresh)
+            self._captured[refresh] = graph, logits
+        decoder.place(filled, starts)
+
+    def step(self, refresh: bool) -> torch.Tensor:
+        """As `FusedDecoder.step`. The next step overwrites the logits."""
+        graph, logits = self._captured[refresh or len(self._captured) == 1]
+        graph.replay()
+        return logits
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts with padding in front, and the mask that is 0 there: int64 [B, L] both."""
+    length = max(len(prompt) for prompt in prompts)
+    rows = [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+    masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
+
+
+def _chooser(
+    sampling: Sampling | None, vocab_size: int, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits [B, vocab] -> tokens int64 [B], on the device."""
+    if sampling is None:
+        return lambda logits: logits[:, :vocab_size].argmax(-1)
+    warpers = LogitsProcessorList()
+    if sampling.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    random = torch.Generator(device).manual_seed(sampling.seed)
+
+    def draw(logits: torch.Tensor) -> torch.Tensor:
+        probabilities = warpers(NO_TOKENS, logits[:, :vocab_size].float()).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=random)[:, 0]
+
+    return draw
+
+
+def _until_end(row: list[int], ends: set[int]) -> list[int]:
+    for place, token in enumerate(row):
+        if token in ends:
+            return row[: place + 1]
+    return row

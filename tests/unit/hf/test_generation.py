@@ -1,0 +1,105 @@
+"""Generation beside `model.generate()`: token by token, with padding, blocks, groups of layers; what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("triton")
+
+from gsa_hf import decoding, generation
+from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_model
+
+CUDA = torch.cuda.is_available()
+
+
+class WithoutGraphs:
+    """In the place of `DecodingGraphs`, which need a CUDA device."""
+
+    def __init__(self, decoder: decoding.FusedDecoder) -> None:
+        self.decoder, self.refreshes = decoder, []
+
+    def step(self, refresh: bool) -> torch.Tensor:
+        self.refreshes.append(refresh)
+        return self.decoder.step(refresh)
+
+
+@pytest.mark.parametrize("name", ["sparse", "dense", "blocks"])
+def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None:
+    model = make_model(name)
+    made = generation.Generator(model).generate(PROMPTS, 20)
+    assert made.tokens == by_transformers(model, 20)
+    assert (made.prompt_tokens, made.decode_steps) == (66, 19)
+    assert made.decode_rate == pytest.approx(57 / made.decode_seconds)
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
+@pytest.mark.parametrize("name", list(MODELS))
+def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again with the same generator: it takes the cache as the first time has left it."""
+    model = make_model(name)
+    wanted = by_transformers(model, 10)
+    if name != "dense":
+        model.set_attn_implementation("gsa")
+    monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
+    generator = generation.Generator(model)
+    generator.decoder = decoding.FusedDecoder(model)
+    assert generator.generate(PROMPTS, 10).tokens == wanted
+    first = generator._graphs
+    assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
+    assert generator._graphs is first
+    if "index_block_size" in MODELS[name]:
+        # After 30, 15 and 21 tokens blocks begin at the second and third step.
+        assert first.refreshes[:9] == [False, True, True, *[False] * 6]
+
+
+def test_sampling_draws_what_transformers_draws() -> None:
+    model = make_model("sparse")
+    options = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    torch.manual_seed(5)
+    wanted = by_transformers(model, 12, do_sample=True, **options)
+    sampling = generation.Sampling(**options, seed=5)
+    generator = generation.Generator(model)
+    assert generator.generate(PROMPTS, 12, sampling).tokens == wanted
+    assert generator.generate(PROMPTS, 12).tokens != wanted
+
+
+def test_a_sequence_ends_at_its_own_end() -> None:
+    model = make_model("sparse")
+    free = generation.Generator(model).generate(PROMPTS, 30).tokens
+    end = free[1][5]
+    model.generation_config.eos_token_id = [end]
+    made = generation.Generator(model).generate(PROMPTS, 30).tokens
+    assert made == [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert made[1][-1] == end
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "words"),
+    [
+        ([], 4, "no prompts"),
+        ([[1], []], 4, "prompt 2 is empty"),
+        ([[1] * 61], 4, "61 tokens, and with 4 new ones more than the model's context of 64; pass at most 3"),
+        ([[1] * 64], 4, "pass a shorter prompt"),
+        ([[64]], 4, "a vocabulary of 64"),
+        ([[1]], 0, "max_new_tokens is 0"),
+    ],
+)
+def test_what_cannot_be_generated(prompts: list[list[int]], count: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        generation.Generator(make_model("dense")).generate(prompts, count)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"temperature": 0.0}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p")],
+)
+def test_wrong_sampling(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        generation.Sampling(**options)
+
+
+def test_fused_steps_want_the_kernels() -> None:
+    with pytest.raises(ValueError, match="attn_implementation is 'sdpa' with sparse layers"):
+        decoding.FusedDecoder(make_model("sparse"))

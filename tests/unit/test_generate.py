@@ -1,0 +1,171 @@
+"""gsa-generate: from a run, a checkpoint and an exported folder the same text; what it refuses, in one line."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from gsa_data.tokenize import Tokenizer, text_after
+from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_train.commands.generate import main
+from gsa_train.convert.import_hf import import_hf
+from gsa_train.convert.in_memory import load_hf_model
+from gsa_train.convert.tokenizer import write_tokenizer
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample" / "tokenizer.model"
+RATES = r"prefill (\d+) tokens, \d+ tokens/s; decode (\d+) steps of (\d+), \d+ tokens/s"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`hf`, an exported model; `run`, of which it is the checkpoint of step 7; `dense`, of another architecture."""
+    folder = tmp_path_factory.mktemp("generate")
+    tokenizer = Tokenizer(str(SAMPLE))
+    torch.manual_seed(3)
+    model = GSAForCausalLM(
+        GSAConfig(
+            vocab_size=tokenizer.vocab_size + 64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=48,
+            initializer_range=0.3,
+            index_n_heads=2,
+            index_head_dim=8,
+            index_topk=6,
+            index_topk_min=2,
+            index_topk_max=9,
+            eos_token_id=tokenizer.eos_id,
+        )
+    )
+    model.save_pretrained(folder / "hf")
+    write_tokenizer(tokenizer, folder / "hf", 48)
+    import_hf(folder / "hf", folder / "imported")
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "imported").rename(folder / "run" / "checkpoints" / "step_00000007")
+    (folder / "empty").mkdir()
+    (folder / "blank.txt").write_text("One line\n\n")
+    return folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Exit code."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
+    try:
+        return main()
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_every_source_gives_the_same_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--prompt", "Once upon a time", "--prompt", "The", "--max-new-tokens", 12]
+    checkpoint = folder / "run" / "checkpoints" / "step_00000007"
+    sources = [
+        ["--run", folder / "run"],
+        ["--run", folder / "run", "--step", 7],
+        ["--checkpoint", checkpoint],
+    ]
+    texts = []
+    for source in [*sources, ["--hf", folder / "hf"]]:
+        assert call(monkeypatch, *source, *prompts) == 0
+        said = capsys.readouterr()
+        texts.append(said.out)
+        rates = re.search(RATES, said.err)
+        assert rates is not None
+        assert rates.groups()[1:] == ("11", "2")
+    assert texts[1:] == texts[:-1]
+    assert texts[0].startswith("--- 1\nOnce upon a time")
+    assert "\n--- 2\nThe" in texts[0]
+
+
+def test_the_text_is_that_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--run", folder / "run", "--prompt", "The man", "--max-new-tokens", 9) == 0
+    tokenizer = Tokenizer(str(SAMPLE))
+    model = load_hf_model(folder / "hf", torch.device("cpu"), "eager").model
+    prompt = tokenizer.encode("The man").tolist()
+    for _ in range(9):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        prompt.append(int(logits[: tokenizer.vocab_size].argmax()))  # no tokens that the tokenizer lacks
+        assert prompt[-1] != tokenizer.eos_id
+    assert capsys.readouterr().out.strip() == tokenizer.decode(prompt)
+
+
+def test_lines_of_the_input_and_sampling(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The\n\n" + "word " * 60 + "\nThe\n"))
+    options = ["--max-new-tokens", 6, "--temperature", 2.0, "--top-k", 50, "--top-p", 0.9, "--seed"]
+    assert call(monkeypatch, "--hf", folder / "hf", "--interactive", *options, 4) == 0
+    said = capsys.readouterr()
+    first, second = said.out.splitlines()
+    assert first == second  # each line begins with the seed
+    assert "more than the model's context of 48" in said.err
+    assert call(monkeypatch, "--hf", folder / "hf", "--prompt", "The", *options, 5) == 0
+    assert capsys.readouterr().out.splitlines() != [first]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--run {}/none --prompt a", "none: no complete checkpoint there; steps that have one: none"),
+        ("--run {}/empty --prompt a", "empty: no complete checkpoint there"),
+        (
+            "--run {}/run --step 3 --prompt a",
+            "--step 3: no complete checkpoint there; steps that have one: 7",
+        ),
+        ("--checkpoint {}/empty --prompt a", "no complete checkpoint there; give a step_"),
+        ("--checkpoint {}/empty --step 3 --prompt a", "--step is of a run"),
+        ("--hf {}/none --prompt a", "none: no such folder"),
+        ("--run {}/run --prompt a --prompt=", "--prompt: an empty prompt; give a text"),
+        ("--run {}/run --prompts {}/blank.txt", "blank.txt, line 2: an empty prompt"),
+        ("--run {}/run --prompts {}/none.txt", "No such file"),
+        (
+            "--run {}/run --prompt a --max-new-tokens 48",
+            "with 48 new ones more than the model's context of 48",
+        ),
+        ("--run {}/run --prompt a --max-new-tokens 0", "max_new_tokens is 0"),
+        ("--run {}/run --prompt a --temperature 0", "temperature is 0.0"),
+        ("--run {}/run --prompt a --seed 3", "--seed is of sampling"),
+        (
+            "--run {}/run --prompt a --max-new-tokens 2 --attention gsa",
+            "attn_implementation is 'gsa' with the model on cpu",
+        ),
+        ("--run {}/run", "one of the arguments --prompt --prompts --interactive is required"),
+        ("--prompt a", "one of the arguments --run --checkpoint --hf is required"),
+    ],
+)
+def test_what_is_refused(
+    words: str,
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert call(monkeypatch, *words.replace("{}", str(folder)).split()) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err.splitlines()[-1]
+    assert shown.out == ""
+
+
+def test_a_text_goes_on_where_the_prompt_ends() -> None:
+    tokenizer = Tokenizer(str(SAMPLE))
+    whole = tokenizer.encode("Once upon a time").tolist()
+    assert text_after(tokenizer.decode, whole[:-1], whole[-1:]) == " time"
+    assert text_after(tokenizer.decode, whole, []) == ""
+    assert text_after(lambda tokens: "�" if len(tokens) == 1 else "é", [1], [2]) == "�"

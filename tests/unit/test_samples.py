@@ -1,0 +1,260 @@
+"""Samples of fixed prompts: the argmax of the training model's own logits, on any layout; training does not notice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from gsa_data.tokenize import TokenizerError
+from gsa_train.batches import to_micro_batch
+from gsa_train.config import LoggingConfig
+from gsa_train.config.checks import check_config
+from gsa_train.metrics.record_format import read_records, sample_texts
+from gsa_train.metrics.sinks import open_sinks
+from gsa_train.model.mcore.build import Model
+from gsa_train.phases import enter_phase
+from gsa_train.report.page import write_report
+from gsa_train.samples import encode_prompts, generate_samples
+from gsa_train.trainer import validate
+from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model
+from helpers.tiny_run import tiny_run
+
+PROMPTS = ["abc", "hello"]
+
+
+class Letters:
+    """A tokenizer of 27 tokens: EOS and the letters."""
+
+    vocab_size, eos_id = 27, EOS
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(letter) - 96 for letter in text if letter != " "], np.int32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(token + 96) for token in tokens)
+
+
+CONFIG = tiny_config(evaluate={"prompts": PROMPTS, "prompt_tokens": 6})
+LENGTH = CONFIG.train.seq_len_tokens
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    made = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(made, SPARSE)
+    return made
+
+
+def by_whole_logits(model: Model, text: str) -> tuple[str, bool]:
+    """Token after token, each the argmax over the logits of a sequence that is filled up with other tokens."""
+    letters = Letters()
+    tokens = letters.encode(text).tolist()
+    start = len(tokens)
+    while len(tokens) < start + CONFIG.evaluate.prompt_tokens:
+        block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
+        block[0, : len(tokens)] = torch.tensor(tokens)
+        batch = to_micro_batch(block, EOS, False)
+        positions = torch.arange(LENGTH)[None]
+        evaluating = dataclasses.replace(model.runtime.attention_pass, evaluating=True)
+        with torch.no_grad(), model.runtime.during(evaluating):
+            logits = model.module(batch.tokens, positions, batch.document_ids)
+        token = int(logits[0, len(tokens) - 1, : letters.vocab_size].argmax())
+        if token == EOS:
+            return letters.decode(tokens[start:]), True
+        tokens.append(token)
+    return letters.decode(tokens[start:]), False
+
+
+def samples_of(model: Model, **changes: Any) -> list[dict[str, Any]]:
+    prompts = encode_prompts(CONFIG, Letters())
+    return generate_samples(model, prompts, Letters(), CONFIG, single_rank(), **changes)
+
+
+def test_samples_are_the_argmax_of_the_models_logits(model: Model) -> None:
+    found = samples_of(model)
+    assert [each["prompt"] for each in found] == PROMPTS
+    assert [(each["text"], each["ended"]) for each in found] == [
+        by_whole_logits(model, text) for text in PROMPTS
+    ]
+    assert any(each["text"] for each in found)
+
+
+def test_a_document_that_ends_is_not_gone_on_with(model: Model) -> None:
+    """The output layer is made to write EOS after whatever it writes second."""
+    first = samples_of(model)
+    calls: list[int] = []
+
+    def end_after_two(module: Any, inputs: Any, output: Any) -> Any:
+        calls.append(1)
+        logits = output[0].clone()
+        if len(calls) > 2 * len(PROMPTS):
+            logits[..., EOS] = 1e4
+        return logits, output[1]
+
+    hook = model.gpt.output_layer.register_forward_hook(end_after_two)
+    found = samples_of(model)
+    hook.remove()
+    assert [(each["text"], each["ended"]) for each in found] == [(each["text"][:2], True) for each in first]
+    assert len(calls) == 3 * len(PROMPTS)
+
+
+def test_training_does_not_notice(model: Model) -> None:
+    weights, stats = named_weights(model), model.runtime.stats
+    averages = [tracker.ema.clone() for tracker in model.variance_trackers]
+    stats.reset()
+    before, random = stats.reduce(torch.zeros(0, dtype=torch.float64), [], []), torch.get_rng_state()
+    samples_of(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(module.training for module in model.modules)
+    assert not model.gpt.output_layer._forward_pre_hooks
+    assert not model.runtime.attention_pass.evaluating
+    after = stats.reduce(torch.zeros(0, dtype=torch.float64), [], [])
+    assert str(after) == str(before)
+    assert all(torch.equal(t.ema, each) for t, each in zip(model.variance_trackers, averages, strict=True))
+    now = named_weights(model)
+    assert all(torch.equal(now[name], weight) for name, weight in weights.items())
+
+
+def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gsa_train.trainer.evaluate", lambda *_: {"validation_loss": 1.0})
+    sinks = Mock()
+    fields = {"tokenizer": Letters(), "prompts": encode_prompts(CONFIG, Letters()), "sinks": sinks}
+    run = tiny_run(CONFIG, model, **fields)
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        validate(run, "sparse", stop)
+    assert run.newest_validation is None
+    assert not sinks.mock_calls
+    validate(run, "sparse", lambda: None)
+    (record,) = sinks.log_samples.call_args.args
+    assert (record["event"], record["step"], record["samples"]) == ("samples", 0, samples_of(model))
+    validate(run, "sparse", lambda: None)
+    assert sinks.log_samples.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [
+        ({"prompts": ["a", " "]}, "evaluate.prompts.1 = ' ': empty"),
+        (
+            {"prompts": ["a"] * 20, "prompt_tokens": 60},
+            "evaluate.prompt_tokens = 60: with 20 .* set it to 51 or",
+        ),
+        ({"prompts": ["a"], "prompt_tokens": 0}, "evaluate.prompt_tokens = 0: below 1"),
+    ],
+)
+def test_configs_that_are_refused(evaluate: dict[str, Any], words: str) -> None:
+    config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, **evaluate))
+    (line,) = check_config(config, world_size=1)
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (" a " * 11, "11 tokens, with evaluate.prompt_tokens = 6 more than train.seq_len_tokens = 16"),
+        (" ", "no tok"),
+    ],
+)
+def test_prompts_that_do_not_fit(prompt: str, words: str) -> None:
+    config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, prompts=["a", prompt]))
+    with pytest.raises(TokenizerError, match=rf"evaluate.prompts.1 = .*{words}"):
+        encode_prompts(config, Letters())
+
+
+def record_of(step: int, text: str) -> dict[str, Any]:
+    samples = [{"prompt": "Once <b>", "text": text, "ended": False}]
+    return {"event": "samples", "step": step, "phase": "sparse", "tokens": 10 * step, "samples": samples}
+
+
+def test_where_samples_go(tmp_path: Path) -> None:
+    """Into the file, TensorBoard and the report; what comes after the step of a restart is dropped."""
+    logging = LoggingConfig(tensorboard=True)
+    with open_sinks(logging, tmp_path, ["sparse"], None, None) as sinks:
+        for step in (2, 4):
+            sinks.log({"step": step, "phase": "sparse", "loss": 1.0, "tokens": 10 * step})
+            sinks.log_samples(record_of(step, f"text of {step}"))
+    samples = read_records(tmp_path / "samples.jsonl")
+    assert [(each["step"], each["samples"][0]["text"]) for each in samples] == [
+        (2, "text of 2"),
+        (4, "text of 4"),
+    ]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = events.Tensors("samples/prompt_00/text_summary")
+    assert [(each.step, b"text of" in each.tensor_proto.string_val[0]) for each in shown] == [
+        (2, True),
+        (4, True),
+    ]
+
+    page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Once &lt;b&gt;" in page
+    assert page.index("text of 4") < page.index("text of 2")
+
+    for again, steps in ((False, [2]), (True, [])):
+        with open_sinks(logging, tmp_path, ["sparse"], 2, None, validates_again=again):
+            pass
+        assert [each["step"] for each in read_records(tmp_path / "samples.jsonl")] == steps
+    with open_sinks(logging, tmp_path, ["sparse"], None, None):
+        pass
+    assert not (tmp_path / "samples.jsonl").exists()
+    assert len(list(tmp_path.glob("previous/*/samples.jsonl"))) == 1
+
+
+def test_a_rewind_drops_later_samples(tmp_path: Path) -> None:
+    with open_sinks(LoggingConfig(tensorboard=False), tmp_path, ["sparse"], None, None) as sinks:
+        for step in (2, 4):
+            sinks.log_samples(record_of(step, "x"))
+        sinks.go_back(2)
+        sinks.log_samples(record_of(3, "y"))
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3]
+
+
+def test_a_file_that_cannot_be_made_costs_its_samples_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "samples.jsonl").mkdir()
+    with open_sinks(LoggingConfig(tensorboard=False), tmp_path, ["sparse"], None, None) as sinks:
+        (tmp_path / "samples.jsonl").mkdir(exist_ok=True)
+        sinks.log_samples(record_of(2, "x"))
+        (tmp_path / "samples.jsonl").rmdir()
+        sinks.log_samples(record_of(4, "y"))
+    assert "samples of step 2 are not in samples.jsonl" in caplog.text
+    assert [each["step"] for each in read_records(tmp_path / "samples.jsonl")] == [4]
+
+
+def test_texts_keep_their_lines() -> None:
+    record = record_of(1, "a\n# b")
+    record["samples"].append({"prompt": "p", "text": "", "ended": True})
+    assert sample_texts(record) == {"prompt_00": "    Once <b>⟶a\n    # b …", "prompt_01": "    p⟶"}
+
+
+def test_a_table_for_wandb(tmp_path: Path) -> None:
+    from gsa_train.metrics.wandb_sink import WandbSink
+
+    run = Mock(id="abc")
+    sink = WandbSink(run, tmp_path, Mock())
+    sink.log_samples(record_of(4, "text"))
+    (logged,) = run.log.call_args.args
+    assert logged["step"] == 4
+    assert logged["samples"].data == [[4, "Once <b>", "text", False]]
+    run.log.side_effect = OSError("disk full")
+    sink.log_samples(record_of(5, "text"))
+    sink.log_samples(record_of(6, "text"))
+    assert run.log.call_count == 3
