@@ -165,4 +165,4 @@ def test_the_command(
     found = json.loads((run / "evaluations" / "ruler" / "results.json").read_text())["ruler"]
     assert [*found["scores"]] == ["300", "400"]
     assert len(found["without"]) == 11
-    assert "RULER, 2 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
+    assert "RULER, 1 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
