@@ -88,7 +88,8 @@ def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None)
 
 
 def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
-    others = count_endings(path for path in files if not path.endswith(FORMATS))
+    used = {*manifest.size_bytes_of, *manifest.duplicates}
+    others = count_endings(path for path in files if path not in used)
     largest, size_bytes = max(manifest.shards, key=lambda shard: shard[1])
     is_large = size_bytes > LARGE_SHARD_BYTES
     logger.info(

@@ -15,6 +15,9 @@ from gsa_data.fetch import Pulse, file_system, patiently
 
 FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 """Of text."""
+OTHER_FORMATS = (".json.gz",)
+"""C4's shards, of JSON lines all the same. They count where a folder holds none of FORMATS: a folder of shards may hold
+such a file for another purpose, and stays the corpus that it was."""
 INDEXED = (".idx", ".bin")
 """Of megatron-core's datasets."""
 PACKED = ("zst", "gz", "bz2", "xz", "lz4")
@@ -24,8 +27,8 @@ T = TypeVar("T")
 
 
 def list_files(root: str, reading: Reading) -> dict[str, int]:
-    """Size in bytes of every file below `root`, by its path from there; 0 for those that are in none of FORMATS and
-    INDEXED.
+    """Size in bytes of every file below `root`, by its path from there; 0 for those that are in none of FORMATS,
+    OTHER_FORMATS and INDEXED.
 
     Raises DataFault when `root` is no folder, or when any part of it cannot be listed.
     """
@@ -48,7 +51,7 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
     if "" in found:
         raise DataFault(f"{root!r} is a file; give the folder it lies in")
     for path in found:
-        if path.endswith(FORMATS) and ("::" in path or not path.isprintable()):
+        if path.endswith(FORMATS + OTHER_FORMATS) and ("::" in path or not path.isprintable()):
             raise DataFault(
                 f"{path!r} in {root!r} cannot be addressed; rename it without '::' and control characters"
             )
@@ -89,7 +92,7 @@ def _local_files(
                 if entry.is_symlink() and os.path.realpath(entry.path) in above:
                     raise DataFault(f"a link leads to a folder above it: {entry.path}; remove it")
                 yield from _local_files(entry.path, pulse, f"{path}/", above)
-            elif not entry.name.endswith(FORMATS + INDEXED):
+            elif not entry.name.endswith(FORMATS + OTHER_FORMATS + INDEXED):
                 yield path, 0
             else:
                 status = entry.stat()  # a link to nowhere is an error

@@ -16,7 +16,7 @@ from gsa_data.faults import DataFault as DataFault
 from gsa_data.faults import OnBadShard as OnBadShard
 from gsa_data.faults import Reading, warn_once
 from gsa_data.fetch import file_system, read_bytes
-from gsa_data.listing import FORMATS, list_files, retried
+from gsa_data.listing import FORMATS, OTHER_FORMATS, list_files, retried
 from gsa_data.parquet import require_pyarrow
 from gsa_data.unpack import unpack
 
@@ -51,8 +51,8 @@ class Manifest:
 
 
 def build_manifest(root: str, text_field: str = "text", reading: Reading | None = None) -> Manifest:
-    """List the shards of text, all files in one of FORMATS, below `root`: a folder or an fsspec address such as
-    s3://bucket/folder.
+    """List the shards of text, all files in one of FORMATS or all of C4's, below `root`: a folder or an fsspec address
+    such as s3://bucket/folder.
 
     Args:
         reading: policy for shards with the same text under two names; the default refuses them.
@@ -68,11 +68,14 @@ def manifest_of(
     root: str, files: Mapping[str, int], text_field: str, reading: Reading, is_chat: bool = False
 ) -> Manifest:
     """The same from the files that `list_files` found below `root`."""
-    shards = sorted((path, size_bytes) for path, size_bytes in files.items() if path.endswith(FORMATS))
-    if not shards:
+    for formats in (FORMATS, OTHER_FORMATS):
+        shards = sorted((path, size_bytes) for path, size_bytes in files.items() if path.endswith(formats))
+        if shards:
+            break
+    else:
         raise DataFault(
-            f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS)}; name the folder of the split "
-            "itself"
+            f"data folder {root!r} holds no file that matches *{', *'.join(FORMATS + OTHER_FORMATS)}; name the folder "
+            "of the split itself"
         )
     for relpath, _ in shards:
         if relpath.endswith(".parquet"):

@@ -10,8 +10,8 @@ from typing import Literal
 class DataConfig:
     train_dir: str = "data/sample/train"
     """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text or conversations: all `*.jsonl`,
-    `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it. Or tokens made of text by `prepare.py tokens`, or
-    megatron-core's indexed datasets (`*.bin` and `*.idx`)."""
+    `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it, or where there are none of these C4's `*.json.gz`. Or tokens
+    made of text by `prepare.py tokens`, or megatron-core's indexed datasets (`*.bin` and `*.idx`)."""
     validation_dir: str = "data/sample/validation"
     """The same for validation: one set, named `validation`. Not read where `validation_sets` names any."""
     validation_sets: dict[str, str] = field(default_factory=dict)

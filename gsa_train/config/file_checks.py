@@ -19,7 +19,7 @@ from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 
 # As gsa_data has them, whose import would load torch.
-DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
+DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
 """Before a retry of a read: gsa_data.faults.Reading.waits_seconds."""

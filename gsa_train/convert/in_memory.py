@@ -11,13 +11,15 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from gsa_data.tokenize import text_after
-from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_hf import DENSE_LAYER, GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
-from gsa_train.config import config_from_yaml
+from gsa_train.config import Config, config_from_yaml
 from gsa_train.convert.export_hf import check_tensors, tokenizer_of
 from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.names import pairs
+
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -46,26 +48,65 @@ def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
     tokenizer = tokenizer_of(checkpoint, config, state)
-    source = CheckpointTensors(checkpoint)
-    found = pairs(config.model, config.gsa)
-    check_tensors(checkpoint, source, found)
-    tensors: dict[str, torch.Tensor] = {}
-    for pair in found:
-        tensors |= dict(zip(pair.theirs, pair.split(source.read(pair.ours)), strict=True))
     hf_config = to_hf_config(config)
     hf_config.eos_token_id = tokenizer.eos_id
-    dtype = source.kinds["embedding.word_embeddings.weight"].dtype
-    model: Any = GSAForCausalLM.from_pretrained(
-        None, config=hf_config, state_dict=tensors, dtype=dtype, attn_implementation=attention
-    )
+    model: Any = model_in_memory(checkpoint, config, hf_config, attention, device)
     model.generation_config.eos_token_id = tokenizer.eos_id
 
     def decode(tokens: list[int]) -> str:
         return tokenizer.decode(tokens)
 
-    return TextModel(
-        model.to(device), lambda text: tokenizer.encode(text).tolist(), decode, tokenizer.vocab_size
+    return TextModel(model, lambda text: tokenizer.encode(text).tolist(), decode, tokenizer.vocab_size)
+
+
+def model_in_memory(
+    checkpoint: Path,
+    config: Config,
+    hf_config: GSAConfig,
+    attention: str,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> GSAForCausalLM:
+    """The weights that training calculates with, in evaluation mode.
+
+    Args:
+        config: the checkpoint's.
+        hf_config: what `to_hf_config` makes of it, or that with other budgets, a dense one, ...: sizes are the same.
+        attention: `attn_implementation`
+        dtype: of the weights; None: as they are.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model than its config says.
+    """
+    source = CheckpointTensors(checkpoint)
+    found = pairs(config.model, config.gsa)
+    check_tensors(checkpoint, source, found)
+    has_indexer = set(hf_config.layer_types or ()) != {DENSE_LAYER}
+    state: dict[str, Any] = {}
+    for pair in found:
+        parts = pair.split(source.read(pair.ours))
+        for name, part in zip(pair.theirs, parts, strict=True):
+            if has_indexer or ".indexer." not in name:
+                state[name] = part
+    loaded: Any = GSAForCausalLM.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict=state,
+        dtype=dtype or source.kinds[EMBEDDING].dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
     )
+    model: GSAForCausalLM = loaded[0]
+    if wrong := sorted({*loaded[1]["missing_keys"], *loaded[1]["unexpected_keys"]}):
+        raise ValueError(f"{checkpoint}: {wrong[0]} is in the checkpoint or in the model alone")
+    return to_device(model, device)
+
+
+def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausalLM:
+    """For evaluation."""
+    module: torch.nn.Module = model  # transformers' own `to` has another signature
+    module.to(device).eval().requires_grad_(False)
+    return model
 
 
 def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
@@ -90,4 +131,4 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    return TextModel(model.to(device), encode, decode, len(tokenizer))
+    return TextModel(to_device(model, device), encode, decode, len(tokenizer))

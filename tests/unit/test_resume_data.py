@@ -247,7 +247,7 @@ def test_a_file_that_is_no_tokenizer_is_named_with_its_field(config: Config) -> 
 
 
 def test_names_that_the_config_repeats() -> None:
-    assert listing.FORMATS == DATA_FORMATS
+    assert listing.FORMATS + listing.OTHER_FORMATS == DATA_FORMATS
     assert (token_files.MANIFEST_NAME, token_files.JOURNAL_NAME) == PREPARED_TOKENS
     assert source_weights.MAX_WEIGHT == LARGEST_SOURCE_WEIGHT
     for retries in (0, 5, 12):

@@ -55,6 +55,18 @@ def documents_of(manifest: Manifest, relpath: str, **reading: Any) -> list[Docum
     return read_documents(manifest, relpath, Reading(**reading), Counter())
 
 
+def test_c4_as_published_counts_where_there_are_no_other_shards(tmp_path: Path) -> None:
+    name = "c4-train.00000-of-01024.json.gz"
+    (tmp_path / name).write_bytes(gzip.compress(packed_lines()))
+    manifest = build_manifest(str(tmp_path))
+    assert manifest.shards == ((name, (tmp_path / name).stat().st_size),)
+    assert [each.text_utf8.decode() for each in documents_of(manifest, name)] == [
+        document(n) for n in NUMBERS
+    ]
+    write_shard(tmp_path / "s0.jsonl.zst", [line("a")])
+    assert [path for path, _ in build_manifest(str(tmp_path)).shards] == ["s0.jsonl.zst"]
+
+
 @pytest.mark.parametrize("root", ["", "memory://"])
 @pytest.mark.parametrize("field", ["text", "content"])
 def test_all_formats_hold_the_same_documents(tmp_path: Path, root: str, field: str) -> None:

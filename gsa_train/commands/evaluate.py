@@ -1,0 +1,134 @@
+"""Evaluate a model: launch/evaluate.py of a checkout, `gsa-evaluate` of an installation.
+
+    python launch/evaluate.py --run RUN_DIR [--step N] --name NAME [--data PLACE ...] [key=value ...]
+    python launch/evaluate.py --run RUN_DIR --name NAME --tasks hellaswag --tasks mine.yaml
+    python launch/evaluate.py --run RUN_DIR --name NAME --ruler 4096,8192
+    python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
+
+The model is read into memory from a checkpoint of any layout; nothing of a run is touched. Results go to
+RUN_DIR/evaluations/NAME, or to DIR/NAME with --out. key=value: gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max,
+gsa.local_window, gsa.adaptive_k, model.rope_base. Exit code 2: wrong use, or a model or text that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    # Here, so that wrong use is reported before torch is loaded.
+    from gsa_data.faults import DataFault
+    from gsa_train.config import ConfigError
+    from gsa_train.evaluation.evaluate import run_evaluation
+
+    try:
+        folder, table = run_evaluation(arguments, sys.argv[1:])
+    except (ValueError, OSError, DataFault, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{table}\nwrote {folder}")
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Evaluate a model; nothing of its run is touched.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
+    )
+    source.add_argument("--hf", type=Path, metavar="DIR", help="a folder that export_hf.py wrote")
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    parser.add_argument("--name", required=True, help="of the evaluation: a new one")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of evaluations (default: in the run's)"
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[NAME=]PLACE",
+        help="a folder that training can read, also of C4's *.json.gz, or wikitext:PATH; may be given several times "
+        "(default, without tasks: the run's validation sets)",
+    )
+    text.add_argument("--text-field", default="text", help="of JSON lines or Parquet (default: text)")
+    text.add_argument("--context-length", type=positive, metavar="TOKENS", help="(default: as in training)")
+    text.add_argument(
+        "--stride",
+        type=positive,
+        metavar="TOKENS",
+        help="score each document by itself, in windows of which the last so many tokens count (default: documents "
+        "packed as in training; wikitext: the context length)",
+    )
+    text.add_argument("--max-tokens", type=positive, metavar="N", help="of each text (default: all)")
+    tasks = parser.add_argument_group("tasks of lm-evaluation-harness (extra `eval`)")
+    tasks.add_argument(
+        "--tasks",
+        action="append",
+        default=[],
+        metavar="NAME|FILE.yaml",
+        help="one of the harness', or a file of yours; may be given several times",
+    )
+    tasks.add_argument("--limit", type=positive, metavar="N", help="examples of each task (default: all)")
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="(default: as the task says)")
+    ruler = parser.add_argument_group("RULER and needle in a haystack")
+    ruler.add_argument(
+        "--ruler", type=lengths, default=(), metavar="TOKENS[,TOKENS...]", help="lengths of the prompts"
+    )
+    ruler.add_argument(
+        "--ruler-tasks", default="", metavar="TASK[,TASK...]", help="(default: all there is text for)"
+    )
+    ruler.add_argument(
+        "--ruler-samples", type=positive, default=50, metavar="N", help="of each task (default: 50)"
+    )
+    ruler.add_argument(
+        "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
+    )
+    ruler.add_argument(
+        "--qa",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="questions in SQuAD's format, of qa_1; a second file is of qa_2",
+    )
+    ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
+    how = parser.add_argument_group("execution")
+    how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
+    how.add_argument(
+        "--attention",
+        default="",
+        choices=("", "gsa", "sdpa", "eager"),
+        help="gsa: fused kernels; sdpa, eager: plain torch (default: gsa on CUDA devices, else sdpa)",
+    )
+    how.add_argument(
+        "--dtype", default="", choices=("", "bf16", "fp32"), help="(default: as the weights are)"
+    )
+    how.add_argument(
+        "--batch-size", type=positive, default=1, metavar="N", help="sequences at once (default: 1)"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.step is not None and arguments.run is None:
+        parser.error("--step is of a run; give --run RUN_DIR")
+    if len(arguments.qa) > 2:
+        parser.error("--qa: give at most two files")
+    if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):
+        parser.error(f"--stride {arguments.stride}: above --context-length; give at most that")
+    return arguments
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Of 4096,8192."""
+    return tuple(positive(each) for each in text.split(","))
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+    return value

@@ -1,0 +1,133 @@
+"""An evaluation from top to bottom."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gsa_train.evaluation.generation import continue_prompts
+from gsa_train.evaluation.perplexity import score_text
+from gsa_train.evaluation.results import circumstances, result_folder, write_results
+from gsa_train.evaluation.ruler import TASKS, Material, read_questions
+from gsa_train.evaluation.ruler_score import RulerOptions, ruler_table, score_ruler
+from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
+from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text, words_of
+
+logger = logging.getLogger(__name__)
+
+
+def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Path, str]:
+    """The folder of results and their table.
+
+    Args:
+        arguments: of gsa_train.commands.evaluate.
+        words: the command line, for the record.
+
+    Raises:
+        ValueError, DataFault, OSError: something cannot be read, or the name is in use.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
+    if source.run is not None:  # before anything is loaded
+        result_folder(arguments.name, source.run, arguments.out)
+    execution = Execution(arguments.device, arguments.attention, arguments.dtype)
+    subject = load_subject(source, arguments.settings, execution)
+    folder = result_folder(arguments.name, subject.run_dir, arguments.out)
+    results: dict[str, Any] = {
+        "name": arguments.name,
+        "model": subject.about,
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+            if value not in (None, "", [], ())
+        },
+        **circumstances(words),
+    }
+    tables = []
+    if arguments.tasks:
+        try:
+            from gsa_train.evaluation.harness import run_tasks, task_table
+        except ModuleNotFoundError as missing:
+            raise ValueError(
+                f"--tasks needs the package {missing.name}; run in the checkout: pip install '.[hf,eval]'"
+            ) from missing
+        options = (arguments.batch_size, arguments.context_length, arguments.limit, arguments.num_fewshot)
+        results["tasks"] = run_tasks(subject, arguments.tasks, *options)
+        tables.append(task_table(results["tasks"]))
+    if arguments.ruler:
+        results["ruler"] = _ruler(subject, arguments)
+        tables.append(ruler_table(results["ruler"]))
+    if arguments.data or not tables:
+        results["data"] = _texts(subject, arguments)
+    results["tables"] = tables
+    return folder, write_results(folder, results)
+
+
+def _texts(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    places = named_places(arguments.data)
+    max_tokens: int | None = arguments.max_tokens
+    context_length: int = arguments.context_length or subject.trained_length
+    if (arguments.stride or 0) > context_length:
+        raise ValueError(
+            f"--stride {arguments.stride}: above the context length {context_length}; give at most that"
+        )
+    if not places:
+        if subject.config is None:
+            raise ValueError("nothing to do: give --data PLACE")
+        places = subject.config.data.validation_folders
+        max_tokens = max_tokens or subject.config.evaluate.max_blocks * context_length
+    options = TextOptions(
+        context_length, arguments.stride, max_tokens, subject.attend_across_documents, arguments.text_field
+    )
+    found = {}
+    for name, place in places.items():
+        text = read_text(place, subject.tokenizer, options)
+        logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
+        scores = score_text(subject.model, text, arguments.batch_size, name)
+        found[name] = {"place": place, "context_length": context_length, "stride": options.stride, **scores}
+    return found
+
+
+def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All tasks for which there is text, or those that were asked for."""
+    model, tokenizer = subject.model, subject.tokenizer
+    haystack: str | None = arguments.haystack
+    if haystack is None and subject.config is not None:
+        haystack = next(iter(subject.config.data.validation_folders.values()))
+    essay = words_of(haystack, tokenizer, max(arguments.ruler), arguments.text_field) if haystack else []
+    questions = {f"qa_{number}": read_questions(path) for number, path in enumerate(arguments.qa, 1)}
+    without = {"essay"} if not essay else set()
+    without |= {"qa_1", "qa_2"} - questions.keys()
+    tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
+    tasks = tasks or [name for name, task in TASKS.items() if task.needs not in without]
+
+    def generate(prompts: Sequence[str], new_tokens: int) -> list[str]:
+        tokens = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+        return continue_prompts(model, tokenizer, tokens, new_tokens, batch_size=arguments.batch_size)
+
+    options = RulerOptions(
+        arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay, questions)
+    )
+    found = score_ruler(generate, tokenizer, options)
+    return {**found, "haystack": haystack, "without": [name for name in TASKS if name not in tasks]}
+
+
+def named_places(words: Sequence[str]) -> dict[str, str]:
+    """name -> place, of `[NAME=]PLACE`; without a name the place's last part.
+
+    Raises:
+        ValueError: two of one name.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, place = word.partition("=")
+        if not equals or "/" in name or ":" in name:
+            place = word
+            name = Path(place.removeprefix(WIKITEXT).rstrip("/")).name
+        if name in found:
+            raise ValueError(f"--data {word}: {name} is there already; give NAME={place}")
+        found[name] = place
+    return found

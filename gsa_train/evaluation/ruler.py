@@ -1,0 +1,297 @@
+"""RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654), by its rules, in words of our own.
+
+A task makes a prompt with `size` units of filling; `fill` finds the most that a length has room for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.evaluation.ruler_words import NOISE, distinct, letters
+
+SENTENCE_ENDS = (".", "!", "?")
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    answers: list[str]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is not generated."""
+
+    essay: list[str] = field(default_factory=list)
+    """Words of the text that needles are hidden in."""
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    """Of qa_1 and qa_2."""
+
+
+@dataclass(frozen=True)
+class Question:
+    context: str
+    question: str
+    answers: list[str]
+
+
+Make = Callable[[random.Random, int, Material], Sample]
+
+
+@dataclass(frozen=True)
+class Task:
+    make: Make
+    new_tokens: int
+    """Tokens of an answer."""
+    needs: str = ""
+    """Field of `Material`."""
+    any_answer: bool = False
+    """One of the answers is enough; else the score is the share of those that are named."""
+
+
+def niah(
+    haystack: str, keys: str, values: str, num_keys: int = 1, num_values: int = 1, num_queries: int = 1
+) -> Make:
+    """Needle in a haystack.
+
+    Args:
+        haystack: `noise`, `essay`, or `needles` with other keys.
+        keys, values: `words`, `numbers` or `uuids`.
+    """
+
+    def make(rng: random.Random, size: int, material: Material) -> Sample:
+        names = distinct(rng, keys, max(num_keys, num_queries))
+        hidden = {name: distinct(rng, values, num_values) for name in names}
+        needles = [_needle(values, name, value) for name in names for value in hidden[name]]
+        rng.shuffle(needles)
+        places = sorted(rng.random() for _ in needles)
+        if haystack == "noise":
+            units = [NOISE[place % len(NOISE)] for place in range(size)]
+        elif haystack == "essay":
+            units = _essay(rng, size, material.essay)
+        else:
+            others = distinct(rng, keys, size, set(names))
+            units = [_needle(values, name, distinct(rng, values, 1)[0]) for name in others]
+        text = _hide(units, needles, places, at_sentences=haystack == "essay")
+        asked = names[:num_queries]
+        listed = " and ".join([", ".join(asked[:-1]), asked[-1]] if len(asked) > 1 else asked)
+        what = f"{values[:-1]} of {listed}" if num_values * num_queries == 1 else f"{values} of {listed}"
+        prompt = (
+            f"The text below has secret {values} in it. Remember them; a question about them follows.\n\n{text}\n\n"
+            f"Question: what secret {what} does the text name?\nAnswer: the text names the secret {what}:"
+        )
+        return Sample(prompt, [value for name in asked for value in hidden[name]])
+
+    return make
+
+
+def _needle(kind: str, key: str, value: str) -> str:
+    return f"The secret {kind[:-1]} of {key} is {value}."
+
+
+def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
+    """`size` words from a random place on, from the beginning again where the text ends."""
+    start = rng.randrange(len(words))
+    return [words[(start + place) % len(words)] for place in range(size)]
+
+
+def _hide(
+    units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
+) -> str:
+    """The units with needles at their shares of the length, in an essay behind the sentence there."""
+    inside: dict[int, list[str]] = {}
+    for needle, share in zip(needles, places, strict=True):
+        place = math.floor(share * (len(units) + 1))
+        while at_sentences and 0 < place < len(units) and not units[place - 1].endswith(SENTENCE_ENDS):
+            place += 1
+        inside.setdefault(place, []).append(needle)
+    parts: list[str] = []
+    for place in range(len(units) + 1):
+        parts += inside.get(place, [])
+        parts += units[place : place + 1]
+    return " ".join(parts)
+
+
+def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list[str]]:
+    """Noise with variables that take their value from each other: text, value, names."""
+    value = str(rng.randrange(10**4, 10**5))
+    names: list[str] = []
+    while len(names) < hops + 1:
+        name = letters(rng, 5, string.ascii_uppercase)
+        names += [name] * (name not in names)
+    lines = [f"VAR {names[0]} = {value}."]
+    lines += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
+    places = sorted(rng.random() for _ in lines)
+    return _hide([NOISE[place % len(NOISE)] for place in range(size)], lines, places), value, names
+
+
+def variable_tracking(rng: random.Random, size: int, _: Material) -> Sample:
+    """With an example in front."""
+
+    def asked(text: str, value: str, names: Sequence[str]) -> str:
+        return (
+            "Follow the variables in the text below.\n\n"
+            f"{text}\n\nQuestion: which variables have the value {value}, at first or through another variable?\n"
+            f"Answer: the {len(names)} variables with the value {value} are"
+        )
+
+    example, chain = _chain(rng, 5), _chain(rng, size)
+    return Sample(f"{asked(*example)} {' '.join(example[2])}\n\n{asked(*chain)}", chain[2])
+
+
+def common_words(often: int, seldom: int) -> Make:
+    """Ten words `often` times in a numbered list, `size` others `seldom` times; with an example in front."""
+
+    def listed(
+        rng: random.Random, common: Sequence[str], others: Sequence[str], times: tuple[int, int]
+    ) -> str:
+        words = list(common) * times[0] + list(others) * times[1]
+        rng.shuffle(words)
+        numbered = " ".join(f"{place}. {each}" for place, each in enumerate(words, 1))
+        return (
+            f"Some words of the numbered list below are in it more often than others.\n\n{numbered}\n\n"
+            "Question: which 10 words are in the list most often?\nAnswer: the 10 most frequent words are"
+        )
+
+    def make(rng: random.Random, size: int, _: Material) -> Sample:
+        words = distinct(rng, "words", 30)
+        first, second, few = words[:10], words[10:20], words[20:]
+        example = listed(rng, first, few, (4, 1)) + " " + _numbered(first) + "\n\n"
+        others = distinct(rng, "words", size, set(words))
+        return Sample(example + listed(rng, second, others, (often, seldom)), list(second))
+
+    return make
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{place}. {each}" for place, each in enumerate(words, 1))
+
+
+def frequent_words(rng: random.Random, size: int, _: Material) -> Sample:
+    """Coded words whose frequency falls with the square of their rank; the first rank is dots."""
+    codes: list[str] = []
+    while len(codes) < 200:
+        code = letters(rng, 6)
+        codes += [code] * (code not in codes)
+    total = 100 + size
+    counts = [round(total / (math.pi**2 / 6) / rank**2) for rank in range(1, len(codes) + 2)]
+    words = [each for code, count in zip(["...", *codes], counts, strict=True) for each in [code] * count]
+    rng.shuffle(words)
+    prompt = (
+        f"Read the coded text below and count its coded words. Leave out the dots.\n\n{' '.join(words)}\n\n"
+        "Question: which three coded words are in the text most often?\nAnswer: the three most frequent coded words are"
+    )
+    return Sample(prompt, codes[:3])
+
+
+def questions(name: str) -> Make:
+    """A question on one of many documents."""
+
+    def make(rng: random.Random, size: int, material: Material) -> Sample:
+        found = material.questions[name]
+        asked = rng.choice(found)
+        contexts = sorted({each.context for each in found} - {asked.context})
+        place = rng.random()
+        rng.shuffle(contexts)
+        documents = [contexts[number % len(contexts)] for number in range(size)] if contexts else []
+        documents.insert(math.floor(place * (len(documents) + 1)), asked.context)
+        text = "\n\n".join(f"Document {place}:\n{each}" for place, each in enumerate(documents, 1))
+        prompt = (
+            "Answer the question from the documents below, in as few words as you can.\n\n"
+            f"{text}\n\nQuestion: {asked.question}\nAnswer:"
+        )
+        return Sample(prompt, asked.answers)
+
+    return make
+
+
+TASKS: dict[str, Task] = {
+    "niah_single_1": Task(niah("noise", "words", "numbers"), 128),
+    "niah_single_2": Task(niah("essay", "words", "numbers"), 128, "essay"),
+    "niah_single_3": Task(niah("essay", "words", "uuids"), 128, "essay"),
+    "niah_multikey_1": Task(niah("essay", "words", "numbers", num_keys=4), 128, "essay"),
+    "niah_multikey_2": Task(niah("needles", "words", "numbers"), 128),
+    "niah_multikey_3": Task(niah("needles", "uuids", "uuids"), 128),
+    "niah_multivalue": Task(niah("essay", "words", "numbers", num_values=4), 128, "essay"),
+    "niah_multiquery": Task(niah("essay", "words", "numbers", num_queries=4), 128, "essay"),
+    "vt": Task(variable_tracking, 30),
+    "cwe": Task(common_words(30, 3), 120),
+    "fwe": Task(frequent_words, 50),
+    "qa_1": Task(questions("qa_1"), 32, "qa_1", any_answer=True),
+    "qa_2": Task(questions("qa_2"), 32, "qa_2", any_answer=True),
+}
+"""RULER's settings: kinds, numbers of needles, frequencies, tokens of answers."""
+
+
+def samples(
+    name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, material: Material
+) -> list[Sample]:
+    """As long as `length_tokens` has room for, the answer's tokens included.
+
+    Raises:
+        ValueError: not even the empty task has room.
+    """
+    task = TASKS[name]
+    found = []
+    size = 64  # the last sample's is a good guess
+    for index in range(count):
+        own_seed = f"{seed} {name} {length_tokens} {index}"
+
+        def make(units: int, own_seed: str = own_seed) -> Sample:
+            return task.make(random.Random(own_seed), units, material)
+
+        size = fill(
+            make, length_tokens - task.new_tokens, tokenizer, size, f"{name} at {length_tokens} tokens"
+        )
+        found.append(make(size))
+    return found
+
+
+def fill(make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str) -> int:
+    """The most units, to 1%, with which a prompt has at most `room_tokens`."""
+
+    def fits(units: int) -> bool:
+        return len(tokenizer.encode(make(units).prompt)) <= room_tokens
+
+    if not fits(0):
+        raise ValueError(f"{what}: has no room for the task with this tokenizer; give a longer length")
+    low, high = 0, max(guess, 1)
+    while fits(high):
+        low, high = high, math.ceil(high * 1.5)
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Of a file in SQuAD's format; questions without an answer are left out.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        found = [
+            Question(part["context"], each["question"], [answer["text"] for answer in each["answers"]])
+            for entry in content["data"]
+            for part in entry["paragraphs"]
+            for each in part["qas"]
+            if each["answers"]
+        ]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not in SQuAD's format ({error!r}); give a file such as dev-v2.0.json"
+        ) from None
+    if not found:
+        raise ValueError(f"{path}: no question with an answer in it; give a file such as dev-v2.0.json")
+    return found

@@ -1,0 +1,93 @@
+"""RULER on a model: scores of tasks by length, and the length to which it holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.evaluation.ruler import TASKS, Material, samples
+
+THRESHOLD = 85.6
+"""Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
+
+Generate = Callable[[Sequence[str], int], list[str]]
+"""Prompts, and tokens of an answer -> answers."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RulerOptions:
+    lengths_tokens: Sequence[int]
+    tasks: Sequence[str] = tuple(TASKS)
+    samples: int = 50
+    seed: int = 0
+    material: Material = field(default_factory=Material)
+
+
+def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> float:
+    """Share of the expected strings that the answer holds, case apart; of `any_answer` 1 where one is there."""
+    found = [each.lower() in answer.lower() for each in expected]
+    return float(any(found)) if any_answer else sum(found) / len(found)
+
+
+def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
+    """`scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest with a
+    mean of at least `THRESHOLD`, None where there is none.
+
+    Raises:
+        ValueError: an unknown task, one whose material is missing, or a length too short for one.
+    """
+    for name in options.tasks:
+        if name not in TASKS:
+            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
+        _check_material(name, options.material)
+    scores: dict[str, dict[str, float]] = {}
+    for length in sorted(options.lengths_tokens):
+        of_length = scores[str(length)] = {}
+        for name in options.tasks:
+            task = TASKS[name]
+            asked = samples(name, length, options.samples, options.seed, tokenizer, options.material)
+            answers = generate([sample.prompt for sample in asked], task.new_tokens)
+            got = [
+                answer_score(answer, sample.answers, task.any_answer)
+                for answer, sample in zip(answers, asked, strict=True)
+            ]
+            of_length[name] = 100 * sum(got) / len(got)
+            logger.info("RULER, %d tokens, %s: %.1f", length, name, of_length[name])
+    means = {length: sum(each.values()) / len(each) for length, each in scores.items()}
+    good = [int(length) for length, mean in means.items() if mean >= THRESHOLD]
+    return {
+        "scores": scores,
+        "mean": means,
+        "effective_length": max(good, default=None),
+        "tasks": list(options.tasks),
+        "samples": options.samples,
+        "seed": options.seed,
+    }
+
+
+def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
+    """For results.table."""
+    effective = found["effective_length"] or "below all of these"
+    return {
+        "title": f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}",
+        "head": ["tokens", *found["tasks"], "mean"],
+        "rows": [
+            [length, *(f"{each[name]:.1f}" for name in found["tasks"]), f"{found['mean'][length]:.1f}"]
+            for length, each in found["scores"].items()
+        ],
+    }
+
+
+def _check_material(name: str, material: Material) -> None:
+    needs = TASKS[name].needs
+    if needs == "essay" and not material.essay:
+        raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
+    if needs.startswith("qa_") and needs not in material.questions:
+        raise ValueError(
+            f"RULER's {name} needs questions; give --qa FILE in SQuAD's format, or leave the task out"
+        )

@@ -1,0 +1,148 @@
+"""What is evaluated: a model in memory, of a run, a checkpoint or a folder of transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
+from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_train.checkpoint.load import read_run_state
+from gsa_train.config import Config, config_from_yaml
+from gsa_train.convert.export_hf import find_source, tokenizer_of
+from gsa_train.convert.hf_config import to_hf_config
+from gsa_train.convert.in_memory import model_in_memory, to_device
+from gsa_train.evaluation.settings import apply_settings
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ATTENTION = ("gsa", "sdpa", "eager")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the three."""
+
+    run: Path | None = None
+    checkpoint: Path | None = None
+    hf: Path | None = None
+    step: int | None = None
+    """Of the run; None: the newest."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """On what the model runs."""
+
+    device: str = ""
+    """Empty: cuda where there is one."""
+    attention: str = ""
+    """`gsa`: our kernels. `sdpa`, `eager`: plain torch. Empty: `gsa` on CUDA devices, else `sdpa`."""
+    dtype: str = ""
+    """`bf16`, `fp32`; empty: as the weights are."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: GSAForCausalLM
+    tokenizer: Tokenizer
+    trained_length: int
+    """Tokens of a sequence in training."""
+    attend_across_documents: bool
+    """In training; False for a folder of transformers, which does not say."""
+    run_dir: Path | None
+    config: Config | None
+    """Of the run; None for a folder of transformers."""
+    about: dict[str, Any]
+    """For results.json."""
+
+
+def load_subject(source: Source, settings: Sequence[str] = (), execution: Execution | None = None) -> Subject:
+    """
+    Args:
+        settings: of `apply_settings`.
+
+    Raises:
+        ValueError: there is no such model, or it cannot run so.
+    """
+    execution = execution or Execution()
+    device = torch.device(execution.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
+    if attention not in ATTENTION:
+        raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
+    if execution.dtype and execution.dtype not in DTYPES:
+        raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
+    dtype = DTYPES.get(execution.dtype)
+    about: dict[str, Any]
+    config: Config | None = None
+    run_dir: Path | None = None
+    if source.hf is not None:
+        hf_config = apply_settings(_hf_config(source.hf), settings)
+        loaded: Any = GSAForCausalLM.from_pretrained(
+            source.hf, config=hf_config, dtype=dtype or "auto", attn_implementation=attention
+        )
+        model = to_device(loaded, device)
+        tokenizer, across = _tokenizer(source.hf), False
+        about = {"hf": str(source.hf.absolute())}
+    else:
+        checkpoint, run_dir = find_source(source.run, source.step, source.checkpoint)
+        state = read_run_state(checkpoint)
+        config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+        hf_config = apply_settings(to_hf_config(config), settings)
+        tokenizer = tokenizer_of(checkpoint, config, state)
+        model = model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
+        across = config.data.attend_across_documents
+        about = {"checkpoint": str(checkpoint.absolute()), "step": state.step, "tokens_trained": state.tokens}
+    about |= {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attention": attention,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "settings": list(settings),
+        "config": {
+            name: value for name, value in hf_config.to_diff_dict().items() if name != "transformers_version"
+        },
+    }
+    logger.info(
+        "%s: %d parameters in %s, attention by %s on %s",
+        about.get("checkpoint") or about["hf"],
+        about["parameters"],
+        about["dtype"],
+        attention,
+        about["device"],
+    )
+    length = hf_config.max_position_embeddings
+    return Subject(model, tokenizer, length, across, run_dir, config, about)
+
+
+def _hf_config(folder: Path) -> GSAConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--hf {folder}: no config.json there; give a folder that export_hf.py wrote")
+    kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    if kind != GSAConfig.model_type:
+        raise ValueError(
+            f"--hf {folder}: its model_type is {kind!r}; give a 'gsa' model (others: lm_eval --model hf)"
+        )
+    config: GSAConfig = GSAConfig.from_pretrained(folder)
+    return config
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    path = next(
+        (folder / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON) if (folder / name).is_file()), None
+    )
+    if path is None:
+        raise ValueError(
+            f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
+        )
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
+    return Tokenizer(str(path), named.get("content") if isinstance(named, dict) else named)

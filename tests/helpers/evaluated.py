@@ -1,0 +1,65 @@
+"""Small models to evaluate, as checkpoints of a run that never was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import enter_phase
+from helpers.checkpoints import run_state
+from helpers.runs import REPOSITORY
+from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
+
+SAMPLE = REPOSITORY / "data" / "sample"
+TOKENIZER = str(SAMPLE / "tokenizer.model")
+LENGTH = 32
+
+
+def evaluated_config(**sections: dict[str, Any]) -> Config:
+    sections["train"] = {"seq_len_tokens": LENGTH, **sections.get("train", {})}
+    sections["model"] = {"vocab_size": 4096, "head_dim": 8, "init_std": 0.1, **sections.get("model", {})}
+    # Else two keys of one token have one score in the first layer, and rounding decides which is selected.
+    sections["gsa"] = {"indexer_rope": True, **sections.get("gsa", {})}
+    sections["data"] = {
+        "tokenizer": TOKENIZER,
+        "validation_dir": str(SAMPLE / "validation"),
+        **sections.get("data", {}),
+    }
+    return tiny_config([SPARSE], **sections)
+
+
+def evaluated_model(config: Config) -> Model:
+    """No parameter as it is at first, so that none can be left out unseen."""
+    model = tiny_model(config, variance_ema=0.02)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.gpt.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    enter_phase(model, config.phases[0])
+    return model
+
+
+def save_run(model: Model, config: Config, folder: Path) -> Path:
+    """The run's folder, with one checkpoint."""
+    tokenizer = Tokenizer(TOKENIZER)
+    optimizer = build_optimizer(model, config.phases[0], config)
+    settings = CheckpointConfig(async_save=False)
+    files = {tokenizer.file_name: tokenizer.file}
+    saver = CheckpointSaver(folder / "checkpoints", settings, single_rank(), small_files=files)
+    state = dataclasses.replace(run_state(3, config), data={"tokenizer_fingerprint": tokenizer.fingerprint})
+    (result,) = saver.begin(state, model, optimizer)
+    saver.close()
+    close_optimizer(model, optimizer)
+    assert result.error is None, result.error
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 7.5}) + "\n")
+    (folder / "summary.json").write_text("{}")
+    return folder

@@ -1,0 +1,280 @@
+"""Perplexity of text: equal to a plain loop over exported weights, and to what the run itself says."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gsa_data.corpus import open_corpus
+from gsa_data.faults import Reading
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import read_validation_set
+from gsa_train.commands import evaluate as command
+from gsa_train.convert.export_hf import export_hf
+from gsa_train.evaluate import evaluate
+from gsa_train.evaluation import evaluate as whole
+from gsa_train.evaluation.perplexity import by_position, score_text, token_losses
+from gsa_train.evaluation.settings import apply_settings
+from gsa_train.evaluation.subject import Source, load_subject
+from gsa_train.evaluation.text import Piece, TextOptions, read_text, wikitext_articles, windows
+from helpers.evaluated import LENGTH, SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
+from helpers.single_rank import single_rank
+
+BLOCKS = 5
+WIKI = (
+    " \n = Valkyria = \n \n It was a game . \n\n = = Plot = = \n \n A hero = x = leaves home . \n"
+    "\n\n = Tower = \n \n A tall tower of stone , \u00e9 . \n"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """A GSA model, its config and its run's folder."""
+    config = evaluated_config(evaluate={"max_blocks": BLOCKS})
+    model = evaluated_model(config)
+    return model, config, save_run(model, config, tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def exported(run: tuple[Any, Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = run[2] / "checkpoints" / "step_00000003"
+    return export_hf(checkpoint, tmp_path_factory.mktemp("exported") / "hf").folder
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, words)])
+    return command.main()
+
+
+def results(run_dir: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "evaluations" / name / "results.json").read_text())
+    return found
+
+
+def straight_line(folder: Path, sequences: list[tuple[list[int], int]]) -> float:
+    """Nats of each sequence's labels from a place on, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    total = 0.0
+    for tokens, first in sequences:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
+        for place in range(first, len(tokens) - 1):
+            total -= float(logits[place].log_softmax(-1)[tokens[place + 1]])
+    return total
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and "evaluations" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_run_says_the_same(across: bool, run: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    model, config, run_dir = run
+    if across:
+        config = evaluated_config(data={"attend_across_documents": True})
+        model = evaluated_model(config)
+        run_dir = save_run(model, config, tmp_path / "run")
+    tokenizer = Tokenizer(TOKENIZER)
+    arguments = (open_corpus(config.data.validation_dir), tokenizer, LENGTH, BLOCKS, Reading())
+    validation = read_validation_set("validation", *arguments, across, split_by_source=False)
+    expected = evaluate(model, [validation], tokenizer.eos_id, config, single_rank())
+
+    subject = load_subject(Source(run=run_dir), execution=None)
+    options = TextOptions(LENGTH, None, BLOCKS * LENGTH, subject.attend_across_documents)
+    found = score_text(subject.model, read_text(config.data.validation_dir, tokenizer, options), batch_size=3)
+    assert found["tokens"] == validation.text.scored_tokens
+    assert found["loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(expected["validation_bits_per_byte"], rel=1e-5)
+
+
+def test_the_command_scores_the_runs_validation_and_touches_nothing(
+    run: tuple[Any, Any, Path],
+    exported: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, config, run_dir = run
+    before = hashes(run_dir)
+    assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 0
+    assert "| validation |" in capsys.readouterr().out
+    assert evaluated(monkeypatch, "--run", run_dir, "--step", 3, "--name", "sparser", "gsa.k_base=3") == 0
+    assert evaluated(monkeypatch, "--run", run_dir, "--name", "dense", "gsa.attention=dense") == 0
+    place = config.data.validation_dir
+    words = ("--data", f"validation={place}", "--max-tokens", BLOCKS * LENGTH, "--context-length", LENGTH)
+    assert (
+        evaluated(monkeypatch, "--hf", exported, "--name", "hf", "--out", run_dir / "evaluations", *words)
+        == 0
+    )
+    assert hashes(run_dir) == before
+
+    own = results(run_dir, "own")
+    assert (own["model"]["step"], own["model"]["tokens_trained"], own["model"]["attention"]) == (
+        3,
+        192,
+        "sdpa",
+    )
+    assert own["data"]["validation"]["loss"] == results(run_dir, "hf")["data"]["validation"]["loss"]
+    losses = {results(run_dir, name)["data"]["validation"]["loss"] for name in ("own", "sparser", "dense")}
+    assert len(losses) == 3
+    assert (run_dir / "evaluations" / "own" / "table.md").read_text().startswith("# own\n")
+
+    assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 2
+    assert "give another name, or remove the folder" in capsys.readouterr().err
+
+
+def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = sorted((run[2]).rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr("gsa_train.evaluation.results.table", lambda results: "")
+        patched.setattr("pathlib.Path.rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(monkeypatch, "--run", run[2], "--name", "killed")
+    left = {path for path in set(run[2].rglob("*")) - set(before) if path.name != "evaluations"}
+    assert left == set()
+    assert evaluated(monkeypatch, "--run", run[2], "--name", "killed") == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_windows_equal_a_plain_loop(
+    batch_size: int, run: tuple[Any, Any, Path], exported: Path, tmp_path: Path
+) -> None:
+    """Documents of C4 as published, each by itself; some shorter than a window."""
+    texts = ["The tower stood. " * 9, "Short.", "def f(x):\n    return x + 1\n" * 5]
+    content = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in texts)
+    (tmp_path / "c4-validation.00000-of-00008.json.gz").write_bytes(gzip.compress(content.encode()))
+    length, stride = 16, 5
+    subject = load_subject(Source(run=run[2]))
+    text = read_text(str(tmp_path), subject.tokenizer, TextOptions(length, stride, None, False))
+    found = score_text(subject.model, text, batch_size)
+
+    sequences = []
+    for each in texts:
+        tokens = [subject.tokenizer.eos_id, *subject.tokenizer.encode(each).tolist()]
+        sequences.append((tokens[: length + 1], 0))
+        done = length
+        while done < len(tokens) - 1:
+            end = min(done + stride, len(tokens) - 1)
+            sequences.append((tokens[end - length : end + 1], length - (end - done)))
+            done = end
+    expected = straight_line(exported, sequences)
+    count = sum(len(subject.tokenizer.encode(each)) for each in texts)
+    assert found["tokens"] == count
+    assert found["loss"] * count == pytest.approx(expected, rel=1e-6)
+    spelled = sum(len(each.encode()) + 1 for each in texts)  # the tokenizer puts a space in front
+    assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / spelled, rel=1e-6)
+    assert sum(each["tokens"] for each in found["loss_by_position"]) == count
+
+
+def test_wikitext_is_articles_and_its_perplexity_is_of_words(
+    run: tuple[Any, Any, Path], exported: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wiki.test.tokens").write_text(WIKI, encoding="utf-8")
+    articles = wikitext_articles(tmp_path)
+    assert [article.split()[1] for article in articles[-2:]] == ["Valkyria", "Tower"]
+    assert "\n".join(articles).split() == WIKI.split()
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "parquet").mkdir()
+    rows = [f"{line}\n" for line in WIKI.split("\n")[:-1]]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "parquet" / "test-00000-of-00001.parquet")
+    assert "\n".join(wikitext_articles(tmp_path / "parquet")).split() == WIKI.split()
+
+    subject = load_subject(Source(run=run[2]))
+    place = f"wikitext:{tmp_path / 'wiki.test.tokens'}"
+    found = score_text(
+        subject.model, read_text(place, subject.tokenizer, TextOptions(64, None, None, False)), 2
+    )
+    sequences = [
+        ([subject.tokenizer.eos_id, *subject.tokenizer.encode(each).tolist()], 0) for each in articles
+    ]
+    assert max(len(tokens) for tokens, _ in sequences) <= 65
+    expected = math.exp(straight_line(exported, sequences) / len(WIKI.split()))
+    assert found["word_perplexity"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=r"no WikiText; give a file wiki"):
+        read_text(f"wikitext:{SAMPLE / 'README.md'}", subject.tokenizer, TextOptions(64, None, None, False))
+
+
+@pytest.mark.parametrize(("length", "stride"), [(4, 4), (4, 1), (7, 3), (64, 64)])
+def test_windows_score_each_token_once_with_the_context_that_there_is(length: int, stride: int) -> None:
+    document = np.arange(1, 20, dtype=np.int32)
+    scored = []
+    for piece in windows(document, 0, length, stride):
+        assert len(piece.scored) == len(piece.tokens) - 1 <= length
+        labels = piece.tokens[1:][piece.scored]
+        scored += labels.tolist()
+        if labels[0] > length:
+            assert np.flatnonzero(piece.scored)[0] >= length - stride
+    assert scored == document.tolist()
+
+
+def test_buckets_of_positions() -> None:
+    found = by_position(np.array([1.0, 2.0, 4.0, 8.0]), np.array([1, 16, 17, 33]))
+    assert [(each["from"], each["to"], each["loss"], each["tokens"]) for each in found] == [
+        (1, 16, 1.5, 2),
+        (17, 32, 4.0, 1),
+        (33, 64, 8.0, 1),
+    ]
+
+
+def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, Any, Path]) -> None:
+    config = load_subject(Source(run=run[2])).model.config
+    settings = ["gsa.k_base=4", "gsa.k_min=4", "gsa.k_max=4", "gsa.local_window=2", "model.rope_base=1e6"]
+    changed = apply_settings(config, settings)
+    assert (changed.index_topk, changed.index_topk_min, changed.index_topk_max) == (4, 4, 4)
+    assert (changed.index_local_window, changed.rope_parameters["rope_theta"]) == (2, 1e6)
+    assert changed.layer_types == config.layer_types
+    for setting, message in {
+        "gsa.k_base=100": "outside of gsa.k_min = 2 and gsa.k_max = 9",
+        "gsa.k_base=many": "not a number",
+        "model.hidden_size=8": "an evaluation cannot set it; give one of gsa.attention,",
+        "gsa.attention=none": "give dense or sparse",
+        "gsa.adaptive_k=upwards": "upwards",
+    }.items():
+        with pytest.raises(Exception, match=message):
+            apply_settings(config, [setting])
+
+
+def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
+    text = Piece(np.arange(5, 30, dtype=np.int32), np.ones(24, bool), np.arange(24))
+    losses = []
+    for settings in (["gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64"], ["gsa.attention=dense"]):
+        model = load_subject(Source(run=run[2]), settings).model
+        losses.append(next(iter(token_losses(model, [text], 1))).nats)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_wrong_use(
+    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run[2] / "checkpoints" / "step_00000003"
+    for words, message in (
+        (("--run", run[2], "--step", 9), "no complete checkpoint there"),
+        (("--checkpoint", checkpoint, "--data", SAMPLE / "nowhere"), "does not exist"),
+        (("--hf", SAMPLE), "no config.json there"),
+        (("--run", run[2], "--data", "a=/x", "--data", "a=/y"), "a is there already"),
+        (("--run", run[2], "--stride", "64"), "above the context length 32"),
+    ):
+        assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="give letters"):
+        whole.result_folder("../x", run[2], None)
+    with pytest.raises(ValueError, match="give --out DIR"):
+        whole.result_folder("x", None, None)
+    with pytest.raises(SystemExit):
+        command.parse(["--run", "x", "--name", "y", "--max-tokens", "0"])

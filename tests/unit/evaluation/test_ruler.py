@@ -1,0 +1,168 @@
+"""RULER: prompts that fit and hold their answers, scores, and models that find all or nothing by construction."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.commands import evaluate as command
+from gsa_train.evaluation.ruler import TASKS, Material, Question, read_questions, samples
+from gsa_train.evaluation.ruler_score import RulerOptions, answer_score, ruler_table, score_ruler
+from gsa_train.evaluation.ruler_words import FIRST, NOUNS
+from helpers.evaluated import SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
+
+LENGTH = 5000
+QUESTIONS = [
+    Question(
+        f"The town of {name} lies by the {water}. It has a market.",
+        f"Where does {name} lie?",
+        [water, "nowhere"],
+    )
+    for name, water in (("Arden", "sea"), ("Bexley", "lake"), ("Corran", "river"))
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def material() -> Material:
+    essay = (SAMPLE / "README.md").read_text().split()
+    return Material(essay, {"qa_1": QUESTIONS, "qa_2": QUESTIONS})
+
+
+def reader(prompts: Sequence[str], new_tokens: int) -> list[str]:
+    """Answers from what stands in the prompt alone."""
+    return [f" {read(prompt.rpartition(chr(10) * 2)[2], prompt)}, I think." for prompt in prompts]
+
+
+def read(question: str, prompt: str) -> str:
+    body = prompt.removesuffix(question)
+    if match := re.search(r"what secret \w+ of (.+) does", question):
+        keys = re.split(", | and ", match[1])
+        return " ".join(value for key, value in re.findall(r"of (\S+) is (\S+)\.", body) if key in keys)
+    if match := re.search(r"have the value (\d+)", question):
+        names = re.findall(rf"VAR (\w+) = {match[1]}\.", body)
+        for _ in range(5):
+            names += [
+                after for after, before in re.findall(r"VAR (\w+) = VAR (\w+)\.", body) if before in names
+            ]
+        return " ".join(names)
+    if "which 10 words" in question:
+        return " ".join(
+            word for word, _ in Counter(re.findall(r"\d+\. (\S+)", body.split("\n\n")[-2])).most_common(10)
+        )
+    if "coded words" in question:
+        words = [word for word in body.split("\n\n")[1].split() if word != "..."]
+        return " ".join(word for word, _ in Counter(words).most_common(3))
+    match = re.search(r"Where does (\w+) lie", question)
+    assert match
+    found = re.search(rf"The town of {match[1]} lies by the (\w+)\.", body)
+    assert found
+    return found[1]
+
+
+def test_a_model_that_reads_scores_100_and_one_that_does_not_0(
+    tokenizer: Tokenizer, material: Material
+) -> None:
+    options = RulerOptions([LENGTH + 1000, LENGTH], samples=2, material=material)
+    found = score_ruler(reader, tokenizer, options)
+    assert found["scores"] == {str(length): dict.fromkeys(TASKS, 100.0) for length in (LENGTH, LENGTH + 1000)}
+    assert (found["mean"][str(LENGTH)], found["effective_length"]) == (100.0, LENGTH + 1000)
+    assert ruler_table(found)["rows"][0][:2] == [str(LENGTH), "100.0"]
+
+    options = RulerOptions([LENGTH], samples=2, material=material)
+    found = score_ruler(lambda prompts, _: ["I do not know"] * len(prompts), tokenizer, options)
+    assert found["scores"][str(LENGTH)] == dict.fromkeys(TASKS, 0.0)
+    assert found["effective_length"] is None
+
+
+def test_the_effective_length_is_the_longest_with_a_mean_of_85_6(tokenizer: Tokenizer) -> None:
+    def forgets(prompts: Sequence[str], new_tokens: int) -> list[str]:
+        return [
+            answer if len(prompt) < 8000 else ""
+            for prompt, answer in zip(prompts, reader(prompts, 0), strict=True)
+        ]
+
+    options = RulerOptions([1000, 1500, 6000], ["niah_single_1", "niah_multikey_2"], samples=1)
+    found = score_ruler(forgets, tokenizer, options)
+    assert found["mean"] == {"1000": 100.0, "1500": 100.0, "6000": 0.0}
+    assert found["effective_length"] == 1500
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_fit_hold_their_answers_and_come_again(
+    name: str, tokenizer: Tokenizer, material: Material
+) -> None:
+    made = samples(name, LENGTH, 3, 7, tokenizer, material)
+    for sample in made:
+        tokens = len(tokenizer.encode(sample.prompt)) + TASKS[name].new_tokens
+        assert 0.9 * LENGTH < tokens <= LENGTH
+        answers = sample.answers[:1] if TASKS[name].any_answer else sample.answers
+        assert all(answer in sample.prompt for answer in answers)
+        assert len(set(sample.answers)) == len(sample.answers)
+    assert samples(name, LENGTH, 3, 7, tokenizer, material) == made
+    assert samples(name, LENGTH, 3, 8, tokenizer, material) != made
+    assert len({sample.prompt for sample in made}) == 3
+
+
+def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Material) -> None:
+    counts = {name: len(samples(name, LENGTH, 1, 0, tokenizer, material)[0].answers) for name in TASKS}
+    many = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3, "qa_1": 2, "qa_2": 2}
+    assert counts == {**dict.fromkeys(TASKS, 1), **many}
+    assert len(TASKS) == 13
+    assert len(set(FIRST)) == len(FIRST)
+    assert len(set(NOUNS)) == len(NOUNS)
+
+
+def test_scores_of_answers() -> None:
+    assert answer_score("They are 17 and 23.", ["17", "23"], any_answer=False) == 1
+    assert answer_score("It is 17.", ["17", "23", "5", "8"], any_answer=False) == 0.25
+    assert answer_score("the SEA", ["Sea", "lake"], any_answer=True) == 1
+    assert answer_score("the hills", ["Sea", "lake"], any_answer=True) == 0
+    assert answer_score("", ["x"], any_answer=False) == 0
+
+
+def test_what_is_missing_is_named(tokenizer: Tokenizer, material: Material, tmp_path: Path) -> None:
+    for options, message in (
+        (RulerOptions([LENGTH], ["niah_single_2"]), "give --haystack PLACE"),
+        (RulerOptions([LENGTH], ["qa_1"]), "give --qa FILE"),
+        (RulerOptions([LENGTH], ["niah"]), "RULER has no task niah"),
+        (RulerOptions([300], ["cwe"]), "cwe at 300 tokens: has no room"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score_ruler(reader, tokenizer, options)
+    part = {
+        "context": "The town lies by the sea.",
+        "qas": [{"question": "Where?", "answers": [{"text": "sea"}]}],
+    }
+    part["qas"].append({"question": "Why?", "answers": [], "is_impossible": True})  # type: ignore[attr-defined]
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps({"data": [{"title": "Town", "paragraphs": [part]}]}))
+    assert read_questions(path) == [Question("The town lies by the sea.", "Where?", ["sea"])]
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="not in SQuAD's format"):
+        read_questions(path)
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = evaluated_config()
+    run = save_run(evaluated_model(config), config, tmp_path / "run")
+    words = ["--run", str(run), "--name", "ruler", "--ruler", "400,300", "--ruler-samples", "1"]
+    words += ["--ruler-tasks", "niah_single_1,niah_single_2"]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
+    assert command.main() == 0, capsys.readouterr().err
+    found = json.loads((run / "evaluations" / "ruler" / "results.json").read_text())["ruler"]
+    assert [*found["scores"]] == ["300", "400"]
+    assert len(found["without"]) == 11
+    assert "RULER, 1 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
