@@ -32,7 +32,7 @@ def one_rank(case: Case) -> list[dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch, measured_margins() as margins:
             for constant, value in SAMPLE.items():
                 patch.setattr(query_sample, constant, value)
-            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps)
+            _one_rank[key] = train_case(case.config({}), single_rank(), case.steps, samples=True)
         if case.sections is SELECTED:
             assert min(margins.score, margins.budget) > CLEAR_MARGIN, margins
     return _one_rank[key]

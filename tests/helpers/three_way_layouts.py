@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
     for name, case in CASES.items():
         config = case.config(**micro_batches(name))
         parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = parallel.layout, train_case(config, parallel)
+        trained[name] = parallel.layout, train_case(config, parallel, samples=True)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
     order = [(number, name) for number, names in enumerate(CHAIN) for name in names]
