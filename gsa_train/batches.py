@@ -185,7 +185,7 @@ class TrainBatches:
         self._stream: BlockStream | None = None
         self._epochs = 0 if state is None else whole_epochs(state)
         self._files: dict[str, Any] = {}
-        """Of the text, on the main rank: gsa_data.content.sample_contents."""
+        """Of the text: gsa_data.content.sample_contents."""
         self._long_conversations = 0
         outcome: DataFault | StateMismatch | dict[str, Any] | None = None
         corpus, changed = self._open_corpus(state)
@@ -203,17 +203,18 @@ class TrainBatches:
         """The text, on the ranks that read it and the main one, and which of its files are others than in `state`, in
         words. One rank looks at the files for all. Collective."""
         corpus: Corpus | DataFault | None = None
-        changed = [""]
+        shared: list[Any] = ["", {}]
         try:
             if self._parallel.reads_data or self._parallel.is_main:
                 corpus = open_training_corpus(self._config)
                 if self._parallel.is_main:
-                    self._files = sample_contents(corpus, reading_of(self._config))
-                    changed = [changed_files((state or {}).get("files"), self._files)]
+                    files = sample_contents(corpus, reading_of(self._config))
+                    shared = [changed_files((state or {}).get("files"), files), files]
         except DataFault as fault:
             corpus = fault
-        dist.broadcast_object_list(changed, src=0)
-        return corpus, changed[0]
+        dist.broadcast_object_list(shared, src=0)
+        changed, self._files = shared
+        return corpus, changed
 
     def _open(
         self,
