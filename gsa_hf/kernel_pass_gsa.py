@@ -218,6 +218,6 @@ def kernel_module(name: str) -> Any:
         return import_module(f"gsa_kernels.{name}")
     except ModuleNotFoundError as missing:
         raise ValueError(
-            f"attn_implementation is 'gsa', which needs the package {missing.name}; pip install '.[gpu]' in gsa_train's checkout, or pass "
-            "'sdpa'"
+            f"attn_implementation is 'gsa', which needs the package {missing.name}; run `pip install "
+            "'.[gpu]'` in gsa_train's checkout, or pass 'sdpa'"
         ) from missing
