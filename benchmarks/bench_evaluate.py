@@ -1,0 +1,111 @@
+"""Perplexity of text with a whole 1.7B model, as `launch/evaluate.py` takes it, beside the forward pass alone.
+
+    python benchmarks/bench_evaluate.py [--tokens 10000000] [--model GSA]
+
+The model of configs/gsa_1.7b.yaml with random weights in bf16; the text is the bundled one, as often as it takes.
+`evaluation_s` is reading, tokenising, the forward passes and all that is made of the logits. `forward_s` is the model's
+forward pass, logits included, on every tenth batch of the same sequences: its time per token, for all tokens.
+"""
+
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import harness
+import torch
+import yaml
+from bench_generate import make_model, model_config
+
+from gsa_data.tokenize import Tokenizer
+from gsa_hf import GSAForCausalLM
+from gsa_train.evaluation.perplexity import score_text
+from gsa_train.evaluation.text import Piece, Text, TextOptions, read_text
+
+MOST = 1.15
+"""Of the forward pass's time."""
+SAMPLE = harness.ROOT / "data" / "sample"
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser.add_argument("--model", default="GSA", choices=("standard", "GSA", "GSA shared"))
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences at once")
+    parser.add_argument("--every", type=int, default=10, help="batches of which one is timed by itself")
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+    report = harness.Report("bench_evaluate", arguments)
+    shapes = yaml.safe_load((harness.ROOT / "configs" / "gsa_1.7b.yaml").read_text(encoding="utf-8"))
+    config = model_config(arguments.model, shapes["model"]["num_layers"], arguments.length, shapes)
+    model = make_model(config, "cuda")
+    tokenizer = Tokenizer(str(SAMPLE / "tokenizer.model"), None)
+    options = TextOptions(arguments.length, None, arguments.tokens, attend_across_documents=True)
+    with TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        copy_sample(Path(folder), arguments.tokens)
+        copied_s = time.perf_counter() - begin
+        warm = Text(text_of(folder, tokenizer, options).pieces[: 2 * arguments.batch], 0)
+        score_text(model, warm, arguments.batch)
+        begin = time.perf_counter()
+        text = read_text(folder, tokenizer, options)
+        read_s = time.perf_counter() - begin
+        found = score_text(model, text, arguments.batch)
+        evaluation_s = time.perf_counter() - begin
+    forward_s = time_forward(model, text.pieces, arguments.batch, arguments.every)
+    if not 0 < found["loss"] < 100:
+        report.fail(f"loss {found['loss']}")
+    report.row(
+        model=arguments.model,
+        tokens=found["forward_tokens"],
+        read_s=read_s,
+        score_s=found["seconds"],
+        evaluation_s=evaluation_s,
+        forward_s=forward_s,
+        ratio=evaluation_s / forward_s,
+        loss=found["loss"],
+        copied_s=copied_s,
+    )
+    report.bar(
+        f"perplexity of {arguments.tokens} tokens / forward pass", evaluation_s / forward_s, at_most=MOST
+    )
+    return report.finish()
+
+
+def text_of(folder: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
+    few = TextOptions(options.context_length, None, 64 * options.context_length, attend_across_documents=True)
+    return read_text(folder, tokenizer, few)
+
+
+def copy_sample(folder: Path, tokens: int) -> None:
+    """The bundled training text, again and again, until it has 5 bytes a token, more than the tokenizer takes."""
+    files = sorted(path for path in (SAMPLE / "train").rglob("*") if path.is_file())
+    written, number = 0, 0
+    while written < 5 * tokens:
+        for path in files:
+            content = path.read_bytes()
+            (folder / f"{number:05d}_{path.name}").write_bytes(content)
+            written, number = written + len(content), number + 1
+
+
+def time_forward(model: GSAForCausalLM, pieces: list[Piece], batch: int, every: int) -> float:
+    """Seconds for all pieces, of one batch in `every`."""
+    batches = [pieces[first : first + batch] for first in range(0, len(pieces) - batch + 1, batch)][::every]
+    inputs = [
+        torch.stack([torch.from_numpy(piece.tokens[:-1]).long() for piece in each]).cuda() for each in batches
+    ]
+    with torch.no_grad():
+        model(inputs[0], use_cache=False)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for tokens in inputs:
+            model(tokens, use_cache=False)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    return seconds * sum(len(piece.scored) for piece in pieces) / sum(tokens.numel() for tokens in inputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
