@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+# Asked otherwise, CUDA does not work in forks of this process.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):  # else what needs it is skipped
@@ -52,8 +54,12 @@ LONGEST_FILES = (
 """By CPU time and, for the second, time spent waiting; what comes after them fills the gaps at the end."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=1, help="processes that share out the files of tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for the runs that tests share; pytest-xdist's workers inherit its name."""
+    """A folder for the runs that tests share; workers inherit its name."""
     if SHARED_RUNS not in os.environ:
         folder = os.environ[SHARED_RUNS] = tempfile.mkdtemp(prefix="gsa_test_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -69,3 +75,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays: no collection, of which some tests ask for many, has to search its million objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    workers, option = session.config.getoption("--workers"), session.config.option
+    if workers == 1 or option.collectonly or session.testsfailed:
+        return None  # as without this
+    from helpers.workers import run_in_workers  # imports what starts ranks
+
+    run_in_workers(session, workers)
+    return True
