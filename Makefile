@@ -10,6 +10,8 @@ THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n"
 CORES ?= $(shell nproc)
 WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
+# With bytecode, whatever the environment says: tests start many interpreters, which would all compile the same files.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
@@ -35,12 +37,12 @@ pretrain: setup
 check: setup
 	$(LINT)
 	$(TYPES)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q --workers $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
+	$(PYTEST) --workers $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
 
 test: setup
 	$(LINT)
 	{ $(TYPES); } & types=$$!; \
-		OMP_NUM_THREADS=1 $(BIN)/pytest -q --workers $(WORKERS) -m 'not gpu' --durations=15 $(TESTS); \
+		$(PYTEST) --workers $(WORKERS) -m 'not gpu' --durations=15 $(TESTS); \
 		tests=$$?; wait $$types && exit $$tests
 
 # The page of all config fields, from the dataclasses that hold them.

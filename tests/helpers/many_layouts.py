@@ -313,7 +313,7 @@ def take_step(
     reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
     return {
         "loss": reduced.loss,
-        "visible_keys": reduced.visible_keys,
+        **({"visible_keys": reduced.visible_keys} if measures else {}),
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
         "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
@@ -366,7 +366,7 @@ def cross_boundary(
         carry_over(kept, second)
     weights = [part.tensors[MAIN_WEIGHT] for part in second.state_parts()]
     finer = any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights)
-    records = [take_step(step, model, second, config, parallel, measures=step == 2) for step in (1, 2)]
+    records = [take_step(step, model, second, config, parallel) for step in (1, 2)]
     close_optimizer(model, second)
     return records, finer
 
