@@ -239,7 +239,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
 
 @cache
 def _converter(cls: type) -> DictConfig:
-    """OmegaConf's view of a dataclass, to convert one value after another: making it takes as long as a whole config."""
+    """OmegaConf's view of a dataclass, which converts one value after another: making it takes long."""
     section: DictConfig = OmegaConf.structured(cls)
     OmegaConf.set_readonly(section, False)  # as it is from a frozen dataclass
     return section
