@@ -6,10 +6,12 @@ RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -eq 1 ] && ech
 # Two ranks share the cores: more threads than cores only get in each other's way.
 THREADS ?= $(shell n=$$(( $$(nproc) / $(RANKS) )); [ "$$n" -gt 0 ] && echo "$$n" || echo 1)
 # Processes for the quick tests. For all tests one more, since those that start ranks often wait; a file goes to one
-# process, in the order of tests/conftest.py, so that no long file is left for the end.
+# process (tests/helpers/workers.py), in the order of tests/conftest.py, so that no long file is left for the end.
 CORES ?= $(shell nproc)
 WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
+# With bytecode, whatever the environment says: tests start many interpreters, which would all compile the same files.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
@@ -35,13 +37,12 @@ pretrain: setup
 check: setup
 	$(LINT)
 	$(TYPES)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
+	$(PYTEST) --workers $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
 
 test: setup
 	$(LINT)
 	{ $(TYPES); } & types=$$!; \
-		OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu' \
-			--durations=15 $(TESTS); \
+		$(PYTEST) --workers $(WORKERS) -m 'not gpu' --durations=15 $(TESTS); \
 		tests=$$?; wait $$types && exit $$tests
 
 # The page of all config fields, from the dataclasses that hold them.

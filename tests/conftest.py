@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+# Asked otherwise, CUDA does not work in forks of this process.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):  # else what needs it is skipped
@@ -28,32 +30,51 @@ LONGEST_FILES = (
     "resume/test_faults.py",
     "resume/test_runs_with_spikes.py",
     "distributed/test_fused_tensor_parallel.py",
-    "distributed/test_three_way_layouts.py",
+    "kernels/test_nonfinite.py",
+    "resume/test_other_layouts.py",
     "unit/test_memory_trace.py",
-    "kernels/test_indexer_loss.py",
-    "kernels/test_fused_indexer_loss.py",
-    "kernels/test_triton_selection.py",
-    "kernels/test_triton_attention.py",
-    "kernels/test_query_start.py",
-    "resume/test_kills.py",
+    "distributed/test_three_way_layouts.py",
     "unit/model/test_triton_core.py",
     "e2e/test_demo.py",
-    "resume/test_other_layouts.py",
     "resume/test_wrong_bits.py",
-    "kernels/test_api.py",
-    "distributed/test_layouts.py",
+    "kernels/test_indexer_loss.py",
+    "kernels/test_fused_indexer_loss.py",
+    "unit/test_spikes.py",
+    "unit/test_damage_walk.py",
+    "unit/test_packaging.py",
+    "unit/model/test_triton_core_distillation.py",
+    "unit/test_plots.py",
     "distributed/test_layouts_on_gpu.py",
-    "resume/test_stops.py",
+    "unit/hf/test_generation.py",
+    "unit/test_checkpoint_optimizer.py",
+    "unit/test_wandb_outage.py",
     "e2e/test_notebooks.py",
-    "kernels/test_triton_gathered_attention.py",
+    "distributed/test_chat_layouts.py",
+    "resume/test_kills.py",
     "kernels/test_triton_candidates.py",
+    "unit/data/test_data_memory.py",
+    "kernels/test_api.py",
+    "kernels/test_triton_attention.py",
+    "kernels/test_triton_gathered_attention.py",
+    "resume/test_stops.py",
     "unit/test_zero.py",
+    "kernels/test_layer.py",
+    "unit/test_watch_at_end.py",
+    "kernels/test_bench_harness.py",
+    "unit/data/test_data_stream.py",
+    "unit/hf/test_hf_generate.py",
+    "kernels/test_triton_selection.py",
+    "kernels/test_triton_decode.py",
 )
 """By CPU time and, for the second, time spent waiting; what comes after them fills the gaps at the end."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=1, help="processes that share out the files of tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for the runs that tests share; pytest-xdist's workers inherit its name."""
+    """A folder for the runs that tests share; workers inherit its name."""
     if SHARED_RUNS not in os.environ:
         folder = os.environ[SHARED_RUNS] = tempfile.mkdtemp(prefix="gsa_test_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -69,3 +90,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays: no collection, of which some tests ask for many, has to search its million objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    workers, option = session.config.getoption("--workers"), session.config.option
+    if workers == 1 or option.collectonly or session.testsfailed:
+        return None  # as without this
+    from helpers.workers import run_in_workers  # imports what starts ranks
+
+    run_in_workers(session, workers)
+    return True

@@ -12,6 +12,7 @@ import difflib
 import re
 import typing
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -213,8 +214,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     section_fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    section = OmegaConf.structured(cls)
-    OmegaConf.set_readonly(section, False)  # as it is from a frozen dataclass
+    section = _converter(cls)
     for key, value in tree.items():
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
@@ -235,6 +235,14 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
                 default = _as_written(getattr(cls(), key))
                 problems.add(field, value, wrong, f"write for example {field}={default}")
     return cls(**values)
+
+
+@cache
+def _converter(cls: type) -> DictConfig:
+    """OmegaConf's view of a dataclass, which converts one value after another: making it takes long."""
+    section: DictConfig = OmegaConf.structured(cls)
+    OmegaConf.set_readonly(section, False)  # as it is from a frozen dataclass
+    return section
 
 
 def _is_section(hint: Any) -> bool:

@@ -162,6 +162,6 @@ def _attention_by_position(
     )
     masks = packed_mask_of_ranges(bounds[:-1], bounds[1:], num_keys) & attended
     starts = starts.to(torch.int32)
-    lse = [api.sampled_lse(q, k, mask, starts, implementation=implementation) for mask in masks]
-    masses = torch.stack(lse, dim=-1).softmax(-1).transpose(1, 2)
+    lse = api.sampled_lse(q, k, masks, starts, implementation=implementation)
+    masses = lse.softmax(0).permute(1, 3, 2, 0)
     return torch.nn.functional.pad(masses, (0, len(POSITIONS) - groups))

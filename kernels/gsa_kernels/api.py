@@ -167,21 +167,21 @@ def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection
 def sampled_lse(
     q: torch.Tensor,
     k: torch.Tensor,
-    packed_mask: torch.Tensor,
+    packed_masks: torch.Tensor,
     document_starts: torch.Tensor | None = None,
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Log of the softmax's sum over the keys of a packed mask, for S queries from anywhere in the sequence: fp32
-    [B, H, S], for statistics. Takes about 4 B H S Lk D operations.
+    """Log of the softmax's sum over the keys of each of G packed masks, for S queries from anywhere in the sequence:
+    fp32 [G, B, H, S], for statistics. Takes about 4 G B H S Lk D operations.
 
     Args:
         q: [B, S, H, D], in the order of the sequence
         k: [B, Lk, Hkv, D]
-        packed_mask: int32 [B, S, ceil(Lk / 32)], for example `Selection.packed_rows`
+        packed_masks: int32 [G, B, S, ceil(Lk / 32)], for example `Selection.packed_rows`
         document_starts: of these queries, int32 [B, S]
     """
-    return _operations(implementation).sampled_lse(q, k, packed_mask, document_starts)
+    return _operations(implementation).sampled_lse(q, k, packed_masks, document_starts)
 
 
 def decode_step(

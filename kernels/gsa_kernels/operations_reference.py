@@ -139,12 +139,15 @@ class _AddLoss(torch.autograd.Function):
 def sampled_lse(
     q: torch.Tensor,
     k: torch.Tensor,
-    packed_mask: torch.Tensor,
+    packed_masks: torch.Tensor,
     document_starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    lse = attention.sparse_attention(q, k, k, unpack_mask(packed_mask, k.shape[1]), return_lse=True).lse
-    assert lse is not None
-    return lse
+    found = []
+    for mask in packed_masks:
+        lse = attention.sparse_attention(q, k, k, unpack_mask(mask, k.shape[1]), return_lse=True).lse
+        assert lse is not None
+        found.append(lse)
+    return torch.stack(found)
 
 
 @torch.no_grad()

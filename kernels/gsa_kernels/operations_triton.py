@@ -10,6 +10,7 @@ from gsa_kernels import limits
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.attention.triton_forward import forward_tiles, heads_in_tile
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode import op as decode
@@ -145,13 +146,24 @@ def sparse_attention_with_loss(
 def sampled_lse(
     q: torch.Tensor,
     k: torch.Tensor,
-    packed_mask: torch.Tensor,
+    packed_masks: torch.Tensor,
     document_starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    # The kernel believes the queries to be the last of the sequence, whose tiles go over nearly all keys. Values do
-    # not enter the sums.
-    last = Geometry(document_starts, k.shape[1] - q.shape[1])
-    return masked_attention(q, k, k, packed_mask, last)[1]
+    """As many masks at once as fit one tile: the kernel believes the queries to be the last of the sequence, whose last
+    tile goes over all keys. Values do not enter the sums."""
+    (_, queries, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
+    tiles = forward_tiles(q.dtype)
+    in_tile = tiles.queries // heads_in_tile(tiles, heads, kv_heads)
+    at_once = max(min(in_tile, num_keys) // queries, 1)
+    found = []
+    for masks in packed_masks.split(at_once):
+        copies = len(masks)
+        starts = None if document_starts is None else document_starts.repeat(1, copies)
+        last = Geometry(starts, num_keys - copies * queries)
+        joined = masks.transpose(0, 1).flatten(1, 2)
+        lse = masked_attention(q.repeat(1, copies, 1, 1), k, k, joined, last)[1]
+        found.append(lse.unflatten(2, (copies, queries)).permute(2, 0, 1, 3))
+    return torch.cat(found)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +36,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = "gsa_train.train"
 OF_WANDB = "wandb.sdk.launch"
 """What W&B imports in each run that begins, two CPU seconds; passed over where it is not installed."""
+OF_RANKS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
+}
+"""Environment in which the server imports; that of a rank is its own."""
 WAS_PRELOADED = HEAVY in sys.modules
 """Whether the process that imports this file, or the one that it was forked from, had imported the heavy part."""
 
@@ -166,15 +172,29 @@ class ForkedAgent:
         os.kill(self.pid, number)
 
 
+def start_server(environment: Mapping[str, str]) -> None:
+    """In this process, unless it runs; it ends with this process and its forks."""
+    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", OF_WANDB, __name__])
+    # The server imports from where this process does; on Python 3.11 it is not told by other means.
+    with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        forkserver._forkserver.ensure_running()
+
+
+def keep_server() -> None:
+    """In a fork of the process that has started the server, if one has: use that one. By itself multiprocessing would
+    wait for it as for a child of this process."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        server.ensure_running = resource_tracker.ensure_running
+
+
 def _start(
     target: Callable[..., None], arguments: tuple[object, ...], environment: Mapping[str, str], log: Path
 ) -> ForkServerProcess:
     log.touch()
-    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", OF_WANDB, __name__])
+    start_server(environment)
     process = CONTEXT.Process(target=target, args=arguments)
-    # The server imports from where this process does; on Python 3.11 it is not told by other means.
-    with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
-        process.start()
+    process.start()
     return process
 
 

@@ -39,7 +39,7 @@ from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP, as_numbers
 
 WORLD, STEPS, LENGTH, SEQUENCES = 4, 2, 32, 4
-MANY_STEPS = 4
+MANY_STEPS = 3
 """Of one layout of megatron-core's optimizer and one of DeepSpeed's; the rest takes fewer steps, to save time. What
 differs in a step shows in its own numbers and in the next step's: of more steps they would only say that rounding does
 not grow."""
@@ -76,7 +76,7 @@ SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
 context-parallel ranks every second chunk is a run."""
 
 
-SAMPLED_POSITIONS = (2, 13, 31)
+SAMPLED_POSITIONS = (13, 31)
 """After which a token is written: on several context- and sequence-parallel ranks."""
 
 
@@ -122,7 +122,9 @@ CASES = {
     "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MANY_STEPS),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
-    "context x pipeline, options": Case({"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective"}),
+    "context x pipeline, options": Case(
+        {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", **PAIRS}
+    ),
     "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
     "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
     "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
@@ -200,6 +202,12 @@ RESHARDED = {
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
 }
 
+
+def pairs(layout: dict[str, Any]) -> dict[str, int]:
+    """PAIRS where model and context leave few replicas: each has a micro-batch, or two for a pipeline."""
+    return PAIRS if {"context", "tensor"} & layout.keys() else {}
+
+
 BOUNDARIES = {
     "sharded": {},
     "two optimizer instances": {**INSTANCES, **OVERLAP},
@@ -240,13 +248,16 @@ def train_case(
     backwards: bool = False,
     lr: float = 1e-3,
     samples: bool = False,
+    measures: bool = False,
 ) -> list[dict[str, Any]]:
-    """Every step's numbers, `steps` of each phase, and those of a validation.
+    """Every step's numbers, `steps` of each phase, with the statistics of each phase's last step, and those of a
+    validation.
 
     Args:
         prepare: changes the model before it trains.
         backwards: each step's micro-batches in the opposite order.
         samples: also the most probable next tokens, which in bf16 rounding may decide.
+        measures: the statistics of each step.
     """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
@@ -255,8 +266,10 @@ def train_case(
     records = []
     for number, phase in enumerate(config.phases):
         optimizer = build_optimizer(model, phase, config)
-        for step in range(number * steps, (number + 1) * steps):
-            records.append(take_step(step, model, optimizer, config, parallel, backwards, lr))
+        last = (number + 1) * steps - 1
+        for step in range(number * steps, last + 1):
+            measured = measures or step == last
+            records.append(take_step(step, model, optimizer, config, parallel, measured, backwards, lr))
         close_optimizer(model, optimizer)
         del optimizer
         gc.collect()
@@ -285,20 +298,22 @@ def take_step(
     optimizer: PhaseOptimizer,
     config: Config,
     parallel: Parallel,
+    measures: bool = True,
     backwards: bool = False,
     lr: float = 1e-3,
 ) -> dict[str, Any]:
+    """The numbers of one step, and if it `measures` those of every layer."""
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     if backwards:
         batches.reverse()
     training = Training(model, optimizer, config, parallel, detector)
-    result = train_step(training, batches, lr, step, measures=True)
-    measured = Measured(visible_keys=result.visible_keys)
+    result = train_step(training, batches, lr, step, measures=measures)
+    measured = Measured(visible_keys=result.visible_keys) if measures else None
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
     reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
     return {
         "loss": reduced.loss,
-        "visible_keys": reduced.visible_keys,
+        **({"visible_keys": reduced.visible_keys} if measures else {}),
         "judged_loss": result.verdict.row[0].item(),
         "grad_norm": result.grad_norm.item(),
         "update_norm": optimizer.update_norm(result.verdict.applied, parallel).item(),
@@ -309,19 +324,19 @@ def take_step(
 def go_on(
     config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, saves: bool
 ) -> list[dict[str, Any]]:
-    """Two steps, a checkpoint and two more; or these two from the checkpoint."""
+    """A step, a checkpoint and two more; or these two from the checkpoint. The first loss then is that of the weights,
+    the second shows the optimizer's state, and its statistics the moving averages."""
     model = build_model(config, parallel)
     optimizer = build_optimizer(model, phase, config)
     if saves:
-        for step in range(2):
-            take_step(step, model, optimizer, config, parallel)
+        take_step(0, model, optimizer, config, parallel, measures=False)
         saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(2, config, parallel.layout), model, optimizer)
+        (result,) = saver.begin(run_state(1, config, parallel.layout), model, optimizer)
         saver.close()
         assert result.error is None, result.error
     else:
-        load_checkpoint(folder / "step_00000002", model, optimizer, parallel, with_optimizer=True)
-    records = [take_step(step, model, optimizer, config, parallel) for step in (2, 3)]
+        load_checkpoint(folder / "step_00000001", model, optimizer, parallel, with_optimizer=True)
+    records = [take_step(step, model, optimizer, config, parallel, measures=step == 2) for step in (1, 2)]
     close_optimizer(model, optimizer)
     return records
 
@@ -329,16 +344,15 @@ def go_on(
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Two steps of each of two phases, with a checkpoint between them; or those of the second one from there. With
-    whether this rank went on from fp32 weights that bf16 does not hold."""
+    """A step of one phase and two of the next, with a checkpoint between them; or these two from there. With whether
+    this rank went on from fp32 weights that bf16 does not hold."""
     model = build_model(config, parallel)
     kept = None
     if not resumes:
         first = build_optimizer(model, SPARSE, config)
-        for step in range(2):
-            take_step(step, model, first, config, parallel)
+        take_step(0, model, first, config, parallel, measures=False)
         saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(2, config, parallel.layout), model, first)
+        (result,) = saver.begin(run_state(1, config, parallel.layout), model, first)
         saver.close()
         assert result.error is None, result.error
         kept = keep_main_weights(model, first)
@@ -347,12 +361,12 @@ def cross_boundary(
         gc.collect()
     second = build_optimizer(model, BASE, config)
     if kept is None:
-        load_checkpoint(folder / "step_00000002", model, second, parallel, with_optimizer=False)
+        load_checkpoint(folder / "step_00000001", model, second, parallel, with_optimizer=False)
     else:
         carry_over(kept, second)
     weights = [part.tensors[MAIN_WEIGHT] for part in second.state_parts()]
     finer = any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights)
-    records = [take_step(step, model, second, config, parallel) for step in (2, 3)]
+    records = [take_step(step, model, second, config, parallel) for step in (1, 2)]
     close_optimizer(model, second)
     return records, finer
 
@@ -377,18 +391,17 @@ def main(folder: Path) -> None:
         leave_layout()
     for name, case in RESHARDED.items():
         for number, layout in enumerate((case.writer, *case.readers)):
-            pairs = {"context", "tensor"} & layout.keys() and "pipeline" not in layout
             sections = {
                 **case.sections,
                 "model": {"num_layers": case.layers, **case.sections.get("model", {})},
             }
-            config = Case(layout, sections).config(**(PAIRS if pairs else {}))
+            config = Case(layout, sections).config(**pairs(layout))
             parallel = init_parallel(config.parallel, seed=1)
             records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
             resumed.setdefault(name, []).append([str(layout), records])
             leave_layout()
     for name, layout in BOUNDARIES.items():
-        config = Case(layout).config(precision="bf16")
+        config = Case(layout).config(precision="bf16", **pairs(layout))
         for resumes in (False, True):
             parallel = init_parallel(config.parallel, seed=1)
             found = cross_boundary(config, parallel, folder / f"boundary of {name}", resumes)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from gsa_train.metrics.record_format import read_records
-from helpers.forked import ForkedAgent, ForkedRanks
+from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "tests/helpers/two_phases.yaml"
@@ -33,10 +33,7 @@ SHARED = "GSA_TEST_SHARED_RUNS"
 FAULTS = "GSA_TEST_FAULTS"
 """Environment variable with the faults of a run, and the folder of its marks, as JSON (faults.py)."""
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
-}
+ENVIRONMENT = {name: OF_RANKS[name] for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")}
 
 
 def inherited() -> dict[str, str]:
@@ -82,9 +79,10 @@ TINY_MODEL = (
     "gsa.k_max=32",
     "train.seq_len_tokens=64",
 )
-TINY = (*SMALL, *TINY_MODEL)
-"""Next to no model on sequences of 64 tokens: what a run does about kills, saves, data and layouts is the same, and on
-CPUs a step takes a fifth of the time. `SMALL` is for what depends on the model's sizes, such as kernels of GPUs."""
+TINY = (*SMALL, *TINY_MODEL, "train.micro_batch_size=2")
+"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is the
+same, and on CPUs a step takes a fraction of the time. `SMALL` is for what depends on the model's sizes, such as kernels of
+GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500

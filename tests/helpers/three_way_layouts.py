@@ -49,7 +49,7 @@ def micro_batches(name: str) -> dict[str, Any]:
 
 
 def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Step `step` + 1 of the chain in this layout, from the checkpoint before it; saved after it.
+    """Step `step` + 1 of the chain in this layout, from the checkpoint before it; saved after it, for the next one.
 
     Returns:
         The layout, and the step's numbers.
@@ -62,11 +62,13 @@ def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ..
     if step:
         in_phase = step % CHAINED.steps > 0
         load_checkpoint(folder / f"step_{step:08d}", model, optimizer, parallel, with_optimizer=in_phase)
-    record = take_step(step, model, optimizer, config, parallel)
-    saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-    (result,) = saver.begin(run_state(step + 1, config, parallel.layout), model, optimizer)
-    saver.close()
-    assert result.error is None, result.error
+    measures = (step + 1) % CHAINED.steps == 0  # as `train_case` does
+    record = take_step(step, model, optimizer, config, parallel, measures)
+    if step < len(CHAIN) * CHAINED.steps - 1:
+        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
+        (result,) = saver.begin(run_state(step + 1, config, parallel.layout), model, optimizer)
+        saver.close()
+        assert result.error is None, result.error
     close_optimizer(model, optimizer)
     leave_layout()
     return parallel.layout, record

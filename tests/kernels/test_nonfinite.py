@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -68,12 +69,21 @@ def of_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
     return rows.repeat_interleave(case.selection_block, 1)[:, : test_api.LENGTH]
 
 
+@cache
+def undamaged(name: str) -> tuple[Problem, Any, Any, torch.Tensor]:
+    """A case's own inputs, their selection by Triton and by the reference, and the KL of the rows."""
+    case = CASES[name]
+    given = problem(case)
+    selection = test_api.select(case, given, "triton")
+    return given, selection, test_api.select(case, given, "reference"), loss(given, selection)[1]
+
+
 @covered("options", case=list(CASES), value=list(BAD), place=list(PLACES))
 def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
     case, value, place = CASES[options["case"]], BAD[options["value"]], options["place"]
-    clean, bad = problem(case), spoiled(case, place, value)
-    before, after = (test_api.select(case, given, "triton") for given in (clean, bad))
-    wanted_before, wanted = (test_api.select(case, given, "reference") for given in (clean, bad))
+    bad = spoiled(case, place, value)
+    clean, before, wanted_before, old_kl = undamaged(options["case"])
+    after, wanted = (test_api.select(case, bad, implementation) for implementation in ("triton", "reference"))
     seen = ~(wanted.variance == wanted_before.variance)  # NaN counts as changed
     assert 0 < seen.sum() < seen.numel()
     if math.isnan(value):
@@ -88,7 +98,7 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
     assert torch.equal(masks[~of_rows(case, seen)], old_masks[~of_rows(case, seen)])
     check_valid(case, clean.geometry, masks, after.budget)
 
-    (_, kl), (_, old_kl) = (loss(given, after) for given in (bad, clean))
+    kl = loss(bad, after)[1]
     assert torch.equal(kl[~seen], old_kl[~seen])
     if math.isnan(value):
         assert torch.equal(kl.isnan(), loss(bad, after, "reference")[1].isnan())
@@ -121,14 +131,18 @@ def loss(given: Problem, selection: Any, implementation: api.Implementation = "t
     )
 
 
+@cache
+def dense_loss(case: Case) -> torch.Tensor:
+    return loss(problem(case), None)[1]
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: str) -> None:
     """In the warm-up every row sees all keys before it."""
     case = Case(dense=True, documents=True, activation=activation)
-    clean, bad = problem(case), spoiled(case, place, math.nan)
+    bad, old = spoiled(case, place, math.nan), dense_loss(case)
     total, kl = loss(bad, None)
-    old = loss(clean, None)[1]
     wanted = loss(bad, None, "reference")[1]
     assert wanted.isnan().any()
     assert torch.equal(kl.isnan(), wanted.isnan())
@@ -138,19 +152,25 @@ def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: s
     assert gradient[wanted.isnan()].isnan().flatten(1).any(-1).all()
 
 
+@cache
+def undamaged_long(device: str, way: str, activation: str) -> tuple[LongCase, Any]:
+    """At the size of the interpreter, and in full on a GPU."""
+    length = 96 if device == "cpu" else 20480
+    case = make_case(device, length, activation=activation, heads=2, dim=16, batch=1)
+    return case, select_long(case, case.indexer, way)
+
+
 @pytest.mark.usefixtures("short_rows")
 @covered(
     "options", way=["all scores", "candidates", "lists"], activation=["sigmoid", "relu"], place=list(PLACES)
 )
 def test_long_rows(device: str, guessed: list[range], options: dict[str, str]) -> None:  # noqa: F811
-    """By candidates, and by all scores in groups: at the size of the interpreter, and in full on a GPU."""
+    """By candidates, and by all scores in groups."""
     way, activation, place = (options[name] for name in ("way", "activation", "place"))
-    length = 96 if device == "cpu" else 20480
-    make = make_case(device, length, activation=activation, heads=2, dim=16, batch=1)
+    make, clean = undamaged_long(device, way, activation)
+    length = make.indexer.keys.shape[1]
     row = length // 2
-    clean, bad = (
-        select_long(make, x, way) for x in (make.indexer, spoil(make.indexer, place, math.nan, row))
-    )
+    bad = select_long(make, spoil(make.indexer, place, math.nan, row), way)
     assert bool(guessed) == (way == "candidates" or (way == "lists" and device == "cuda"))
     seen = torch.arange(length, device=device) >= row
     if place != "keys":

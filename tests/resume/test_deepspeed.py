@@ -13,7 +13,8 @@ from helpers.runs import TINY, Run, numbers_of, train
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    *TINY,  # two micro-batches on each of two ranks
+    *TINY,
+    "train.micro_batch_size=1",  # two on each of two ranks
     *(f"phases.{number}.{field}" for number in range(2) for field in ("steps=3", "warmup_steps=1")),
     "checkpoint.every_steps=2",
     "evaluate.every_steps=3",

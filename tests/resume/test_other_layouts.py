@@ -94,11 +94,9 @@ CHAIN = [  # tensor, pipeline, distributed optimizer; the rest of four ranks is 
     (1, 1, True),
     (2, 2, True),
     (1, 2, False),
-    (2, 1, True),
     (1, 4, True),
-    (2, 2, False),
+    (2, 1, False),
     (1, 1, False),
-    (1, 2, True),
 ]
 
 

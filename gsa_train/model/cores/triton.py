@@ -215,7 +215,7 @@ def _attention_statistics(
 
     def lse_over(packed_mask: torch.Tensor) -> torch.Tensor:
         """By our kernel: what is logged must not change what the pass calculates."""
-        return api.sampled_lse(q, k, packed_mask, starts, implementation="triton")
+        return api.sampled_lse(q, k, packed_mask[None], starts, implementation="triton")[0]
 
     statistics = sink_statistics(q, k, mask, sample.start + rows, starts, first_head, "triton")
     if chosen is not None:
