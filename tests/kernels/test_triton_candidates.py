@@ -39,6 +39,7 @@ RULES = {
     "direct": replace(RULE, mode="direct"),
     "one": BudgetRule(1, 1, 1, "off"),
     "all": BudgetRule(1000, 1, 1000, "off"),
+    "dense below": replace(RULE, dense_below=44),
 }
 
 
