@@ -14,6 +14,7 @@ from oracle import LayerOptions, Yarn
 from gsa_train.config import Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.gsa_attention import GSASelfAttention
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.phases import enter_phase
 from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
 
@@ -261,7 +262,7 @@ def load_weights(
         if f"indexer.{theirs}" in parameters:
             parameters[f"indexer.{theirs}"].copy_(log_beta if ours == "log_beta" else weights[ours])
     if layer.indexer.rotary is not None:  # its frequencies are fp32
-        layer.indexer.rotary.inv_freq = frequencies(config.gsa.indexer_dim, config.model.rope_base)
+        layer.indexer.rotary.inv_freq = frequencies(config.gsa.indexer_dim, layer.config)
 
 
 def unfused(layer: GSASelfAttention, config: Config) -> dict[str, torch.Tensor]:
@@ -303,7 +304,7 @@ def run_layer(
     documents = None if case.packing is None else torch.tensor(case.packing)
     angles = torch.outer(
         torch.arange(LENGTH, dtype=torch.float64),
-        frequencies(layer.config.kv_channels, layer.config.rotary_base),
+        frequencies(layer.config.kv_channels, layer.config),
     )
     with torch.set_grad_enabled(not warm_up):
         out, bias = layer(h.transpose(0, 1), documents, torch.cat([angles, angles], -1)[:, None, None])
@@ -314,8 +315,10 @@ def run_layer(
     return out.detach()
 
 
-def frequencies(dim: int, base: float) -> torch.Tensor:
-    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+def frequencies(dim: int, config: GSATransformerConfig) -> torch.Tensor:
+    """As the layer's, in fp64."""
+    rates = config.rotary_base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return rates if config.yarn is None else config.yarn.scaled(rates, config.rotary_base)
 
 
 def assert_close(
