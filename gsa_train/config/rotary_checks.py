@@ -28,31 +28,24 @@ def _check_percent(model: ModelConfig) -> list[str]:
 def _check_scaling(model: ModelConfig) -> list[str]:
     section, scaling = "model.rope_scaling", model.rope_scaling
     if scaling.rope_type == "default":
+        wrong = f"without effect with {section}.rope_type = default"
         remedy = f"set {section}.rope_type=yarn, or leave it out"
         return [
-            problem_line(
-                f"{section}.{field.name}", value, f"without effect with {section}.rope_type = default", remedy
-            )
+            problem_line(f"{section}.{field.name}", value, wrong, remedy)
             for field in dataclasses.fields(scaling)
             if (value := getattr(scaling, field.name)) != field.default
         ]
     lines = []
     if scaling.original_max_position_embeddings == 0:
-        field, remedy = (
-            f"{section}.original_max_position_embeddings",
-            "give the tokens of a sequence before it",
-        )
-        lines.append(problem_line(field, 0, "not the length that YaRN extends", remedy))
+        field, wrong = f"{section}.original_max_position_embeddings", "not the length that YaRN extends"
+        lines.append(problem_line(field, 0, wrong, "give the tokens of a sequence before it"))
     if 0 < scaling.factor < 1:
-        wrong, remedy = "below 1", "give the new length over the original one"
-        lines.append(problem_line(f"{section}.factor", scaling.factor, wrong, remedy))
+        remedy = "give the new length over the original one"
+        lines.append(problem_line(f"{section}.factor", scaling.factor, "below 1", remedy))
     if 0 < scaling.beta_fast <= scaling.beta_slow:
-        wrong = f"not above {section}.beta_slow = {scaling.beta_slow:g}"
-        lines.append(
-            problem_line(f"{section}.beta_fast", scaling.beta_fast, wrong, "leave both out for 32 and 1")
-        )
+        wrong, remedy = f"not above {section}.beta_slow = {scaling.beta_slow:g}", "32 and 1 are usual"
+        lines.append(problem_line(f"{section}.beta_fast", scaling.beta_fast, wrong, remedy))
     if 0 < model.rope_base <= 1:
-        lines.append(
-            problem_line("model.rope_base", model.rope_base, "not above 1 with YaRN", "10000 is usual")
-        )
+        wrong = "not above 1 with YaRN"
+        lines.append(problem_line("model.rope_base", model.rope_base, wrong, "10000 is usual"))
     return lines
