@@ -99,6 +99,8 @@ def other_rope(rope: dict[str, Any]) -> str | None:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         return f"rope_parameters.rope_type = {kind}: a GSA model has the default and yarn; give such a model"
+    if kind == "yarn" and not rope.get("factor"):
+        return "rope_parameters.factor is missing with rope_type = yarn; give the new length over the original one"
     if kind == "yarn" and not rope.get("truncate", True):
         return (
             "rope_parameters.truncate = false: YaRN of a GSA model has whole channels; give a model without"

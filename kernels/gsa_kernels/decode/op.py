@@ -101,6 +101,8 @@ def decode_select(
     _check_cache(queries, cache, {"variance_ema": variance_ema})
 
     chained = _can_chain(queries)
+    # The floor of the scores is made for k_max. For a short sequence, all of whose keys are selected, it may be too
+    # high, which costs time alone.
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
     with launching_on(queries, "the query"):
         score_keys(indexer, cache.lengths, cache.starts, k_max, selection_block, workspace, chained)

@@ -89,23 +89,30 @@ def test_prompt_and_decoding(
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"index_topk_freq": 2}, BLOCKS], ids=["reuse", "blocks"])
-def test_short_inputs_attend_to_all_keys(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [({"index_topk_freq": 2}, 27), ({**BLOCKS, "num_hidden_layers": 1}, 37)],
+    ids=["reuse", "blocks"],
+)
+def test_short_inputs_attend_to_all_keys(
+    changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of fewer keys than the limit is dense attention and makes no scores; tokens decoded from there on pass
     the limit as those of a longer prompt do."""
     model = model_of(**changes, index_dense_below=24, index_topk_max=8)
-    tokens, mask = padded(27, 3)
-    expected = steps(model, tokens, mask, 27, "dynamic")
+    tokens, mask = padded(length, 3)
+    expected = steps(model, tokens, mask, length, "dynamic")
     selects = Mock(side_effect=api.select)
     monkeypatch.setattr(api, "select", selects)
     model.set_attn_implementation("gsa")
     found = steps(model, tokens, mask, 20, "static")
     assert selects.call_count == 0
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
-    model.config.layer_types = [DENSE_LAYER] * 2
+    model.config.layer_types = [DENSE_LAYER] * len(model.model.layers)
     for layer in model.model.layers:
         layer.self_attn.indexer, layer.self_attn.is_sparse = None, False
-    dense = steps(model, tokens, mask, 27, "dynamic")
+    model.set_attn_implementation("eager")
+    dense = steps(model, tokens, mask, length, "dynamic")
     few = mask.bool() & (mask.cumsum(1) < 24)
     torch.testing.assert_close(found[few], dense[few], rtol=1e-4, atol=1e-4)
     assert (found - dense)[:, -1].abs().max() > 1e-2

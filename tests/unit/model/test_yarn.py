@@ -105,6 +105,7 @@ def test_a_run_goes_on_with_another_base_and_with_yarn(tmp_path: Path) -> None:
     model = random_model(first)
     checkpoint = save(model, first, tmp_path / "checkpoints")
     folder = export_hf(checkpoint, tmp_path / "out").folder
+    assert "| rotary embedding | base 10000 |" in (folder / "README.md").read_text()
     tokens = some_tokens()
     seen = [training_logits(model, SPARSE, tokens)]
     settings: list[str] = []
