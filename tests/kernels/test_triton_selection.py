@@ -410,21 +410,6 @@ def test_long_sequences(length: int, documents: bool) -> None:
         check(case, selection, FULL_RULE, rows=range(start, start + 128))
 
 
-@pytest.mark.parametrize("candidates_from", [pytest.param(each, marks=ON_GPU) for each in (None, 8192)])
-def test_long_rows_that_see_few_keys(candidates_from: int | None) -> None:
-    """At full size: a document behind a long one, which selects all that it sees until that is too much."""
-    case = make_case("cuda", 40000, heads=4, dim=64, dtype=torch.bfloat16)
-    starts = torch.zeros(1, 40000, dtype=torch.int32, device="cuda")
-    starts[:, 34000:] = 34000
-    case.geometry = Geometry(starts)
-    rule = replace(FULL_RULE, dense_below=5000)
-    selection = case.select(rule, candidates_from=candidates_from)
-    for start in (4950, 33950, 38950, 39872):
-        check(case, selection, rule, rows=range(start, start + 100))
-    assert selection.budget[0, 38998] == 4999
-    assert selection.budget[0, 38999] <= FULL_RULE.k_max
-
-
 # errors
 
 

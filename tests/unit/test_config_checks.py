@@ -28,7 +28,6 @@ def test_the_base_is_right(base):
     assert check_config(load_config(base, world_size=8, need_data=False), 8) == []
 
 
-YARN = ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.original_max_position_embeddings=64"]
 CASES: list[tuple[list[str], list[str]]] = [
     # model against layout
     (
@@ -264,29 +263,6 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["monitor.compare_replicas_every_steps = 5", "one replica"],
     ),
     (["model.rotary_percent=1.5"], ["model.rotary_percent = 1.5", "above 1"]),
-    (
-        ["model.rope_scaling.factor=4", "model.rope_scaling.beta_slow=2"],
-        [
-            "model.rope_scaling.factor = 4.0",
-            "without effect with model.rope_scaling.rope_type = default",
-            "beta_slow",
-        ],
-    ),
-    (
-        ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=4"],
-        ["model.rope_scaling.original_max_position_embeddings = 0", "not the length that YaRN extends"],
-    ),
-    ([*YARN, "model.rope_scaling.factor=0.5"], ["model.rope_scaling.factor = 0.5", "below 1"]),
-    ([*YARN, "model.rope_scaling.factor=0"], ["model.rope_scaling.factor = 0.0", "not positive"]),
-    (
-        [*YARN, "model.rope_scaling.beta_slow=32"],
-        ["model.rope_scaling.beta_fast = 32.0", "not above model.rope_scaling.beta_slow = 32"],
-    ),
-    ([*YARN, "model.rope_base=1"], ["model.rope_base = 1.0", "not above 1 with YaRN"]),
-    (
-        ["model.rope_scaling.rope_type=linear"],
-        ["model.rope_scaling.rope_type = linear", "one of default, yarn"],
-    ),
     (["gsa.dense_below=-1"], ["gsa.dense_below = -1", "negative"]),
     (["model.rotary_percent=0"], ["model.rotary_percent = 0.0", "not positive"]),
     (
