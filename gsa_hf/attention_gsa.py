@@ -164,7 +164,13 @@ class GSAAttention(nn.Module):
         assert attention_mask is not None
         loss = leaders = None
         attended = attention_mask
-        if self.indexer is not None:
+        if (
+            self.indexer is not None
+            and not output_indexer_loss
+            and k.shape[2] < self.config.index_dense_below
+        ):
+            selection = attention_mask[:, 0]
+        elif self.indexer is not None:
             assert tokens is not None
             assert rows is not None
             if self.config.index_block_size > 1:

@@ -39,6 +39,8 @@ class GSAConfig(PreTrainedConfig):
             Smallest budget of a query, in keys.
         index_topk_max (`int`, *optional*, defaults to 4096):
             Largest budget of a query, in keys.
+        index_dense_below (`int`, *optional*, defaults to 0):
+            Queries that see fewer keys than this attend to all of them, whatever their budget.
         index_adaptive (`str`, *optional*, defaults to `"inverse"`):
             How the variance v of a query's scores scales its budget, with its moving average a from training:
             `"inverse"` topk * a / v, `"direct"` topk * v / a, `"off"` topk.
@@ -94,6 +96,7 @@ class GSAConfig(PreTrainedConfig):
     index_topk: int = 2048
     index_topk_min: int = 256
     index_topk_max: int = 4096
+    index_dense_below: int = 0
     index_adaptive: Literal["inverse", "direct", "off"] = "inverse"
     index_activation: Literal["sigmoid", "relu"] = "sigmoid"
     index_rope: bool = False
@@ -157,8 +160,9 @@ def validate_indexer(config: Any) -> None:
         )
     if config.index_rope and config.index_head_dim % 2:
         raise ValueError(f"index_head_dim is {config.index_head_dim} with index_rope; pass an even number")
-    if config.index_local_window < 0:
-        raise ValueError(f"index_local_window is {config.index_local_window}; pass 0 or a number of keys")
+    for name in ("index_local_window", "index_dense_below"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} is {getattr(config, name)}; pass 0 or a number of keys")
     if 1 < config.index_block_size > config.index_local_window:
         raise ValueError(
             f"index_local_window is {config.index_local_window}; pass at least index_block_size "

@@ -285,7 +285,7 @@ class FusedDecoder:
                 head_size=config.head_dim,
                 device=weight.device,
             )
-            kept = min(config.index_topk_max, room)
+            kept = min(kernel_rule(config).most_keys, room)
             for place, (_, each) in enumerate(self.layers):
                 if each.row:
                     self._selections[place] = state.new_selection(batch, kept, device=weight.device)

@@ -166,7 +166,7 @@ def select_keys(
 
 
 def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
-    """k_t of equation 8: int64 [B, L], at most the number of visible keys.
+    """k_t of equation 8: int64 [B, L], at most the number of visible keys; all of fewer than `index_dense_below`.
 
     The population variance is over visible keys, in two passes, summed in fp64: it neither cancels nor depends on how
     many later keys there are.
@@ -185,7 +185,7 @@ def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, conf
         raw = torch.full_like(variance, config.index_topk)
     raw = torch.where((average == 0) | raw.isnan(), float(config.index_topk), raw)
     budget = raw.floor().clamp(config.index_topk_min, config.index_topk_max).long()
-    return torch.minimum(budget, count)
+    return torch.where(count < config.index_dense_below, count, torch.minimum(budget, count))
 
 
 @torch.no_grad()

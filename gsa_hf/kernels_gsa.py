@@ -59,14 +59,17 @@ def _attend(
     q = place.arranged(query.transpose(1, 2))
     k, v = (x[:, :end] if place.past else place.arranged(x[:, :end]) for x in (k, v))
     gate = None if call.gate_logits is None else place.arranged(call.gate_logits)
-    block = config.index_block_size if module.is_sparse else 1
-    window = config.index_local_window if module.is_sparse else 0
+    # Where every query selects all that it sees, only the indexer's loss needs the scores.
+    sparse = module.is_sparse and (call.learns or end >= config.index_dense_below)
+    block = config.index_block_size if sparse else 1
+    window = config.index_local_window if sparse else 0
     geometry = types.Geometry(place.document_starts, place.past, block, window)
     applied = None
-    if module.indexer is not None:
+    if module.indexer is not None and place.static and config.index_block_size > 1:
         assert call.rows is not None
-        if place.static and block > 1:
-            place.memory.forget_block(call.rows)
+        place.memory.forget_block(call.rows)
+    if module.indexer is not None and sparse:
+        assert call.rows is not None
         keys = call.rows[:, :end, : config.index_head_dim]
         applied = applied_indexer(
             module.indexer,
@@ -77,7 +80,7 @@ def _attend(
         call.selection = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
         )
-    selection = call.selection if module.is_sparse else None
+    selection = call.selection if sparse else None
     out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, implementation="triton")
     if call.learns and applied is not None:
         if place.past:
@@ -108,13 +111,14 @@ def _decode(
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
     block, window = config.index_block_size, config.index_local_window
+    most_keys = min(kernel_rule(config).most_keys, room)
     assert place.lengths is not None
 
     def cache(lengths: torch.Tensor, selection: Any) -> Any:
         return state.LayerCache(k, v, lengths, selection, workspace, place.starts)
 
     if module.indexer is not None and block == 1:
-        call.selection = place.memory.selection(batch, min(config.index_topk_max, room), query.device)
+        call.selection = place.memory.selection(batch, most_keys, query.device)
         assert call.rows is not None
         return decode.decode_step(
             q,
@@ -126,7 +130,7 @@ def _decode(
             gate,
         )[:, None]
     if module.indexer is not None:
-        lengths, applied = _of_leaders(module, call, min(config.index_topk_max, room))
+        lengths, applied = _of_leaders(module, call, most_keys)
         held = cache(lengths, call.selection)
         decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block)
     return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate)[:, None]
@@ -184,7 +188,7 @@ def applied_indexer(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, wei
 
 def kernel_rule(config: Any) -> Any:
     sizes = (config.index_topk, config.index_topk_min, config.index_topk_max)
-    return kernel_module("types").BudgetRule(*sizes, config.index_adaptive)
+    return kernel_module("types").BudgetRule(*sizes, config.index_adaptive, config.index_dense_below)
 
 
 def _padding_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor | None:

@@ -276,10 +276,12 @@ def _positions(inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | 
 
 
 def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
-    """The configuration of the indexer's rotary embedding: all channels of its heads."""
+    """The configuration of the indexer's rotary embedding: all channels of its heads, and no attention factor, which is
+    made for the logits of a softmax."""
     config = copy.deepcopy(config)
     config.head_dim = config.index_head_dim
-    config.rope_parameters = {**(config.rope_parameters or {}), "partial_rotary_factor": 1.0}
+    own = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
+    config.rope_parameters = {**(config.rope_parameters or {}), **own}
     return config
 
 

@@ -272,12 +272,12 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
     saved = yaml.safe_load(state.config_yaml)
     lines = []
     for section in ("model", "gsa"):
-        part = getattr(config, section)
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            before = saved[section].get(field.name, field.default)
-            if before != value and not (section == "gsa" and field.name in MAY_CHANGE):
-                lines.append(f"  {section}.{field.name} = {value}: the checkpoint has {before}")
+        kind = type(getattr(config, section))
+        now, younger = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(kind())
+        for name, value in now.items():
+            before = saved[section].get(name, younger[name])
+            if before != value and not (section == "gsa" and name in MAY_CHANGE):
+                lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
     if lines:
         raise ResumeError(
             f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nSet these fields as they were, or "

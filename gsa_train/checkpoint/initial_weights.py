@@ -1,7 +1,8 @@
 """A new run from the weights of another one: `checkpoint.initial_weights`.
 
 As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, text, optimizer and schedules begin
-anew. So a run goes on at another length, rotary base or budget of keys, or a dense model gets gates and an indexer.
+anew. So a run goes on at another length, rotary base or budget of keys, or with YaRN, or a dense model gets gates and
+an indexer.
 """
 
 from __future__ import annotations

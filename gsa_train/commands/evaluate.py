@@ -7,7 +7,8 @@
 
 The model is read into memory from a checkpoint of any layout; nothing of a run is touched. Results go to
 RUN_DIR/evaluations/NAME, or to DIR/NAME with --out. key=value: gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max,
-gsa.local_window, gsa.adaptive_k, model.rope_base. Exit code 2: wrong use, or a model or text that cannot be read.
+gsa.local_window, gsa.dense_below, gsa.adaptive_k, model.rope_base, model.rope_scaling.*. Exit code 2: wrong use, or a
+model or text that cannot be read.
 """
 
 from __future__ import annotations

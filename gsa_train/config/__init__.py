@@ -22,7 +22,7 @@ from gsa_train.config.file_checks import check_files
 from gsa_train.config.gsa import GSAConfig
 from gsa_train.config.load import ConfigError, Problems, apply_override, build, parse_yaml, read_yaml
 from gsa_train.config.logging import LoggingConfig
-from gsa_train.config.model import ModelConfig
+from gsa_train.config.model import ModelConfig, RopeScalingConfig
 from gsa_train.config.monitor import MonitorConfig
 from gsa_train.config.parallel import ParallelConfig
 from gsa_train.config.phases import PhaseConfig
@@ -44,6 +44,7 @@ __all__ = [
     "ParallelConfig",
     "PhaseConfig",
     "ProfileConfig",
+    "RopeScalingConfig",
     "RunConfig",
     "TrainConfig",
     "config_from_yaml",

@@ -29,5 +29,5 @@ class CheckpointConfig:
     checkpoint once more. `sizes`: sizes only."""
     initial_weights: str = ""
     """Folder of a checkpoint (or of a run: its newest one) whose weights the run has at step 0. Text, optimizer and
-    schedules begin anew. Sequence length, rotary base, budgets and phases may differ; gates and indexer may be new.
-    Empty: random weights."""
+    schedules begin anew. Sequence length, rotary base and scaling, budgets and phases may differ; gates and indexer may
+    be new. Empty: random weights."""

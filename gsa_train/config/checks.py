@@ -26,13 +26,15 @@ from gsa_train.config.layout_checks import (
 from gsa_train.config.load import problem_line
 from gsa_train.config.monitor_checks import check_monitor
 from gsa_train.config.phases import PhaseConfig
+from gsa_train.config.rotary_checks import check_rotary
 from gsa_train.config.sections import Config
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
     """
     run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
-    data.seed data.num_workers evaluate.every_steps gsa.local_window train.weight_decay train.grad_clip
+    data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
+    evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     checkpoint.keep_every_steps
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
@@ -41,6 +43,7 @@ AT_LEAST_ZERO = frozenset(
 )
 ABOVE_ZERO = frozenset(
     """
+    model.rope_scaling.factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_base model.rotary_percent model.norm_epsilon model.init_std train.adam_epsilon
     parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
     monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
@@ -258,19 +261,7 @@ def _check_model(config: Config) -> list[str]:
             )
     if config.parallel.sequence:
         lines += _check_multiple(config, "train.seq_len_tokens", "parallel.tensor")
-    return lines + _check_rotary_percent(config)
-
-
-def _check_rotary_percent(config: Config) -> list[str]:
-    field, share, size = "model.rotary_percent", config.model.rotary_percent, config.model.head_dim
-    channels = share * size
-    if share > 1:
-        return [problem_line(field, share, "above 1", "give a share of the channels of a head, 1 for all")]
-    if 0 < share < 1 and (channels != int(channels) or int(channels) % 2 != 0):
-        wrong = f"{channels:g} of model.head_dim = {size} channels, and RoPE turns pairs"
-        pairs = max(2, 2 * round(channels / 2))
-        return [problem_line(field, share, wrong, f"give {pairs / size:g}, which turns {pairs} channels")]
-    return []
+    return lines + check_rotary(config.model)
 
 
 def _check_gsa(config: Config) -> list[str]:

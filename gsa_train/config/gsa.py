@@ -39,6 +39,9 @@ class GSAConfig:
     """Smallest budget k_t, in keys per query."""
     k_max: int = 4096
     """Largest budget k_t, in keys per query."""
+    dense_below: int = 0
+    """Queries that see fewer keys than this select all of them, whatever their budget: to them GSA is dense attention.
+    0: none."""
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0

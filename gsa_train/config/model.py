@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeScalingConfig:
+    """The fields of transformers' `rope_parameters`."""
+
+    rope_type: Literal["default", "yarn"] = "default"
+    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071), for longer sequences than those of the training so far.
+    The channels of a head that turn less than `beta_slow` times in the original length are slowed down by `factor`."""
+    factor: float = 1.0
+    """New length over the original one; 1 or more."""
+    original_max_position_embeddings: int = 0
+    """Tokens of a sequence before the extension; to be given with `yarn`."""
+    beta_fast: float = 32.0
+    """Turns within the original length from which on a channel keeps its rate."""
+    beta_slow: float = 1.0
+    """Turns within the original length below which a channel is slowed down by the whole factor."""
+    attention_factor: float = 0.0
+    """What the rotary embedding of Q and K is multiplied with; 0: 0.1 ln(factor) + 1. The indexer's, with
+    `gsa.indexer_rope`, is scaled in its rates alone."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +44,8 @@ class ModelConfig:
     """Rows of the embedding; at least the number of the tokenizer's tokens."""
     rope_base: float = 10000.0
     """Base of the rotary embedding on Q and K."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    """Rotary embedding for longer sequences."""
     rotary_percent: float = 1.0
     """Share of each head's channels, the first ones, that the rotary embedding turns; Qwen3-Next has 0.25."""
     qkv_bias: bool = False

@@ -37,14 +37,20 @@ def page() -> str:
     parts = [HEAD]
     for name, hint in typing.get_type_hints(Config).items():
         (item,) = typing.get_args(hint) or (None,)
-        parts.append(_chapter(item or hint, f"{name}.N" if item else name))
+        section: type = item or hint
+        module = sys.modules[section.__module__]
+        meaning = inspect.cleandoc(str(module.__doc__)).partition(": ")[2]
+        parts.append(_chapter(section, f"{name}.N" if item else name, meaning))
+        texts = field_texts(section)
+        for inner, inner_hint in typing.get_type_hints(section).items():
+            if dataclasses.is_dataclass(inner_hint):
+                parts.append(_chapter(inner_hint, f"{name}.{inner}", texts[inner]))  # type: ignore[arg-type]
     return "\n".join(parts)
 
 
-def _chapter(section: type, prefix: str) -> str:
-    """One section of the config; `prefix` is what stands before a field on the command line."""
-    module = sys.modules[section.__module__]
-    meaning = inspect.cleandoc(str(module.__doc__)).partition(": ")[2]
+def _chapter(section: type, prefix: str, meaning: str) -> str:
+    """One section of the config; `prefix` is what stands before a field on the command line. Sections inside it have
+    their own chapters."""
     texts = field_texts(section)
     hints = typing.get_type_hints(section)
     lines = [
@@ -54,6 +60,8 @@ def _chapter(section: type, prefix: str) -> str:
     ]
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            continue
         cells = [
             f"`{field.name}`",
             _type_in_words(hint) + _range_in_words(f"{prefix.removesuffix('.N')}.{field.name}", hint),

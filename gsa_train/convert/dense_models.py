@@ -14,6 +14,7 @@ import torch
 
 from gsa_train.config import Config, ModelConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
+from gsa_train.convert.hf_config import other_rope, rope_scaling
 
 Gates = Literal["none", "open"]
 
@@ -64,6 +65,7 @@ def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
             ffn_hidden_size=found.intermediate_size,
             vocab_size=found.vocab_size,
             rope_base=float(rope["rope_theta"]),
+            rope_scaling=rope_scaling(rope),
             rotary_percent=float(rope.get("partial_rotary_factor") or 1.0),
             qkv_bias=kind == "qwen2",
             qk_norm=gated or kind == "qwen3",
@@ -94,9 +96,8 @@ def _problems(found: Any, length: int) -> list[str]:
     ]
     if found.hidden_act != "silu":
         lines.append(f"hidden_act = {found.hidden_act}: a GSA model has silu")
-    rope = found.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default":
-        lines.append(f"rope_parameters.rope_type = {rope['rope_type']}: a GSA model has the default alone")
+    if problem := other_rope(found.rope_parameters or {}):
+        lines.append(problem)
     kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
     window = getattr(found, "sliding_window", None)
     windowed = "sliding_attention" in kinds or kind == "mistral"

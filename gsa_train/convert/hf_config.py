@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
-from gsa_train.config import Config, ModelConfig, TrainConfig
+from gsa_train.config import Config, ModelConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
 
 MODEL_FIELDS = {
@@ -23,7 +24,7 @@ MODEL_FIELDS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""Field of `model` -> field of the same meaning. `rope_base` and `rotary_percent` are in `rope_parameters`."""
+"""Field of `model` -> field of the same meaning. What is of the rotary embedding is in `rope_parameters`."""
 GSA_FIELDS = {
     "value_gate": "value_gate",
     "output_gate": "output_gate",
@@ -36,6 +37,7 @@ GSA_FIELDS = {
     "k_base": "index_topk",
     "k_min": "index_topk_min",
     "k_max": "index_topk_max",
+    "dense_below": "index_dense_below",
     "local_window": "index_local_window",
     "selection_block": "index_block_size",
     "selection_reuse": "index_topk_freq",
@@ -51,11 +53,7 @@ def to_hf_config(config: Config) -> GSAConfig:
         **{theirs: getattr(model, ours) for ours, theirs in MODEL_FIELDS.items()},
         **{theirs: getattr(gsa, ours) for ours, theirs in GSA_FIELDS.items()},
         max_position_embeddings=config.train.seq_len_tokens,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": model.rope_base,
-            "partial_rotary_factor": model.rotary_percent,
-        },
+        rope_parameters=_rope_parameters(model),
         layer_types=[kind] * model.num_layers,
     )
 
@@ -66,10 +64,8 @@ def from_hf_config(found: GSAConfig) -> Config:
         ValueError: layers of both kinds, or a rotary embedding that training does not have.
     """
     rope = found.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"rope_parameters.rope_type = {rope['rope_type']}: training knows the default alone; give a model without"
-        )
+    if problem := other_rope(rope):
+        raise ValueError(problem)
     kinds = set(found.layer_types or ())
     if len(kinds) > 1:
         raise ValueError(
@@ -79,6 +75,7 @@ def from_hf_config(found: GSAConfig) -> Config:
         model=ModelConfig(
             **{ours: getattr(found, theirs) for ours, theirs in MODEL_FIELDS.items()},
             rope_base=float(rope.get("rope_theta", ModelConfig.rope_base)),
+            rope_scaling=rope_scaling(rope),
             rotary_percent=float(rope.get("partial_rotary_factor", 1.0)),
         ),
         gsa=GSASection(
@@ -87,6 +84,52 @@ def from_hf_config(found: GSAConfig) -> Config:
         ),
         train=dataclasses.replace(TrainConfig(), seq_len_tokens=found.max_position_embeddings),
     )
+
+
+def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    own = {"rope_theta": model.rope_base, "partial_rotary_factor": model.rotary_percent}
+    scaling = dataclasses.asdict(model.rope_scaling)
+    if model.rope_scaling.rope_type == "default":
+        return {"rope_type": "default", **own}
+    return {**{name: value for name, value in scaling.items() if name != "attention_factor" or value}, **own}
+
+
+def other_rope(rope: dict[str, Any]) -> str | None:
+    """What of transformers' `rope_parameters` a training model has not, for an error; None if it has all."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "yarn"):
+        return f"rope_parameters.rope_type = {kind}: a GSA model has the default and yarn; give such a model"
+    if kind == "yarn" and not rope.get("factor"):
+        return "rope_parameters.factor is missing with rope_type = yarn; give the new length over the original one"
+    if kind == "yarn" and not rope.get("truncate", True):
+        return (
+            "rope_parameters.truncate = false: YaRN of a GSA model has whole channels; give a model without"
+        )
+    return None
+
+
+def rope_scaling(rope: dict[str, Any]) -> RopeScalingConfig:
+    """`model.rope_scaling` of transformers' `rope_parameters`, of which `other_rope` has nothing to say."""
+    if rope.get("rope_type", "default") == "default":
+        return RopeScalingConfig()
+    factor = float(rope["factor"])
+    attention_factor = rope.get("attention_factor")
+    if (
+        attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim")
+    ):  # DeepSeek's form of it
+        attention_factor = _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
+    return RopeScalingConfig(
+        rope_type="yarn",
+        factor=factor,
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        beta_fast=float(rope.get("beta_fast") or RopeScalingConfig.beta_fast),
+        beta_slow=float(rope.get("beta_slow") or RopeScalingConfig.beta_slow),
+        attention_factor=float(attention_factor or 0.0),
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def dtype_name(dtype: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.checkpoint.load import RunState
-from gsa_train.config import Config
+from gsa_train.config import Config, ModelConfig
 from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters
 from gsa_train.report.run_files import RunFiles
@@ -82,12 +82,22 @@ def _facts(config: Config, dtype: str) -> dict[str, Any]:
         "weights": dtype,
         "layers, hidden size, heads, key-value heads, head size": f"{model.num_layers}, {model.hidden_size}, "
         f"{model.num_heads}, {model.num_kv_heads}, {model.head_dim}",
+        "rotary embedding": _rotary(model),
         "gates": ", ".join(gates) or "none",
         "attention": gsa.attention,
     }
     if gsa.attention == "sparse":
-        facts["keys per query"] = f"{gsa.k_base} ({gsa.k_min} to {gsa.k_max}, adaptive_k: {gsa.adaptive_k})"
+        few = f"; all of fewer than {gsa.dense_below}" if gsa.dense_below else ""
+        facts["keys per query"] = (
+            f"{gsa.k_base} ({gsa.k_min} to {gsa.k_max}, adaptive_k: {gsa.adaptive_k}){few}"
+        )
     return facts | {"trained length": f"{config.train.seq_len_tokens} tokens"}
+
+
+def _rotary(model: ModelConfig) -> str:
+    scaling = model.rope_scaling
+    yarn = f", YaRN: {scaling.factor:g} times {scaling.original_max_position_embeddings} tokens"
+    return f"base {model.rope_base:g}{yarn if scaling.rope_type == 'yarn' else ''}"
 
 
 def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str, Any]:

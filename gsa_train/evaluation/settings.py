@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gsa_hf import DENSE_LAYER, GSAConfig
+from gsa_kernels.rotary import YarnScaling
 from gsa_train.convert.hf_config import GSA_FIELDS
 
 KINDS: dict[str, Callable[[str], Any]] = {
@@ -14,10 +15,18 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "gsa.k_base": int,
     "gsa.k_min": int,
     "gsa.k_max": int,
+    "gsa.dense_below": int,
     "gsa.local_window": int,
     "model.rope_base": float,
+    "model.rope_scaling.rope_type": str,
+    "model.rope_scaling.factor": float,
+    "model.rope_scaling.original_max_position_embeddings": int,
+    "model.rope_scaling.beta_fast": float,
+    "model.rope_scaling.beta_slow": float,
+    "model.rope_scaling.attention_factor": float,
 }
 """Fields of the run's config, as `key=value`."""
+SCALING = "model.rope_scaling."
 
 
 def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
@@ -27,6 +36,7 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         ValueError: an unknown field or value.
     """
     content = config.to_dict()
+    scaling: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or key not in KINDS:
@@ -41,10 +51,13 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
             if value <= 0:
                 raise ValueError(f"{setting}: give a positive number")
             content["rope_parameters"] = {**content["rope_parameters"], "rope_theta": value}
+        elif key.startswith(SCALING):
+            scaling[key.removeprefix(SCALING)] = value
         elif key == "gsa.attention":
             content["layer_types"] = _layer_types(config, value)
         else:
             content[GSA_FIELDS[key.partition(".")[2]]] = value
+    content["rope_parameters"] = _scaled(content, scaling)
     if not content["index_topk_min"] <= content["index_topk"] <= content["index_topk_max"]:
         raise ValueError(
             f"gsa.k_base = {content['index_topk']}: outside of gsa.k_min = {content['index_topk_min']} and gsa.k_max = "
@@ -52,6 +65,38 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         )
     changed: GSAConfig = GSAConfig.from_dict(content)
     return changed
+
+
+def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` with what is set of `model.rope_scaling`. The model's length is what YaRN extends unless the
+    model or a setting says else."""
+    rope: dict[str, Any] = {**content["rope_parameters"], **scaling}
+    if not scaling:
+        return rope
+    kind, base = rope["rope_type"], rope["rope_theta"]
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"{SCALING}rope_type={kind}: give default or yarn")
+    if kind == "default":
+        if rest := scaling.keys() - {"rope_type"}:
+            name = min(rest)
+            raise ValueError(f"{SCALING}{name}={scaling[name]}: does nothing without {SCALING}rope_type=yarn")
+        kept = ("rope_type", "rope_theta", "partial_rotary_factor")
+        return {name: rope[name] for name in kept if name in rope}
+    rope.setdefault("original_max_position_embeddings", content["max_position_embeddings"])
+    if rope.get("attention_factor") == 0:  # as in training: follows from the factor
+        del rope["attention_factor"]
+    if "factor" not in rope:
+        raise ValueError(
+            f"{SCALING}rope_type=yarn: add {SCALING}factor=, the new length over the original one"
+        )
+    try:
+        names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+        YarnScaling(**{name: rope[name] for name in names if rope.get(name) is not None})
+    except ValueError as error:
+        raise ValueError(f"{SCALING}{error}") from None
+    if base <= 1:
+        raise ValueError(f"model.rope_base={base}: give more than 1 with YaRN")
+    return rope
 
 
 def _layer_types(config: GSAConfig, value: str) -> list[str]:

@@ -39,7 +39,7 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     """While the key lists of these queries are made, some rows at a time, beside them: scores of the rows with few
     keys, two packed masks, and the candidates of some of the other rows, whose lists are not there yet, or all lists in
     pieces."""
-    batch, room = config.train.micro_batch_size, limits.candidate_room(config.gsa.k_max)
+    batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
         if room <= limits.MOST_CANDIDATES
@@ -151,7 +151,8 @@ def _list_entries(config: Config) -> float:
     """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
     Of the context-parallel ranks that of the one with most."""
     length = config.train.seq_len_tokens
-    most = limits.TILE_QUERIES * min(config.gsa.k_base + config.gsa.local_window, length)
+    gsa = config.gsa
+    most = max(limits.TILE_QUERIES * min(gsa.k_base + gsa.local_window, length), min(gsa.dense_below, length))
 
     def entries(queries: QueryChunk) -> float:
         turn = min(max(most, queries.start), queries.end)  # up to here the keys that are there are the limit
@@ -159,6 +160,11 @@ def _list_entries(config: Config) -> float:
 
     per_query = max(sum(entries(queries) for queries in rank) for rank in _chunks_of_ranks(config))
     return config.train.micro_batch_size * per_query / limits.TILE_QUERIES
+
+
+def most_keys(config: Config) -> int:
+    """The largest budget of a query."""
+    return min(max(config.gsa.k_max, config.gsa.dense_below - 1), config.train.seq_len_tokens)
 
 
 def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
@@ -172,7 +178,7 @@ def _block_entries(config: Config) -> tuple[float, float]:
     """Keys and words of shared lists, per query: there is room for the largest budget."""
     gsa, length = config.gsa, config.train.seq_len_tokens
     near = min(gsa.local_window + gsa.selection_block, length)
-    room = min(gsa.k_max + near, length)
+    room = min(most_keys(config) + near, length)
     # Without documents only the window has words.
     words = near if config.data.attend_across_documents else room
     return room / gsa.selection_block, words / min(gsa.selection_block, limits.TILE_QUERIES)

@@ -181,7 +181,7 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
 
 
 def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) -> float:
-    """|S_t| averaged over the queries, when every query gets k_base keys.
+    """|S_t| averaged over the queries, when every query gets k_base keys, or all where it sees fewer than dense_below.
 
     A block selects from the keys that its first query sees, of which those queries that are in another document have
     none; each query adds its own local window. The two are taken as disjoint as far as the visible keys allow, so
@@ -194,7 +194,9 @@ def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) ->
     for sequence in visible_keys:
         for position, visible in enumerate(sequence):
             behind = position % gsa.selection_block
-            chosen = min(gsa.k_base, sequence[position - behind]) if visible > behind else 0
+            of_first = sequence[position - behind]
+            budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
+            chosen = budget if visible > behind else 0
             total += min(chosen + gsa.local_window, visible)
     return total / sum(map(len, visible_keys))
 

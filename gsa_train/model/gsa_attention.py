@@ -86,6 +86,7 @@ class GSASelfAttention(MegatronModule):
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.local_kv_heads = config.num_query_groups // pg_collection.tp.size()
         d, d_k = config.hidden_size, config.kv_channels
+        self.rotary_magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
         plain_heads = not config.qk_layernorm and config.rotary_percent == 1
         fuses_heads = config.fused_ops and plain_heads and d_k in HEAD_SIZES
         self.heads_op = _fused_heads_op() if fuses_heads else None
@@ -121,7 +122,7 @@ class GSASelfAttention(MegatronModule):
         fused = context.implementation == "triton"
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
         gsa = self.gsa
-        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k)
+        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
         settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
         core = build_core(settings, context.implementation, context.dense_attention)
         self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
@@ -187,7 +188,7 @@ class GSASelfAttention(MegatronModule):
             return self.heads_op(
                 qkv,
                 gates,
-                *self.runtime.rotary_tables(rotary_pos_emb),
+                *self.runtime.rotary_tables(rotary_pos_emb, self.rotary_magnitude),
                 kv_heads=self.local_kv_heads,
                 value_gate=self.gsa.value_gate,
                 output_gate=self.gsa.output_gate,
@@ -208,8 +209,13 @@ class GSASelfAttention(MegatronModule):
             q_angles, k_angles = (
                 rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             )
-            q = apply_rotary_pos_emb(q, q_angles, config=self.config, cp_group=self.groups.cp)
-            k = apply_rotary_pos_emb(k, k_angles, config=self.config, cp_group=self.groups.cp)
+            rotate = partial(
+                apply_rotary_pos_emb,
+                config=self.config,
+                mscale=self.rotary_magnitude,
+                cp_group=self.groups.cp,
+            )
+            q, k = rotate(q, q_angles), rotate(k, k_angles)
         if output_gate is not None:
             output_gate = output_gate.transpose(0, 1)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate

@@ -60,6 +60,7 @@ class Indexer(MegatronModule):
         self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
         self.split_op = _fused_split_op() if config.fused_ops and not self.gsa.indexer_rope else None
+        # YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
         self.rotary = rotary_embedding(config, dim, groups) if self.gsa.indexer_rope else None
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:

@@ -8,16 +8,25 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from gsa_kernels.rotary import YarnScaling
 from gsa_train.context_sharding import ContextSharding
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.mcore.config import GSATransformerConfig
 
 
 class LocalRotaryEmbedding(RotaryEmbedding):
-    """megatron-core's, which knows the zig-zag alone, for any cut of the sequence."""
+    """megatron-core's, which knows the zig-zag alone, for any cut of the sequence; and YaRN.
 
-    def __init__(self, cut: ContextSharding, **options: Any) -> None:
-        super().__init__(**options)
+    megatron-core's own YarnRotaryEmbedding turns all channels whatever `rotary_percent` says, takes no attention
+    factor, and does not run on CPUs.
+    """
+
+    def __init__(
+        self, cut: ContextSharding, yarn: YarnScaling | None, rotary_base: float, **options: Any
+    ) -> None:
+        super().__init__(rotary_base=rotary_base, **options)
+        if yarn is not None:
+            self.inv_freq: torch.Tensor = yarn.scaled(self.inv_freq, rotary_base)
         self._cut = cut
         self._angles: dict[int, torch.Tensor] = {}
 
@@ -38,9 +47,10 @@ def rotary_embedding(
     """
     return LocalRotaryEmbedding(
         context_sharding(config, groups),
+        config.yarn,
+        config.rotary_base,
         kv_channels=channels,
         rotary_percent=percent,
-        rotary_base=config.rotary_base,
         use_cpu_initialization=config.use_cpu_initialization,
         cp_group=groups.cp,
     )

@@ -76,12 +76,16 @@ class AttentionRuntime:
             self._samples[piece] = sample_queries(*piece, self.stats.device)
         return self._samples[piece]
 
-    def rotary_tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, angles: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
 
         All layers get the same tensor, so the last one is remembered.
+
+        Args:
+            magnitude: what they are multiplied with, the same in all layers.
         """
         if self._rotary is None or self._rotary[0] is not angles:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
-            self._rotary = (angles, half.cos().contiguous(), half.sin().contiguous())
+            cos, sin = half.cos() * magnitude, half.sin() * magnitude
+            self._rotary = (angles, cos.contiguous(), sin.contiguous())
         return self._rotary[1:]

@@ -20,13 +20,15 @@ def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -
         return None
     visible = torch.cat([batch.visible_keys() for batch in micro_batches])
     counted = visible >= 2  # filler is no text
-    share = float((visible > config.gsa.k_base).sum() / counted.sum().clamp(min=1))
+    limit = max(config.gsa.k_base, config.gsa.dense_below - 1)
+    share = float((visible > limit).sum() / counted.sum().clamp(min=1))
     if share >= LEAST_SHARE:
         return None
     isolated = "" if config.data.attend_across_documents else " of its document"
     advice = "" if config.data.attend_across_documents else "set data.attend_across_documents=true, "
+    field = f"gsa.k_base = {limit}" if limit == config.gsa.k_base else f"{limit} (gsa.dense_below)"
     return (
-        f"only {share:.0%} of the queries see more than gsa.k_base = {config.gsa.k_base} keys{isolated} (of "
+        f"only {share:.0%} of the queries see more than {field} keys{isolated} (of "
         f"{counted.sum().item():,} in the first text): for the others GSA is dense attention. If that is not what you "
         f"want, {advice}train on longer documents, or take a smaller gsa.k_base or a larger train.seq_len_tokens"
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gsa_kernels.layer import LayerOutput as LayerOutput
     from gsa_kernels.layer_cache import GSACache as GSACache
     from gsa_kernels.layer_config import GSAConfig as GSAConfig
+    from gsa_kernels.rotary import YarnScaling as YarnScaling
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _PLACES = {
     "GSACache": "layer_cache",
     "GSAConfig": "layer_config",
     "LayerOutput": "layer",
+    "YarnScaling": "rotary",
     "AttentionOutput": "attention.reference",
     "sparse_attention": "attention.reference",
     "DecodeTopK": "decode.reference",

@@ -21,6 +21,7 @@ from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.layer_cache import GSACache, Heads, attend_with_cache
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
+from gsa_kernels.rotary import YarnScaling
 from gsa_kernels.types import Geometry, Indexer, Selection
 
 
@@ -176,7 +177,8 @@ class GatedSparseAttention(nn.Module):
 
     def _heads(self, x: torch.Tensor, positions: torch.Tensor | None, start: int) -> Heads:
         """Equation 9, and RoPE. start: position of the first token where none are given."""
-        length, size, base = x.shape[1], (-1, self.config.head_size), self.config.rope_base
+        length, size = x.shape[1], (-1, self.config.head_size)
+        base, scaling = self.config.rope_base, self.config.rope_scaling
         if positions is None:
             positions = torch.arange(start, start + length, device=x.device)
         if positions.is_floating_point() or positions.dtype == torch.bool:
@@ -185,8 +187,8 @@ class GatedSparseAttention(nn.Module):
             raise ValueError(
                 f"positions has shape {tuple(positions.shape)}; pass [L] = [{length}] or [B, L] = [{len(x)}, {length}]"
             )
-        q = rotate(self.q_proj(x).unflatten(-1, size), positions, base)
-        k = rotate(self.k_proj(x).unflatten(-1, size), positions, base)
+        q = rotate(self.q_proj(x).unflatten(-1, size), positions, base, scaling)
+        k = rotate(self.k_proj(x).unflatten(-1, size), positions, base, scaling)
         v = self.v_proj(x)
         if self.value_gate is not None:
             v = sigmoid_gate(v, self.value_gate(x))
@@ -271,7 +273,9 @@ def _sees_two_keys(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return (place - first > 0).expand(batch, rows)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, base: float, scaling: YarnScaling | None = None
+) -> torch.Tensor:
     """Rotary embedding of x [B, L, H, D]: the pairs (x[i], x[i + D / 2]) turn. In fp32, or fp64 for fp64.
 
     Args:
@@ -279,7 +283,10 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
     """
     options: dict[str, Any] = {"device": x.device, "dtype": compute_dtype(x=x)}
     rates = base ** -(torch.arange(0, x.shape[3], 2, **options) / x.shape[3])
+    magnitude = 1.0
+    if scaling is not None:
+        rates, magnitude = scaling.scaled(rates, base), scaling.magnitude
     angles = (positions.to(**options)[..., None] * rates).unsqueeze(-2)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     first, second = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -68,7 +68,7 @@ def new_cache(
         )
     keys, values = torch.zeros(2, batch, max_length, kv_heads, size, device=device, dtype=dtype)
     lengths = torch.zeros(batch, device=device, dtype=torch.int32)
-    selection = new_selection(batch, min(config.k_max, max_length), device=device)
+    selection = new_selection(batch, min(config.rule.most_keys, max_length), device=device)
     indexer_keys = torch.zeros(batch, max_length, config.d_indexer, device=device, dtype=dtype)
     return GSACache(LayerCache(keys, values, lengths, selection, workspace), indexer_keys)
 

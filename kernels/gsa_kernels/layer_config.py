@@ -9,6 +9,7 @@ import torch
 
 from gsa_kernels import limits
 from gsa_kernels.checks import check_at_least
+from gsa_kernels.rotary import YarnScaling
 from gsa_kernels.types import BudgetRule, Geometry, Implementation
 
 
@@ -41,6 +42,8 @@ class GSAConfig:
     k_max: int = 4096
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """How the budget follows from k_base (eq. 8): `BudgetRule` says it."""
+    dense_below: int = 0
+    """Queries that see fewer keys attend to all of them, whatever their budget; 0: none."""
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
@@ -48,6 +51,8 @@ class GSAConfig:
     selection_block: int = 1
     """Queries in aligned blocks of this many share a selection; 1 in the paper."""
     rope_base: float = 10000.0
+    rope_scaling: YarnScaling | None = None
+    """YaRN, for longer sequences than those of training."""
     implementation: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: the fused kernels, on CUDA tensors. `reference`: plain torch on any device, with tensors of [L, Lk].
     `auto`: `triton` where the input is a CUDA tensor, `reference` elsewhere. What the kernels cannot do is an error
@@ -79,6 +84,8 @@ class GSAConfig:
             raise ValueError(f"variance_ema_decay is {self.variance_ema_decay}; pass 0 <= decay < 1")
         if not self.rope_base > 0:
             raise ValueError(f"rope_base is {self.rope_base}; pass a positive number")
+        if self.rope_scaling is not None and not self.rope_base > 1:
+            raise ValueError(f"rope_base is {self.rope_base} with rope_scaling; pass more than 1")
         if self.implementation not in ("auto", "triton", "reference"):
             raise ValueError(
                 f"implementation is {self.implementation!r}; pass 'auto', 'triton' or 'reference'"
@@ -93,7 +100,7 @@ class GSAConfig:
 
     @property
     def rule(self) -> BudgetRule:
-        return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k)
+        return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     def geometry(self, document_starts: torch.Tensor | None, query_start: int = 0) -> Geometry:
         return Geometry(document_starts, query_start, self.selection_block, self.local_window)

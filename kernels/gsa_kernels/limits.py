@@ -96,13 +96,13 @@ CANDIDATE_BYTES = 8
 """Of one candidate: a score and a position."""
 
 
-def candidate_room(k_max: int) -> int:
+def candidate_room(most_keys: int) -> int:
     """Candidates of a row for which memory is kept: what a guess for the largest budget lets through.
 
     A guess takes a share of the sample (`_guess_kernel`). The keys for which that stands are as many times the stride,
     and spread about it as counts do: three deviations leave out one row in a thousand.
     """
-    expected = k_max / CANDIDATE_SAMPLE_STRIDE
+    expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
     return next_power_of_2(math.ceil(CANDIDATE_SAMPLE_STRIDE * (sampled + 3 * sampled**0.5)))
 

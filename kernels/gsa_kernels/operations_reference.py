@@ -48,6 +48,7 @@ def select(
         k_min=rule.k_min,
         k_max=rule.k_max,
         mode=rule.mode,
+        dense_below=rule.dense_below,
     )
     chosen = expand_block_selection(select_top_k(scores, of_rows, budget), block, len(positions))
     chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal

@@ -75,16 +75,22 @@ class BudgetRule:
 
     k_t = clamp(floor(raw), k_min, k_max), and no more than the query has causal keys. `inverse`: raw = k_base *
     ema / var, with var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var /
-    ema. `off`: raw = k_base.
+    ema. `off`: raw = k_base. A query that sees fewer than `dense_below` keys selects all of them.
     """
 
     k_base: int
     k_min: int
     k_max: int
     mode: Literal["inverse", "direct", "off"] = "inverse"
+    dense_below: int = 0
 
     def __post_init__(self) -> None:
-        check_budget_rule(self.k_base, self.k_min, self.k_max, self.mode)
+        check_budget_rule(self.k_base, self.k_min, self.k_max, self.mode, self.dense_below)
+
+    @property
+    def most_keys(self) -> int:
+        """The largest k_t."""
+        return max(self.k_max, self.dense_below - 1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import gsa_hf  # noqa: F401 - registers the architecture
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.initial_weights import load_initial_weights
 from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, PhaseConfig
+from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
@@ -31,6 +31,10 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "sparse-only": {"gsa": {"indexer_activation": "relu", "adaptive_k": "off", **NO_GATES}},
     "gated-only": {"gsa": {"attention": "dense"}},
     "GSA": {},
+    "YaRN": {
+        "model": {"rope_base": 100.0, "rope_scaling": RopeScalingConfig("yarn", 4.0, 16, 3.0, 0.2, 1.3)},
+        "gsa": {"indexer_rope": True, "dense_below": 12},
+    },
     "options": {
         "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
         "gsa": {

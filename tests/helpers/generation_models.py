@@ -25,7 +25,7 @@ TINY: dict[str, Any] = {
 }
 BLOCKS = {"index_block_size": 16, "index_local_window": 17}
 MODELS: dict[str, dict[str, Any]] = {
-    "sparse": {},
+    "sparse": {"index_dense_below": 20},
     "dense": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
     "blocks": BLOCKS,
     "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, **BLOCKS},

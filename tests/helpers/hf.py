@@ -37,9 +37,17 @@ PAPER: dict[str, dict[str, Any]] = {
     "gsa": {},
 }
 """The paper's four models."""
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 3.0,
+    "beta_slow": 0.2,
+}
 BEYOND: dict[str, dict[str, Any]] = {
     "blocks": {"index_block_size": 4, "index_local_window": 5},
-    "reuse": {"index_topk_freq": 2, "index_rope": True},
+    "reuse": {"index_topk_freq": 2, "index_rope": True, "rope_parameters": YARN},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "index_adaptive": "direct"},
     "blocks-rope-reuse": {
         "index_block_size": 4,

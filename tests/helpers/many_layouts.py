@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, PhaseConfig
+from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.config.checks import check_config
 from gsa_train.metrics.record import Measured, reduce_step
 from gsa_train.model import query_sample
@@ -54,7 +54,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "selection_reuse": 2,
         "indexer_temperature": "learned",
     },
-    "model": {"qk_norm": True, "tie_embeddings": True, "qkv_bias": True, "rotary_percent": 0.5},
+    "model": {
+        "qk_norm": True,
+        "tie_embeddings": True,
+        "qkv_bias": True,
+        "rotary_percent": 0.5,
+        "rope_scaling": RopeScalingConfig("yarn", 4.0, 8),
+    },
 }
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of the keys that it sees. The text of this seed has no near ties, which rounding, and so the

@@ -238,7 +238,7 @@ def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
         )
         variance_ema = torch.empty(())
         before = live.peak = live.now
-        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k)
+        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
         selection = lists_op.select_key_lists(indexer, rule, variance_ema, Geometry(query_start=start))
         assert selection.key_lists is not None
         return {"peak": live.peak - before, "lists": 8 * selection.key_lists.keys.numel()}

@@ -15,6 +15,17 @@ import torch
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Extension of the rotary embedding (arXiv 2309.00071, section 3.4)."""
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
 class LayerOptions:
     num_heads: int
     num_kv_heads: int
@@ -30,8 +41,10 @@ class LayerOptions:
     output_gate: bool = True
     indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
+    dense_below: int = 0
     variance_ema: float = 0.0
     rope_base: float = 10_000.0
+    yarn: "Yarn | None" = None
     indexer_rope: bool = False
     local_window: int = 0
     selection_block: int = 1
@@ -69,8 +82,9 @@ def gsa_layer(
         if o.value_gate:
             value = value * _sigmoid(weights["w_vg"] @ h[t] + weights["b_vg"])
         v.append(_heads(value, o.num_kv_heads))
-        q.append([_rotate(x, t, o.rope_base) for x in _heads(weights["w_q"] @ h[t], o.num_heads)])
-        k.append([_rotate(x, t, o.rope_base) for x in _heads(weights["w_k"] @ h[t], o.num_kv_heads)])
+        size = 1.0 if o.yarn is None else o.yarn.attention_factor
+        q.append([size * _rotate(x, t, o) for x in _heads(weights["w_q"] @ h[t], o.num_heads)])
+        k.append([size * _rotate(x, t, o) for x in _heads(weights["w_k"] @ h[t], o.num_kv_heads)])
 
     def sees(t: int, s: int) -> bool:
         return s <= t and documents[s] == documents[t]
@@ -86,7 +100,7 @@ def gsa_layer(
         values = {s: score.item() for s, score in scores[t0].items()}
         mean = math.fsum(values.values()) / len(keys)
         variance = math.fsum((x - mean) ** 2 for x in values.values()) / len(keys)
-        budget = min(_budget(o, variance), len(keys))
+        budget = len(keys) if len(keys) < o.dense_below else min(_budget(o, variance), len(keys))
         ranking = sorted(keys, key=lambda s: (-values[s], s))
         top_k[t0] = set(ranking[:budget])
         budgets.append(budget)
@@ -154,13 +168,13 @@ def _indexer_row(
     """I[t, s] for every s in `keys`."""
     queries = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
     if o.indexer_rope:
-        queries = [_rotate(x, t, o.rope_base) for x in queries]
+        queries = [_rotate(x, t, o) for x in queries]
     head_weights = weights["w_iw"] @ h[t]
     row = {}
     for s in keys:
         key = weights["w_ik"] @ h[s]
         if o.indexer_rope:
-            key = _rotate(key, s, o.rope_base)
+            key = _rotate(key, s, o)
         score = h.new_zeros(())
         for j in range(o.indexer_heads):
             product = _dot(queries[j], key) / math.sqrt(o.indexer_dim)
@@ -186,16 +200,33 @@ def _budget(o: LayerOptions, variance: float) -> int:
     return max(math.floor(wanted), o.k_min)
 
 
-def _rotate(x: torch.Tensor, position: int, base: float) -> torch.Tensor:
+def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
     """Rotary embedding, rotate-half layout: element i is paired with element i + D / 2."""
     half = len(x) // 2
     first, second = [], []
     for i in range(half):
-        angle = position * base ** (-2 * i / len(x))
+        angle = position * _rate(i, len(x), o)
         cos, sin = math.cos(angle), math.sin(angle)
         first.append(x[i] * cos - x[i + half] * sin)
         second.append(x[i + half] * cos + x[i] * sin)
     return torch.stack(first + second)
+
+
+def _rate(i: int, channels: int, o: LayerOptions) -> float:
+    """Angle of the i-th pair per position. With YaRN the pairs between the one that turns beta_fast times in the
+    original length and the one that turns beta_slow times, both rounded outwards, go from their own rate to a
+    factor-th of it."""
+    rate: float = o.rope_base ** (-2 * i / channels)
+    if o.yarn is None:
+        return rate
+    turns = {}
+    for beta in (o.yarn.beta_fast, o.yarn.beta_slow):
+        # rate * original length = 2 pi beta, solved for i
+        turns[beta] = channels / 2 * math.log(o.yarn.original_length / (2 * math.pi * beta), o.rope_base)
+    first = max(0, math.floor(turns[o.yarn.beta_fast]))
+    last = min(channels - 1, math.ceil(turns[o.yarn.beta_slow]))
+    slowed = min(1.0, max(0.0, (i - first) / (last - first)))
+    return slowed * rate / o.yarn.factor + (1 - slowed) * rate
 
 
 def _heads(x: torch.Tensor, heads: int) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from composition import random_weights
 from torch.utils.checkpoint import checkpoint
 
 from gsa_kernels import GatedSparseAttention, GSAConfig
+from gsa_kernels.rotary import YarnScaling
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, HIDDEN, EMA = 2, 13, 12, 0.014
@@ -50,12 +52,13 @@ SPARSE_ONLY: dict[str, Any] = {
     ("attention", "choices", "packed"),
     [
         ("sparse", {}, True),
-        ("sparse", {"selection_block": 4, "local_window": 5}, True),
+        ("sparse", {"selection_block": 4, "local_window": 5, "dense_below": 6}, True),
         ("dense", {}, False),
+        ("sparse", {"rope_base": 100.0, "rope_scaling": YarnScaling(4.0, 16, 3.0, 0.2)}, True),
         ("sparse", SPARSE_ONLY, False),
         ("dense", {"use_value_gate": False}, True),
     ],
-    ids=["GSA", "shared", "warm-up", "sparse-only", "G1 only"],
+    ids=["GSA", "shared", "warm-up", "YaRN", "sparse-only", "G1 only"],
 )
 def test_the_layer_equals_the_oracle(
     attention: Literal["dense", "sparse"], choices: dict[str, Any], packed: bool
@@ -70,7 +73,8 @@ def test_the_layer_equals_the_oracle(
         indexer_dim=4,
         attention=attention,
         variance_ema=EMA,
-        **{ORACLE_NAMES.get(name, name): value for name, value in fields.items()},
+        yarn=oracle.Yarn(4.0, 16, 0.1 * math.log(4) + 1, 3.0, 0.2) if "rope_scaling" in fields else None,
+        **{ORACLE_NAMES.get(name, name): value for name, value in fields.items() if name != "rope_scaling"},
     )
     weights = random_weights(wanted_options, HIDDEN, seed=7)
     layer = GatedSparseAttention(config).double()
@@ -311,6 +315,7 @@ def test_what_a_layer_starts_with() -> None:
         ({"selection_block": 4}, "local_window is 0, below selection_block 4"),
         ({"variance_ema_decay": 1.0}, "variance_ema_decay is 1.0"),
         ({"rope_base": 0.0}, "rope_base is 0.0"),
+        ({"rope_base": 1.0, "rope_scaling": YarnScaling(4.0, 16)}, "rope_base is 1.0 with rope_scaling"),
         ({"implementation": "cuda"}, "implementation is 'cuda'"),
         (
             {"implementation": "triton", "d_head": 48},

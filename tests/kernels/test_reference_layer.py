@@ -38,6 +38,7 @@ LAYERS = {
     ),
     "relu, inverse": (replace(BASE, indexer_activation="relu", variance_ema=0.4), 13, None),
     "dense": (replace(BASE, attention="dense"), 17, PACKED_17),
+    "dense below": (replace(BASE, k_max=6, dense_below=8), 17, PACKED_17),
     "window, indexer rope": (replace(BASE, local_window=4, indexer_rope=True), 17, PACKED_17),
     "block": (replace(BASE, local_window=4, selection_block=4), 13, None),
     "block, packed": (replace(BASE, local_window=6, selection_block=4, indexer_rope=True), 33, PACKED_33),

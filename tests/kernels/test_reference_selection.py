@@ -160,6 +160,15 @@ def test_budget_limits() -> None:
     assert budget_of(1.0, 1.0, "off", k_min=1, k_max=1) == 1
 
 
+def test_rows_that_see_few_keys_select_all() -> None:
+    for mode, variance in (("inverse", 1.0), ("direct", 0.0), ("off", math.nan)):
+        found = [budget_of(variance, 1.0, mode, seen, k_max=100, dense_below=500) for seen in (0, 1, 499)]
+        assert found == [0, 1, 499]
+        assert budget_of(variance, 1.0, mode, 500, k_max=100, dense_below=500) <= 100
+    with pytest.raises(ValueError, match="dense_below is -1"):
+        budget_of(1.0, 1.0, "off", dense_below=-1)
+
+
 def test_budget_follows_variance_downwards_and_upwards() -> None:
     variance = torch.rand(1, 500).sort().values
     args = (variance, torch.tensor(0.3), torch.full((1, 500), 10**6))

@@ -185,8 +185,13 @@ def test_many_shapes(block: int, documents: bool) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [BudgetRule(1, 1, 1, "off"), BudgetRule(1000, 1, 1000, "off"), BudgetRule(12, 1, 4000, "direct")],
-    ids=["one", "all", "wide"],
+    [
+        BudgetRule(1, 1, 1, "off"),
+        BudgetRule(1000, 1, 1000, "off"),
+        BudgetRule(12, 1, 4000, "direct"),
+        BudgetRule(12, 4, 20, dense_below=90),
+    ],
+    ids=["one", "all", "wide", "dense below"],
 )
 def test_budgets(device: str, rule: BudgetRule) -> None:
     check(make_case(device, 150, 32, 40), rule)

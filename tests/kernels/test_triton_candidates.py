@@ -31,7 +31,7 @@ from gsa_kernels import limits, packed_mask
 from gsa_kernels.indexer.triton_scores import score_inputs
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess, triton_select_long
-from gsa_kernels.types import BudgetRule, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Selection
 
 RULE = BudgetRule(k_base=5, k_min=2, k_max=8)
 RULES = {
@@ -39,6 +39,7 @@ RULES = {
     "direct": replace(RULE, mode="direct"),
     "one": BudgetRule(1, 1, 1, "off"),
     "all": BudgetRule(1000, 1, 1000, "off"),
+    "dense below": replace(RULE, dense_below=44),
 }
 
 
@@ -354,3 +355,18 @@ def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
         lists.keys[keys.repeat_interleave(counts) + places],
         lists.words[words.repeat_interleave(counts) + places],
     )
+
+
+@pytest.mark.parametrize("candidates_from", [pytest.param(each, marks=ON_GPU) for each in (None, 8192)])
+def test_long_rows_that_see_few_keys(candidates_from: int | None) -> None:
+    """At full size: a document behind a long one, which selects all that it sees until that is too much."""
+    case = make_case("cuda", 40000, heads=4, dim=64, dtype=torch.bfloat16)
+    starts = torch.zeros(1, 40000, dtype=torch.int32, device="cuda")
+    starts[:, 34000:] = 34000
+    case.geometry = Geometry(starts)
+    rule = replace(FULL_RULE, dense_below=5000)
+    selection = case.select(rule, candidates_from=candidates_from)
+    for start in (4950, 33950, 38950, 39872):
+        check(case, selection, rule, rows=range(start, start + 100))
+    assert selection.budget[0, 38998] == 4999
+    assert selection.budget[0, 38999] <= FULL_RULE.k_max

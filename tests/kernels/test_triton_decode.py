@@ -75,6 +75,17 @@ def test_parts_of_several_tiles(device: str, splits: int) -> None:
     check(make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits), rule, 9)
 
 
+def test_sequences_that_are_short_attend_to_all(device: str) -> None:
+    """Below, at and beyond the limit; with a floor in the scores above most of them."""
+    rule = replace(RULE, dense_below=150)
+    case = make_case(device, [149, 150, 9], 300, gate=True, k_max=rule.most_keys)
+    check(case, rule, 9)
+    assert case.cache.selection.counts[[0, 2]].tolist() == [149, 9]
+    assert case.cache.selection.counts[1] <= RULE.k_max
+    with pytest.raises(ValueError, match="selection holds 20 keys; pass one for 149"):
+        make_case(device, [149], 300).step(rule)
+
+
 def test_last_row_of_the_prefill(device: str) -> None:
     """Every operation of the prefill on its last row, from the same inputs."""
     length, window = 150, 6

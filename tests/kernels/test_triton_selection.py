@@ -261,6 +261,7 @@ RULES = {
     "one": BudgetRule(1, 1, 1, "off"),
     "seven": BudgetRule(7, 7, 7, "off"),
     "all": BudgetRule(1000, 1, 1000, "off"),
+    "dense below": replace(RULE, dense_below=30),
 }
 
 

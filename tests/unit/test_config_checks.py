@@ -263,6 +263,7 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["monitor.compare_replicas_every_steps = 5", "one replica"],
     ),
     (["model.rotary_percent=1.5"], ["model.rotary_percent = 1.5", "above 1"]),
+    (["gsa.dense_below=-1"], ["gsa.dense_below = -1", "negative"]),
     (["model.rotary_percent=0"], ["model.rotary_percent = 0.0", "not positive"]),
     (
         ["model.rotary_percent=0.3"],

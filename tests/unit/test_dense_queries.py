@@ -36,6 +36,13 @@ def test_the_share_is_that_of_the_text_as_it_is_packed() -> None:
     assert dense_queries_warning(CONFIG, [with_filler]) is None  # 7 of 11; of all 16 it were less than half
 
 
+def test_queries_that_attend_to_all_by_rule_count_as_dense() -> None:
+    config = dataclasses.replace(CONFIG, gsa=dataclasses.replace(CONFIG.gsa, dense_below=13))
+    said = dense_queries_warning(config, [to_micro_batch(blocks([17]), EOS, False)])
+    assert said is not None
+    assert said.startswith("only 27% of the queries see more than 12 (gsa.dense_below) keys")  # 4 of 15
+
+
 def test_runs_that_select_nothing_say_nothing() -> None:
     batch = to_micro_batch(blocks([6, 6, 5]), EOS, False)
     for other in (tiny_config([DENSE]), tiny_config([DENSE], gsa={"attention": "dense"})):

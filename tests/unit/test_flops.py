@@ -218,6 +218,8 @@ def test_mean_keys():
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
     everything = dataclasses.replace(GSA, k_base=1000)
     assert mean_selected_keys(everything, ONE_DOCUMENT.tolist()) == causal_mean_keys(LENGTH)
+    few = dataclasses.replace(GSA, dense_below=8)
+    assert mean_selected_keys(few, ONE_DOCUMENT[:, :9].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 5 + 5) / 9
 
 
 # ---- documents

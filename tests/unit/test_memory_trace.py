@@ -147,6 +147,7 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "first": (0, 32768, []),
     "small budgets": (98304, 131072, ["gsa.k_max=1024", "gsa.k_base=512"]),
     "large budgets": (98304, 131072, ["gsa.k_max=16384"]),
+    "all of few keys": (98304, 131072, ["gsa.dense_below=6000"]),
 }
 
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from gsa_train.config import Config, config_to_yaml
+from gsa_train.config import Config, RopeScalingConfig, config_to_yaml
 from gsa_train.resume import ResumeError, _check_same_model
 from helpers.single_rank import CONFIG
 
@@ -33,6 +33,14 @@ def test_another_meaning_of_the_weights_is_refused() -> None:
         resume(bigger, config_to_yaml(CONFIG))
 
 
+def test_another_scaling_of_the_rotary_embedding_is_refused() -> None:
+    model = dataclasses.replace(CONFIG.model, rope_scaling=RopeScalingConfig("yarn", 4.0, 64))
+    scaled = dataclasses.replace(CONFIG, model=model)
+    resume(scaled, config_to_yaml(scaled))
+    with pytest.raises(ResumeError, match=r"model\.rope_scaling = \{'rope_type': 'yarn', 'factor': 4\.0"):
+        resume(scaled, config_to_yaml(CONFIG))
+
+
 def test_who_computes_may_change() -> None:
     changed = with_gsa(
         attention_impl="reference",
@@ -47,6 +55,7 @@ def test_a_field_younger_than_the_checkpoint_stood_at_its_default() -> None:
     saved = yaml.safe_load(config_to_yaml(CONFIG))
     for field in ("attention_kernel", "local_window"):
         del saved["gsa"][field]
+    del saved["model"]["rope_scaling"]
     resume(CONFIG, yaml.safe_dump(saved))
     with pytest.raises(ResumeError, match=r"gsa\.local_window = 3: the checkpoint has 0"):
         resume(with_gsa(local_window=3), yaml.safe_dump(saved))

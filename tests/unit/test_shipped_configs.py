@@ -1,10 +1,12 @@
 """The configs of this repository."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
-from gsa_train.config import ConfigError, load_config
+from gsa_train.config import ConfigError, RopeScalingConfig, load_config
 from gsa_train.config.file_checks import check_data
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -13,9 +15,10 @@ SHIPPED = [
     for name in ("gsa", "standard", "sparse_only", "gated_only")
     for size in ("1.7b", "7b")
 ]
+LONGER = ["gsa_1.7b_4k_to_32k.yaml", "gsa_1.7b_32k_to_128k.yaml"]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [*SHIPPED, *LONGER])
 def test_shipped_configs_need_only_their_data(name):
     config = load_config(CONFIGS / name, world_size=8, need_data=False)
     assert config.run.name == name.removesuffix(".yaml")
@@ -24,6 +27,24 @@ def test_shipped_configs_need_only_their_data(name):
         "data.validation_dir",
         "data.tokenizer",
     }
+
+
+def test_the_recipe_for_long_contexts_goes_on_where_the_run_before_ended():
+    runs = [load_config(CONFIGS / name) for name in ("gsa_1.7b.yaml", *LONGER)]
+    for before, after in itertools.pairwise(runs):
+        assert after.checkpoint.initial_weights == f"{before.run.dir}/{before.run.name}"
+        assert after.train.seq_len_tokens > before.train.seq_len_tokens
+        assert after.data.attend_across_documents
+        assert after.gsa == before.gsa
+        base = {"rope_base": after.model.rope_base, "rope_scaling": after.model.rope_scaling}
+        assert after.model == dataclasses.replace(before.model, **base)
+    short, middle, long = runs
+    assert (short.model.rope_base, middle.model.rope_base, long.model.rope_base) == (1e4, 1e6, 1e6)
+    scaling = long.model.rope_scaling
+    assert (short.model.rope_scaling, middle.model.rope_scaling) == (RopeScalingConfig(),) * 2
+    assert scaling.rope_type == "yarn"
+    assert scaling.original_max_position_embeddings == middle.train.seq_len_tokens
+    assert scaling.factor == long.train.seq_len_tokens / middle.train.seq_len_tokens
 
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])

@@ -71,6 +71,7 @@ class ReferenceCore:
             k_min=rule.k_min,
             k_max=rule.k_max,
             mode=rule.mode,
+            dense_below=rule.dense_below,
         )
         selected = _complete(select_top_k(scores, rows, budget), causal, geometry)
         statistics = Statistics()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from gsa_train.config import Config, GSAConfig
+from gsa_kernels.rotary import YarnScaling
+from gsa_train.config import Config, GSAConfig, ModelConfig
 from gsa_train.config.pipeline_layout import chunk_layers
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
 from gsa_train.parallel import DeviceError, Parallel
@@ -22,6 +23,8 @@ class GSATransformerConfig(TransformerConfig):
     """Elementwise chains and the cross-entropy by fused kernels."""
     rotary_base: float = 10000.0
     """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
+    yarn: YarnScaling | None = None
+    """For both; of the indexer it scales the rates alone."""
     rotary_percent: float = 1.0
     """For Q and K."""
     context_chunks: int = 2
@@ -82,6 +85,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         rotary_base=model.rope_base,
+        yarn=yarn_scaling(model),
         rotary_percent=model.rotary_percent,
         fused_ops=fused_ops,
         use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
@@ -117,6 +121,20 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
+    )
+
+
+def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
+    """`model.rope_scaling`; None where it scales nothing."""
+    scaling = model.rope_scaling
+    if scaling.rope_type == "default":
+        return None
+    return YarnScaling(
+        scaling.factor,
+        scaling.original_max_position_embeddings,
+        scaling.beta_fast,
+        scaling.beta_slow,
+        scaling.attention_factor or None,
     )
 
 

@@ -12,6 +12,7 @@ a block, select once with that block's first query and `lengths` = its position 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -88,9 +89,9 @@ def decode_select(
     if variance_ema.dtype != torch.float32:
         raise ValueError(f"variance_ema has dtype {variance_ema.dtype}; pass float32")
     check_at_least("selection_block", selection_block, 1)
-    k_max = min(rule.k_max, max_length)
-    if cache.selection.indices.shape[1] < k_max:
-        raise ValueError(f"selection holds {cache.selection.indices.shape[1]} keys; pass one for {k_max}")
+    k_max, most_keys = min(rule.k_max, max_length), min(rule.most_keys, max_length)
+    if cache.selection.indices.shape[1] < most_keys:
+        raise ValueError(f"selection holds {cache.selection.indices.shape[1]} keys; pass one for {most_keys}")
     workspace = _workspace(cache)
     sequences, columns = workspace.scores.shape
     if sequences < batch or columns < max_length:
@@ -100,7 +101,9 @@ def decode_select(
     _check_cache(queries, cache, {"variance_ema": variance_ema})
 
     chained = _can_chain(queries)
-    rule = BudgetRule(rule.k_base, min(rule.k_min, max_length), k_max, rule.mode)
+    # The floor of the scores is made for k_max. For a short sequence, all of whose keys are selected, it may be too
+    # high, which costs time alone.
+    rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
     with launching_on(queries, "the query"):
         score_keys(indexer, cache.lengths, cache.starts, k_max, selection_block, workspace, chained)
         select_indices(cache, workspace, max_length, rule, variance_ema, selection_block, chained)

@@ -64,6 +64,7 @@ def decode_top_k(
         k_min=rule.k_min,
         k_max=rule.k_max,
         mode=rule.mode,
+        dense_below=rule.dense_below,
     )
     selected = select_top_k(scores, causal[:, None], budget)
     return DecodeTopK(scores[:, 0], variance[:, 0], budget[:, 0], selected[:, 0])

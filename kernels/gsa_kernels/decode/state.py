@@ -91,7 +91,7 @@ class LayerCache:
     above L_max count as L_max; entries of the caches from there on are not read."""
 
     selection: DecodeSelection
-    """For B sequences and at least min(k_max, L_max) keys; written by each step that selects."""
+    """For B sequences and at least min(rule.most_keys, L_max) keys; written by each step that selects."""
 
     workspace: DecodeWorkspace | None
     """Layers that run one after the other may share it. None: for the reference."""
@@ -102,12 +102,12 @@ class LayerCache:
     lengths is at most L_max."""
 
 
-def new_selection(batch: int, k_max: int, *, device: torch.device | str) -> DecodeSelection:
-    """An empty selection (counts 0) of up to `k_max` keys for each of `batch` sequences."""
+def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:
+    """An empty selection (counts 0) of up to `most_keys` keys for each of `batch` sequences."""
     check_at_least("batch", batch, 1)
-    check_at_least("k_max", k_max, 1)
+    check_at_least("most_keys", most_keys, 1)
     return DecodeSelection(
-        indices=torch.zeros((batch, k_max), dtype=torch.int32, device=device),
+        indices=torch.zeros((batch, most_keys), dtype=torch.int32, device=device),
         counts=torch.zeros(batch, dtype=torch.int32, device=device),
         variance=torch.zeros(batch, dtype=torch.float32, device=device),
     )

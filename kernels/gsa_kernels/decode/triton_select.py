@@ -72,6 +72,7 @@ def select_indices(
         rule.k_base,
         rule.k_min,
         rule.k_max,
+        rule.dense_below,
         MODE=rule.mode,
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
@@ -121,7 +122,7 @@ def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
     return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
 
 
-@triton.jit(do_not_specialize=["max_length", "selection_block", "k_base", "k_min", "k_max"])
+@triton.jit(do_not_specialize=["max_length", "selection_block", "k_base", "k_min", "k_max", "dense_below"])
 def _find_bin_kernel(
     scores_ptr,
     histogram_ptr,
@@ -142,6 +143,7 @@ def _find_bin_kernel(
     k_base,
     k_min,
     k_max,
+    dense_below,
     MODE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -184,7 +186,7 @@ def _find_bin_kernel(
     mean = tl.sum(sizes * distance) / length.to(tl.float32)
     squares += sizes * (distance - mean) * (distance - mean)
     variance = tl.sum(squares) / length.to(tl.float32)
-    k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, MODE)
+    k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, dense_below, MODE)
 
     # The last bin such that it and those after it hold at least k scores; first its octave. Bin 0 is
     # not counted: it holds what the others do not.

@@ -20,14 +20,14 @@ _ALIGNMENT = 32  # entries: 128 bytes
 _WORDS, _COLUMNS = 256, 128
 
 
-def block_key_lists(packed_mask: torch.Tensor, length: int, k_max: int, geometry: Geometry) -> KeyLists:
+def block_key_lists(packed_mask: torch.Tensor, length: int, most_keys: int, geometry: Geometry) -> KeyLists:
     """Lists of all queries, in tiles of min(selection_block, 32), from the top-k of the blocks' first queries.
 
     The tiles of a block share their keys. A tile with a query of another document than the block's first has no
     full part, for this query does not see the top-k.
 
     Args:
-        packed_mask: int32 [B, R, W], R = ceil(L / selection_block), at most k_max bits in a row; contiguous
+        packed_mask: int32 [B, R, W], R = ceil(L / selection_block), at most most_keys bits in a row; contiguous
         length: L
     """
     selection_block, local_window = geometry.selection_block, geometry.local_window
@@ -40,7 +40,7 @@ def block_key_lists(packed_mask: torch.Tensor, length: int, k_max: int, geometry
     tiles = triton.cdiv(length, queries)
     num_keys = query_start + length
     window_room = min(local_window + selection_block - 1, num_keys)
-    max_count = min(min(k_max, num_keys) + window_room, num_keys)
+    max_count = min(min(most_keys, num_keys) + window_room, num_keys)
     key_room = _aligned(max_count)
     # Without documents only the window has words.
     word_room = _aligned(window_room) if document_starts is None else key_room

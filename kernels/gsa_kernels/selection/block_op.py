@@ -37,5 +37,5 @@ def select_block_lists(
     assert top_k.packed_mask is not None
     with launching_on(indexer.queries, "the indexer"):
         length = indexer.keys.shape[1] - geometry.query_start
-        lists = block_key_lists(top_k.packed_mask, length, rule.k_max, geometry)
+        lists = block_key_lists(top_k.packed_mask, length, rule.most_keys, geometry)
     return Selection(None, lists, top_k.budget, top_k.variance)

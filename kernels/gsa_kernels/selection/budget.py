@@ -42,8 +42,9 @@ def adaptive_budget(
     k_min: int,
     k_max: int,
     mode: Literal["inverse", "direct", "off"],
+    dense_below: int = 0,
 ) -> torch.Tensor:
-    """k_t = min(clamp(floor(raw), k_min, k_max), causal keys).
+    """k_t = min(clamp(floor(raw), k_min, k_max), causal keys); of a row with fewer than `dense_below` causal keys, all.
 
     inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
     direct:   raw = k_base * var / ema   (equation 8 as printed)
@@ -64,7 +65,7 @@ def adaptive_budget(
     check_shape("variance", variance, "[B, R]", (None, None))
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
     check_row_counts("num_causal", num_causal, *variance.shape)
-    check_budget_rule(k_base, k_min, k_max, mode)
+    check_budget_rule(k_base, k_min, k_max, mode, dense_below)
 
     # fp64: with fp32 statistics the floor is then that of the exact quotient on any device.
     var, ema = variance.detach().double(), variance_ema.detach().double()
@@ -77,4 +78,5 @@ def adaptive_budget(
     raw = torch.where((ema == 0) | raw.isnan(), float(k_base), raw)
     # Clamped before the cast: an infinite float has no defined integer.
     budget = raw.floor().clamp(k_min, k_max).to(torch.int64)
-    return torch.minimum(budget, num_causal.to(torch.int64))
+    num_causal = num_causal.to(torch.int64)
+    return torch.where(num_causal < dense_below, num_causal, torch.minimum(budget, num_causal))

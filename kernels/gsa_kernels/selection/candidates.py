@@ -46,10 +46,11 @@ def _sampled_of(groups: _Numbers) -> _Numbers:
     return groups * limits.CANDIDATE_SAMPLE_STRIDE + phase
 
 
-def candidate_rows(batch: int, k_max: int, tile: int, chunk_bytes: int) -> int:
+def candidate_rows(batch: int, most_keys: int, tile: int, chunk_bytes: int) -> int:
     """Rows, whole tiles of them, whose candidates fit in `chunk_bytes`."""
     return (
-        max(chunk_bytes // (limits.CANDIDATE_BYTES * batch * limits.candidate_room(k_max)) // tile, 1) * tile
+        max(chunk_bytes // (limits.CANDIDATE_BYTES * batch * limits.candidate_room(most_keys)) // tile, 1)
+        * tile
     )
 
 
@@ -88,7 +89,7 @@ def select_by_candidates(
     del sample_scores
 
     sums = (batch, len(rows), triton.cdiv(end, columns_per_program(inputs)), 2)
-    room = limits.candidate_room(criteria.rule.k_max)
+    room = limits.candidate_room(criteria.rule.most_keys)
     candidates = Candidates(
         sums=torch.empty(sums, dtype=torch.float32, device=device),
         entries=torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device),

@@ -108,14 +108,18 @@ class Selector:
                 f"candidates_from is {candidates_from}; pass a positive multiple of {_TILE_MULTIPLE}, or None"
             )
         length, stride = inputs.num_keys, inputs.query_stride
-        k_max = min(rule.k_max, length)
         window = min(geometry.local_window, length) if stride == 1 else 0
-        rule = replace(rule, k_min=min(rule.k_min, length), k_max=k_max)
+        rule = replace(
+            rule,
+            k_min=min(rule.k_min, length),
+            k_max=min(rule.k_max, length),
+            dense_below=min(rule.dense_below, length + 1),
+        )
         self.criteria = Criteria(inputs, rule, variance_ema, window)
 
         batch, num_rows, self.tile_rows = inputs.batch, inputs.num_rows, score_tiles(inputs).rows
         # Blocks of queries make few rows, which are not worth more launches.
-        enough = stride == 1 and candidate_room(k_max) <= MOST_CANDIDATES
+        enough = stride == 1 and candidate_room(rule.most_keys) <= MOST_CANDIDATES
         self.first_guessed = num_rows
         if enough and candidates_from is not None:
             below = max(inputs.rows_below(candidates_from), 0)
@@ -124,7 +128,7 @@ class Selector:
         scored = list(
             row_chunks(batch, self.first_guessed, self.tile_rows, row_chunk_bytes, stride, inputs.query_start)
         )
-        step = candidate_rows(batch, k_max, self.tile_rows, row_chunk_bytes)
+        step = candidate_rows(batch, rule.most_keys, self.tile_rows, row_chunk_bytes)
         guessed = range(self.first_guessed, num_rows, step)
         self.chunks = scored + [range(start, min(start + step, num_rows)) for start in guessed]
         self.sample = sample_keys(inputs) if guessed else None

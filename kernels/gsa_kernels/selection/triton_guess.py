@@ -70,6 +70,7 @@ def guess_thresholds(
         rule.k_base,
         rule.k_min,
         rule.k_max,
+        rule.dense_below,
         MODE=rule.mode,
         TILE_ROWS=score_tiles(inputs).rows,
         KEY_STRIDE=limits.CANDIDATE_SAMPLE_STRIDE,
@@ -90,6 +91,7 @@ def guess_thresholds(
         "k_base",
         "k_min",
         "k_max",
+        "dense_below",
     ]
 )
 def _guess_kernel(
@@ -110,6 +112,7 @@ def _guess_kernel(
     k_base,
     k_min,
     k_max,
+    dense_below,
     MODE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
@@ -151,7 +154,7 @@ def _guess_kernel(
         variance = variance * tl.maximum(1 - error, 0.125)
     if MODE == "direct":
         variance = variance * (1 + error)
-    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
+    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
     # Of the row's k best keys the sample holds about `expected`, with that variance; more than `wanted` of
     # them once in 1e6 rows.
     expected = k.to(tl.float32) * divisor / tl.maximum(num_visible, 1).to(tl.float32)

@@ -66,6 +66,7 @@ def narrow_candidates(
             rule.k_base,
             rule.k_min,
             rule.k_max,
+            rule.dense_below,
             criteria.local_window,
             MODE=rule.mode,
             SPAN=columns_per_program(inputs),
@@ -92,6 +93,7 @@ def narrow_candidates(
         "k_base",
         "k_min",
         "k_max",
+        "dense_below",
         "local_window",
     ]
 )
@@ -119,6 +121,7 @@ def _narrow_kernel(
     k_base,
     k_min,
     k_max,
+    dense_below,
     local_window,
     MODE: tl.constexpr,
     SPAN: tl.constexpr,
@@ -179,7 +182,7 @@ def _narrow_kernel(
         # that no more than five bits cancel.
         # NaN stays NaN: a plain maximum on a GPU returns the number.
         variance = tl.maximum(square - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
+    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
     words_ptr += (batch * words_rows + row - words_start) * words_per_row
     fits = (count <= SIZE) & (count >= tl.where(everything, num_visible, k))
     tl.store(failed_ptr + chunk_row, tl.where(fits, 0, 1))

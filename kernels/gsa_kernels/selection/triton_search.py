@@ -128,7 +128,7 @@ def above_cut(keys, indices, threshold, last):
 
 
 @triton.jit
-def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE: tl.constexpr):
+def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE: tl.constexpr):
     """k_t as `selection/budget.py` has it, with the quotient in fp64: int32 scalar."""
     base = k_base.to(tl.float64)
     raw = base
@@ -139,7 +139,8 @@ def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE: tl.co
         raw = tl.where((ema == 0.0) | (raw != raw), base, raw)
     # Clamped before the cast, which then is the floor: the limits are whole numbers and positive.
     raw = tl.minimum(tl.maximum(raw, k_min.to(tl.float64)), k_max.to(tl.float64))
-    return tl.minimum(raw.to(tl.int32), num_visible)
+    k = tl.minimum(raw.to(tl.int32), num_visible)
+    return tl.where(num_visible < dense_below, num_visible, k)
 
 
 @triton.jit

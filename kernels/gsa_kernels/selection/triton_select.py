@@ -49,6 +49,7 @@ def select_rows(
         rule.k_base,
         rule.k_min,
         rule.k_max,
+        rule.dense_below,
         criteria.local_window,
         STRIDE=inputs.query_stride,
         MODE=rule.mode,
@@ -77,6 +78,7 @@ def row_options(block: int) -> dict[str, int]:
         "k_base",
         "k_min",
         "k_max",
+        "dense_below",
         "local_window",
     ]
 )
@@ -101,6 +103,7 @@ def _select_rows_kernel(
     k_base,
     k_min,
     k_max,
+    dense_below,
     local_window,
     STRIDE: tl.constexpr,
     MODE: tl.constexpr,
@@ -131,7 +134,7 @@ def _select_rows_kernel(
     mean = tl.sum(distance) / divisor
     deviation = tl.where(visible, distance - mean, 0.0)
     variance = tl.sum(deviation * deviation) / divisor
-    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
+    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
 
     keys = tl.where(visible, order_key(x), INT_MIN)
     threshold = k * 0 + (INT_MIN + 1)

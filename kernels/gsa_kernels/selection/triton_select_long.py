@@ -43,7 +43,7 @@ def select_long_rows(
     inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
     batch, grid = inputs.batch, (len(rows), inputs.batch)
     padded_groups = _padded_groups(inputs.position(rows.stop - 1) + 1)
-    list_length = _list_length(rule.k_max)
+    list_length = _list_length(rule.most_keys)
     group_keys = torch.empty((batch, len(rows), padded_groups), dtype=torch.int32, device=scores.device)
     group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
     num_groups = max(block // GROUP, 128)
@@ -65,6 +65,7 @@ def select_long_rows(
         rule.k_base,
         rule.k_min,
         rule.k_max,
+        rule.dense_below,
         STRIDE=inputs.query_stride,
         MODE=rule.mode,
         GROUP=GROUP,
@@ -103,8 +104,8 @@ def _padded_groups(num_keys: int) -> int:
     return triton.cdiv(triton.cdiv(num_keys, GROUP), 16) * 16
 
 
-def _list_length(k_max: int) -> int:
-    return max(triton.next_power_of_2(k_max), _SMALLEST_LIST)
+def _list_length(most_keys: int) -> int:
+    return max(triton.next_power_of_2(most_keys), _SMALLEST_LIST)
 
 
 @triton.jit(
@@ -117,6 +118,7 @@ def _list_length(k_max: int) -> int:
         "k_base",
         "k_min",
         "k_max",
+        "dense_below",
     ]
 )
 def _best_groups_kernel(
@@ -140,6 +142,7 @@ def _best_groups_kernel(
     k_base,
     k_min,
     k_max,
+    dense_below,
     STRIDE: tl.constexpr,
     MODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -194,7 +197,7 @@ def _best_groups_kernel(
     mean = tl.sum(sums) / divisor
     # NaN stays NaN: a plain maximum on a GPU returns the number.
     variance = tl.maximum(tl.sum(squares) / divisor - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, MODE)
+    k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
     tl.store(budget_ptr + token, k)
     tl.store(variance_ptr + token, variance)
 

@@ -53,12 +53,26 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 DENSE_MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    "llama, YaRN": lambda: LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            **YARN,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.5,
+        },
+    ),
     "llama, tied": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES, head_dim=16, sliding_window=64),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "qwen3, YaRN": lambda: Qwen3Config(
+        **SIZES, head_dim=16, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN}
+    ),
     "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **FULL, num_experts=0),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **FULL),
 }
@@ -182,7 +196,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act = gelu: a GSA model has silu"),
     "rope scaling": (
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-        "rope_parameters.rope_type = linear: a GSA model has the default alone",
+        "rope_parameters.rope_type = linear: a GSA model has the default and yarn",
+    ),
+    "YaRN of parts of channels": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN, "truncate": False}},
+        "rope_parameters.truncate = false: YaRN of a GSA model has whole channels",
     ),
     "sliding window": (
         {"model_type": "mistral", "sliding_window": 16},

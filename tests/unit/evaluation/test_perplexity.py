@@ -232,6 +232,43 @@ def test_buckets_of_positions() -> None:
     ]
 
 
+def test_settings_extend_the_rotary_embedding(run: tuple[Any, Any, Path]) -> None:
+    config = load_subject(Source(run=run[2])).model.config
+    yarn = ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=4"]
+    before, rope = (
+        config.rope_parameters,
+        apply_settings(config, [*yarn, "model.rope_base=1e6"]).rope_parameters,
+    )
+    assert rope == {
+        **before,
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": config.max_position_embeddings,
+    }
+    more = [
+        "model.rope_scaling.original_max_position_embeddings=8",
+        "model.rope_scaling.attention_factor=1.5",
+    ]
+    changed = apply_settings(config, [*yarn, *more])
+    assert changed.rope_parameters["original_max_position_embeddings"] == 8
+    assert changed.rope_parameters["attention_factor"] == 1.5
+    assert apply_settings(changed, ["model.rope_scaling.rope_type=default"]).rope_parameters == before
+    again = apply_settings(changed, ["model.rope_scaling.attention_factor=0"]).rope_parameters
+    assert "attention_factor" not in again
+    for settings, message in {
+        (
+            "model.rope_scaling.factor=4",
+        ): r"factor=4\.0: does nothing without model\.rope_scaling\.rope_type=yarn",
+        ("model.rope_scaling.rope_type=yarn",): r"add model\.rope_scaling\.factor=",
+        ("model.rope_scaling.rope_type=linear",): "give default or yarn",
+        (*yarn, "model.rope_scaling.beta_fast=0.5"): "beta_fast is 0.5 and beta_slow 1.0",
+        (*yarn, "model.rope_base=1"): "give more than 1 with YaRN",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            apply_settings(config, settings)
+
+
 def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, Any, Path]) -> None:
     config = load_subject(Source(run=run[2])).model.config
     settings = ["gsa.k_base=4", "gsa.k_min=4", "gsa.k_max=4", "gsa.local_window=2", "model.rope_base=1e6"]
@@ -239,6 +276,7 @@ def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, 
     assert (changed.index_topk, changed.index_topk_min, changed.index_topk_max) == (4, 4, 4)
     assert (changed.index_local_window, changed.rope_parameters["rope_theta"]) == (2, 1e6)
     assert changed.layer_types == config.layer_types
+    assert apply_settings(config, ["gsa.dense_below=64"]).index_dense_below == 64
     for setting, message in {
         "gsa.k_base=100": "outside of gsa.k_min = 2 and gsa.k_max = 9",
         "gsa.k_base=many": "not a number",

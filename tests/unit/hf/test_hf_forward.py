@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,16 +10,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from oracle import LayerOptions, gsa_layer
+from oracle import LayerOptions, Yarn, gsa_layer
 
 from gsa_hf import DENSE_LAYER
-from helpers.hf import BEYOND, MODELS, PAPER, distinct_tokens, tiny_model
+from helpers.hf import BEYOND, MODELS, PAPER, YARN, distinct_tokens, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **PAPER,
     "blocks": {**BEYOND["blocks"], "index_rope": True},
     "window": {"index_local_window": 3, "index_adaptive": "direct"},
     "temperature": {"index_temperature": "learned"},
+    "YaRN": {"index_rope": True, "rope_parameters": YARN},
+    "dense below": {"index_dense_below": 20},
 }
 
 
@@ -51,6 +54,7 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
             "b_j": torch.zeros(1).double(),
             "c_j": torch.zeros(1).double(),
         }
+    rope = config.rope_parameters
     options = LayerOptions(
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -66,6 +70,9 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         indexer_activation=config.index_activation,
         adaptive_k=config.index_adaptive,
         variance_ema=0.0 if indexer is None else float(indexer.variance_ema),
+        rope_base=rope["rope_theta"],
+        yarn=Yarn(4.0, 16, 0.1 * math.log(4) + 1, 3.0, 0.2) if rope["rope_type"] == "yarn" else None,
+        dense_below=config.index_dense_below,
         indexer_rope=config.index_rope,
         local_window=config.index_local_window,
         selection_block=config.index_block_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER
 from gsa_hf.modeling_gsa import CACHE_ARGUMENT
+from gsa_kernels import api
 from helpers.hf import distinct_tokens, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU instead")
@@ -85,6 +87,35 @@ def test_prompt_and_decoding(
     if swap_at is not None:
         real[:, swap_at:] = real[:, swap_at:].flip(0)
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [({"index_topk_freq": 2}, 27), ({**BLOCKS, "num_hidden_layers": 1}, 37)],
+    ids=["reuse", "blocks"],
+)
+def test_short_inputs_attend_to_all_keys(
+    changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of fewer keys than the limit is dense attention and makes no scores; tokens decoded from there on pass
+    the limit as those of a longer prompt do."""
+    model = model_of(**changes, index_dense_below=24, index_topk_max=8)
+    tokens, mask = padded(length, 3)
+    expected = steps(model, tokens, mask, length, "dynamic")
+    selects = Mock(side_effect=api.select)
+    monkeypatch.setattr(api, "select", selects)
+    model.set_attn_implementation("gsa")
+    found = steps(model, tokens, mask, 20, "static")
+    assert selects.call_count == 0
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+    model.config.layer_types = [DENSE_LAYER] * len(model.model.layers)
+    for layer in model.model.layers:
+        layer.self_attn.indexer, layer.self_attn.is_sparse = None, False
+    model.set_attn_implementation("eager")
+    dense = steps(model, tokens, mask, length, "dynamic")
+    few = mask.bool() & (mask.cumsum(1) < 24)
+    torch.testing.assert_close(found[few], dense[few], rtol=1e-4, atol=1e-4)
+    assert (found - dense)[:, -1].abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kept", [31, 32])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_train.config import RopeScalingConfig
 from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore.config import uses_fused_ops
 from helpers.single_rank import (
@@ -41,6 +42,7 @@ CASES = {
     "qk_norm": (SPARSE, {"model": {"qk_norm": True}}),
     "qkv_bias": (SPARSE, {"model": {"qkv_bias": True}}),
     "half of the channels turn": (SPARSE, {"model": {"rotary_percent": 0.5}}),
+    "YaRN": (SPARSE, {"model": {"rope_base": 100.0, "rope_scaling": RopeScalingConfig("yarn", 4.0, 16)}}),
     "recomputed layers": (SPARSE, {"train": {"recompute": "full"}}),
 }
 

@@ -9,11 +9,12 @@ import oracle
 import pytest
 import torch
 from composition import random_weights
-from oracle import LayerOptions
+from oracle import LayerOptions, Yarn
 
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.gsa_attention import GSASelfAttention
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.phases import enter_phase
 from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
 
@@ -22,6 +23,10 @@ PACKED = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
 VARIANCE_EMA = 0.014
 KL_SCALE = 0.37
 NO_GATES = {"value_gate": False, "output_gate": False}
+
+
+# Of the two pairs of a head the second is slowed down by half of the factor, of the three of the indexer another one.
+YARN = RopeScalingConfig("yarn", 4.0, 16, beta_fast=3.0, beta_slow=0.2, attention_factor=1.2)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ CASES = {
     "one key-value head": Case(model={"num_kv_heads": 1}),
     "as many key-value heads": Case(model={"num_kv_heads": 4}, packing=PACKED),
     "indexer rope": Case({"indexer_rope": True}, model={"rope_base": 100.0}),
+    "dense below, packed": Case({"dense_below": 7}, packing=PACKED),
+    "dense below, block": Case({"dense_below": 9, "local_window": 4, "selection_block": 4}),
+    "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
     "window, packed": Case({"local_window": 3}, packing=PACKED),
     "block": Case({"local_window": 4, "selection_block": 4, "indexer_rope": True}),
     "block, packed": Case({"local_window": 5, "selection_block": 4}, packing=PACKED),
@@ -207,6 +215,7 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         k_base=g.k_base,
         k_min=g.k_min,
         k_max=g.k_max,
+        dense_below=g.dense_below,
         attention=case.phase.attention,
         value_gate=g.value_gate,
         output_gate=g.output_gate,
@@ -214,6 +223,7 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         adaptive_k=g.adaptive_k,
         variance_ema=torch.tensor(case.ema).item(),
         rope_base=m.rope_base,
+        yarn=Yarn(4.0, 16, 1.2, 3.0, 0.2) if m.rope_scaling == YARN else None,
         indexer_rope=g.indexer_rope,
         local_window=g.local_window,
         selection_block=g.selection_block,
@@ -252,7 +262,7 @@ def load_weights(
         if f"indexer.{theirs}" in parameters:
             parameters[f"indexer.{theirs}"].copy_(log_beta if ours == "log_beta" else weights[ours])
     if layer.indexer.rotary is not None:  # its frequencies are fp32
-        layer.indexer.rotary.inv_freq = frequencies(config.gsa.indexer_dim, config.model.rope_base)
+        layer.indexer.rotary.inv_freq = frequencies(config.gsa.indexer_dim, layer.config)
 
 
 def unfused(layer: GSASelfAttention, config: Config) -> dict[str, torch.Tensor]:
@@ -294,7 +304,7 @@ def run_layer(
     documents = None if case.packing is None else torch.tensor(case.packing)
     angles = torch.outer(
         torch.arange(LENGTH, dtype=torch.float64),
-        frequencies(layer.config.kv_channels, layer.config.rotary_base),
+        frequencies(layer.config.kv_channels, layer.config),
     )
     with torch.set_grad_enabled(not warm_up):
         out, bias = layer(h.transpose(0, 1), documents, torch.cat([angles, angles], -1)[:, None, None])
@@ -305,8 +315,10 @@ def run_layer(
     return out.detach()
 
 
-def frequencies(dim: int, base: float) -> torch.Tensor:
-    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+def frequencies(dim: int, config: GSATransformerConfig) -> torch.Tensor:
+    """As the layer's, in fp64."""
+    rates = config.rotary_base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return rates if config.yarn is None else config.yarn.scaled(rates, config.rotary_base)
 
 
 def assert_close(
