@@ -77,6 +77,22 @@ def find_request_file(task: str) -> Path:
     return found
 
 
+def first_request(task: str) -> None:
+    """Look whether there is one; `read_requests` looks at the whole file.
+
+    Raises:
+        ValueError: as of `read_requests`.
+    """
+    file = find_request_file(task)
+    try:
+        line = next(_lines(file), None)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: is damaged or cannot be read ({error}); get it again") from error
+    if line is None:
+        raise ValueError(f"{file}: no request in it; get it again")
+    _parse(line, f"{file}, line 1")
+
+
 def read_requests(task: str, limit: int | None = None) -> RequestTask:
     """
     Args:

@@ -144,7 +144,7 @@ def test_tasks_from_files(
         for name, value in scores.items():
             assert value == pytest.approx(expected["results"][task][name])
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness.TaskManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(ValueError, match="has no such task"):
         run_tasks(ours.subject, ["no_such_task"], 1)
