@@ -24,10 +24,11 @@ def main() -> int:
     from gsa_data.faults import DataFault
     from gsa_train.config import ConfigError
     from gsa_train.evaluation.evaluate import run_evaluation
+    from gsa_train.metrics.wandb_sink import WandbRefused
 
     try:
         folder, table = run_evaluation(arguments, sys.argv[1:])
-    except (ValueError, OSError, DataFault, ConfigError) as error:
+    except (ValueError, OSError, DataFault, ConfigError, WandbRefused) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{table}\nwrote {folder}")
@@ -101,6 +102,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="questions in SQuAD's format, of qa_1; a second file is of qa_2",
     )
     ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
+    parser.add_argument(
+        "--wandb",
+        default="",
+        choices=("", "auto", "online", "offline", "disabled"),
+        help="(default: logging.wandb of the run) an evaluation is a W&B run of its own, in the training's group",
+    )
     how = parser.add_argument_group("execution")
     how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     how.add_argument(

@@ -19,6 +19,7 @@ from gsa_train.evaluation.ruler import TASKS, Material, read_questions
 from gsa_train.evaluation.ruler_score import RulerOptions, ruler_table, score_ruler
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text, words_of
+from gsa_train.evaluation.wandb_run import log_to_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,10 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         tables.append(ruler_table(results["ruler"]))
     if arguments.data or not tables:
         results["data"] = _texts(subject, arguments)
-    results["tables"] = tables
-    return folder, write_results(folder, results)
+    text = write_results(folder, {**results, "tables": tables})
+    if subject.config is not None:
+        log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
+    return folder, text
 
 
 def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:

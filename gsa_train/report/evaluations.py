@@ -1,0 +1,99 @@
+"""Evaluations of a run in its report: a table of all, and each one's tables and pictures."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from gsa_train.report.run_files import RunFiles
+
+EVALUATIONS = "evaluations"
+TEXT_SCORES = ("perplexity", "bits_per_byte", "word_perplexity")
+REQUEST_SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
+
+logger = logging.getLogger(__name__)
+
+
+def scores_of(results: dict[str, Any]) -> dict[str, float]:
+    """`<score>/<text, task or length>` -> value, of a results.json."""
+    found: dict[str, Any] = {}
+    for name, each in results.get("data", {}).items():
+        found |= {f"{score}/{name}": each.get(score) for score in TEXT_SCORES}
+    for name, each in results.get("requests", {}).items():
+        found |= {f"{score}/{name}": each.get(score) for score in REQUEST_SCORES}
+    for name, each in results.get("tasks", {}).get("results", {}).items():
+        metrics = {key.partition(",")[0]: value for key, value in each.items()}
+        found |= {f"{key}/{name}": value for key, value in metrics.items() if not key.endswith("_stderr")}
+    ruler = results.get("ruler", {})
+    found |= {f"ruler/{length}": mean for length, mean in ruler.get("mean", {}).items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def evaluations_in_html(runs: list[RunFiles]) -> str:
+    """Empty where no run has any."""
+    parts = []
+    for run in runs:
+        found = [(folder, results) for folder in _folders(run.folder) if (results := _read(folder))]
+        if not found:
+            continue
+        title = f"<h3>{_text(run.name)}</h3>" if len(runs) > 1 else ""
+        parts.append(title + _table(found) + "".join(_details(*each) for each in found))
+    return f'<h2 id="evaluations">Evaluations</h2>{"".join(parts)}' if parts else ""
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    """In the order of their making; of one under way there is none."""
+    return sorted((run_dir / EVALUATIONS).glob("[!.]*/"), key=lambda folder: folder.stat().st_mtime)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Empty where it is damaged, which is said."""
+    try:
+        found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        if isinstance(found, dict) and "model" in found:
+            return found
+        fault = "it is no object with model"
+    except (OSError, ValueError) as error:
+        fault = str(error)
+    logger.warning("%s: no evaluation in it (%s); left out", folder, fault)
+    return {}
+
+
+def _table(found: list[tuple[Path, dict[str, Any]]]) -> str:
+    """A row an evaluation, a column a score that at least one has."""
+    scores = {folder: scores_of(results) for folder, results in found}
+    columns = list(dict.fromkeys(name for each in scores.values() for name in each))
+    head = "".join(f"<th class=number>{_text(name.replace('_', ' '))}</th>" for name in ("step", *columns))
+    rows = ""
+    for folder, results in found:
+        values = [scores[folder].get(name) for name in columns]
+        cells = [str(results["model"].get("step", "")), *("" if v is None else f"{v:.5g}" for v in values)]
+        changed = ", ".join(results["model"].get("settings", []))
+        rows += f"<tr><td>{_text(folder.name)}</td><td>{_text(changed)}</td>"
+        rows += "".join(f"<td class=number>{cell}</td>" for cell in cells) + "</tr>"
+    return (
+        f'<div class="scroll"><table><tr><th>evaluation</th><th>changed</th>{head}</tr>{rows}</table></div>'
+    )
+
+
+def _details(folder: Path, results: dict[str, Any]) -> str:
+    table = folder / "table.md"
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    pictures = "".join(
+        f'<figure><img alt="{_text(path.stem)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        f"<figcaption>{_text(path.stem.replace('_', ' '))}</figcaption></figure>"
+        for path in sorted(folder.glob("*.png"))
+    )
+    command = _text(results.get("command", ""))
+    return (
+        f"<details><summary>{_text(folder.name)}</summary><p><code>{command}</code></p><pre>{_text(text)}</pre>"
+        f'<div class="plots">{pictures}</div></details>'
+    )
+
+
+def _text(value: str) -> str:
+    return html.escape(str(value))
