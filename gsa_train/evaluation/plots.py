@@ -44,11 +44,8 @@ def task_bars(results: dict[str, Any]) -> dict[str, float]:
         if key in each
     }
     for task, scores in results.get("tasks", {}).get("results", {}).items():
-        found |= {
-            f"{task}: {key.partition(',')[0]}": scores[key]
-            for key in HARNESS_SCORES
-            if isinstance(scores.get(key), float)
-        }
+        known = [key for key in HARNESS_SCORES if isinstance(scores.get(key), float)]
+        found |= {f"{task}: {key.partition(',')[0]}": scores[key] for key in known}
     return found
 
 

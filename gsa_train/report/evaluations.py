@@ -83,16 +83,18 @@ def _table(found: list[tuple[Path, dict[str, Any]]]) -> str:
 def _details(folder: Path, results: dict[str, Any]) -> str:
     table = folder / "table.md"
     text = table.read_text(encoding="utf-8") if table.exists() else ""
-    pictures = "".join(
-        f'<figure><img alt="{_text(path.stem)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-        f"<figcaption>{_text(path.stem.replace('_', ' '))}</figcaption></figure>"
-        for path in sorted(folder.glob("*.png"))
-    )
+    pictures = "".join(map(_picture, sorted(folder.glob("*.png"))))
     command = _text(results.get("command", ""))
     return (
         f"<details><summary>{_text(folder.name)}</summary><p><code>{command}</code></p><pre>{_text(text)}</pre>"
         f'<div class="plots">{pictures}</div></details>'
     )
+
+
+def _picture(path: Path) -> str:
+    content = base64.b64encode(path.read_bytes()).decode()
+    name = _text(path.stem.replace("_", " "))
+    return f'<figure><img alt="{name}" src="data:image/png;base64,{content}"><figcaption>{name}</figcaption></figure>'
 
 
 def _text(value: str) -> str:

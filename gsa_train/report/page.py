@@ -80,7 +80,8 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 <title>{_text(title)}</title><style>{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}</style>
 <script>{get_plotlyjs()}</script></head><body>
 <h1>{_text(title)}</h1><div class="soft">written {time.strftime("%Y-%m-%d %H:%M %Z")} by gsa_train</div>
-<nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}{evaluations and EVALUATIONS_LINK}{links}</nav>
+<nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}
+{evaluations and EVALUATIONS_LINK}{links}</nav>
 <h2 id="runs">Runs</h2>{_table_of_runs(runs)}{"".join(map(_about, runs))}
 <h2 id="events">Events</h2>{"".join(_table_of_events(run, len(runs)) for run in runs)}
 {_legend_of_marks(runs)}{samples}{evaluations}
