@@ -146,5 +146,7 @@ class TaskClock:
 
     def has_room(self, expected_seconds: float, max_percent: float) -> bool:
         """Whether tasks stay within their share of the time of steps and tasks; at 100 they always do."""
-        whole = self.train_seconds + self.task_seconds + expected_seconds
-        return max_percent >= 100 or self.task_seconds + expected_seconds <= max_percent / 100 * whole
+        if max_percent >= 100:
+            return True
+        room_seconds = self.train_seconds * max_percent / (100 - max_percent)
+        return self.task_seconds + expected_seconds <= room_seconds

@@ -30,25 +30,20 @@ def score_tasks_in_turn(run: Run, phase_name: str, stop_if_asked: Callable[[], N
     if run.newest_tasks_step == step:
         return
     if _has_time(run):
-        began = time.perf_counter()
-        try:
-            scores = score_tasks(
-                run.model,
-                run.data.tasks,
-                run.data.tokenizer.eos_id,
-                run.config,
-                run.parallel,
-                stop_if_asked,
-            )
-        finally:  # stopped in the middle, it took its time all the same
-            seconds = time.perf_counter() - began
-            clock.task_seconds += seconds
-        clock.newest_seconds = seconds
-        share = clock.task_seconds / (clock.task_seconds + clock.train_seconds)
+        before, began = clock.task_seconds, time.perf_counter()
+
+        def count_and_ask() -> None:  # a stop saves the clock
+            clock.task_seconds = before + time.perf_counter() - began
+            stop_if_asked()
+
+        eos_id = run.data.tokenizer.eos_id
+        scores = score_tasks(run.model, run.data.tasks, eos_id, run.config, run.parallel, count_and_ask)
+        clock.newest_seconds = time.perf_counter() - began
+        clock.task_seconds = before + clock.newest_seconds
         place = {"step": step, "phase": phase_name, "tokens": run.state.tokens}
-        run.services.log.log(
-            {"event": "tasks", **place, **scores, "eval_seconds": seconds, "eval_time_share": share}
-        )
+        share = clock.task_seconds / (clock.task_seconds + clock.train_seconds)
+        spent = {"eval_seconds": clock.newest_seconds, "eval_time_share": share}
+        run.services.log.log({"event": "tasks", **place, **scores, **spent})
     run.newest_tasks_step = step
 
 
