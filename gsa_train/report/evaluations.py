@@ -47,7 +47,8 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
 
 def _folders(run_dir: Path) -> list[Path]:
     """In the order of their making; of one under way there is none."""
-    return sorted((run_dir / EVALUATIONS).glob("[!.]*/"), key=lambda folder: folder.stat().st_mtime)
+    folders = [path for path in (run_dir / EVALUATIONS).glob("[!.]*") if path.is_dir()]
+    return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -283,10 +283,11 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """The first and the last half of sequences, of which the last tokens are scored; two have room in a sequence."""
+    """The first and the last half of sequences, of which the last tokens are scored; two have room in a sequence. An EOS
+    within one would be there twice, a tie."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
-    return [Request(part, 3 + number) for number, part in enumerate(parts)]
+    return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
 
 
 def take_step(
