@@ -283,8 +283,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """The first and the last half of sequences, of which the last tokens are scored; two have room in a sequence. An EOS
-    within one would be there twice, a tie."""
+    """The first and the last half of sequences, of which the last tokens are scored; two have room in a sequence.
+    Without EOS tokens, two of which in a document would be a tie."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
