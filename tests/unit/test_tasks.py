@@ -33,6 +33,7 @@ from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.report.page import write_report
 from gsa_train.report.plots import write_plots
 from gsa_train.resume import Start, start_from
+from gsa_train.run.hang_watchdog import ACTIVITIES
 from gsa_train.run.stop_signals import Stopped
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.step import owners_losses
@@ -165,6 +166,7 @@ def trained(
         sinks=Mock(log=records.append),
         console=Mock(message=messages.append),
         stop_vote=Mock(ask=ask),
+        watchdog=Mock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
         step=state.step if state else 0,
         tokens=state.tokens if state else 0,
         validation_due=state.validation_due if state else False,
