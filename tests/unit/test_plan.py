@@ -58,7 +58,9 @@ def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(s
     for save_is_due in (False, True):
         planned = plan(step, save_is_due=save_is_due)
         assert planned.saves == save_is_due
-        acts = planned.logs or planned.validates or planned.scores_tasks or planned.saves or planned.ends_phase
+        acts = (
+            planned.logs or planned.validates or planned.scores_tasks or planned.saves or planned.ends_phase
+        )
         assert planned.reads_monitor == acts
         assert planned.weights_are_kept == (save_is_due or step == 20)
 
