@@ -7,6 +7,7 @@ are those of one rank, and nothing of the training changes.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 
 from gsa_data.marks import INSIDE
 from gsa_data.pack import FILLER
-from gsa_train.batches import MicroBatch, to_micro_batch
+from gsa_data.tokenize import Tokenizer
+from gsa_train.batches import MicroBatch, check_same, gather_outcomes, to_micro_batch
 from gsa_train.config import Config
 from gsa_train.evaluate import ROUND_MICRO_BATCHES, schedule_group
-from gsa_train.evaluation.loop_tasks import PreparedTask
+from gsa_train.evaluation.loop_tasks import PreparedTask, TaskError, prepare_tasks
 from gsa_train.evaluation.requests import Request
 from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel
@@ -31,6 +33,33 @@ from gsa_train.step import owners_losses
 NOBODY = -1
 FORWARD_SHARE = 1 / 3
 """Of a step's time: the backward pass takes about twice the forward's. Before tasks have been timed themselves."""
+
+
+def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
+    """`evaluate.tasks`. Collective.
+
+    Raises, on every rank:
+        TaskError: one cannot read or score them.
+        DataFault: ranks have other requests.
+    """
+    tasks: list[PreparedTask] = []
+    outcome: TaskError | dict[str, str]
+    evaluate, length = config.evaluate, config.train.seq_len_tokens
+    try:
+        tasks = prepare_tasks(evaluate.tasks, tokenizer, length, evaluate.tasks_max_questions)
+        outcome = {f"requests of {task.name}": _fingerprint(task) for task in tasks}
+    except TaskError as error:
+        outcome = error
+    check_same(gather_outcomes(outcome, parallel), "evaluate.tasks")
+    return tasks
+
+
+def _fingerprint(task: PreparedTask) -> str:
+    digest = hashlib.sha256()
+    for tokens, scored in task.requests:
+        digest.update(np.array([len(tokens), scored]).tobytes())
+        digest.update(tokens.tobytes())
+    return digest.hexdigest()
 
 
 def score_tasks(

@@ -25,7 +25,6 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
-from gsa_train.evaluation.loop_tasks import prepare_tasks
 from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.corruption import CorruptionFound
@@ -49,7 +48,7 @@ from gsa_train.run.stop_signals import Stopped, StopRequest
 from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
 from gsa_train.samples import encode_prompts
-from gsa_train.tasks import TaskClock
+from gsa_train.tasks import TaskClock, shared_tasks
 from gsa_train.trainer import run_phase, save_the_end
 
 logger = logging.getLogger(__name__)
@@ -170,9 +169,8 @@ def open_data(
     # A heartbeat after each: it may take as long as reads have limits of their own.
     tokenizer = load_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
-    tasks = prepare_tasks(
-        config.evaluate.tasks, tokenizer, config.train.seq_len_tokens, config.evaluate.tasks_max_questions
-    )
+    tasks = shared_tasks(config, tokenizer, parallel)
+    watchdog.heartbeat(start.step, "starting")
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")

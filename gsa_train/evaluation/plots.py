@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gsa_train.evaluation.perplexity import exp
+
 DEPTHS = 10
 """Rows of the needle's picture."""
 HARNESS_SCORES = ("acc,none", "acc_norm,none", "exact_match,none")
@@ -51,13 +53,14 @@ def task_bars(results: dict[str, Any]) -> dict[str, float]:
 
 def _perplexity_by_position(texts: dict[str, Any], path: Path) -> Path:
     figure, ax = _figure(7, 4)
+    tops = sorted({place["to"] for each in texts.values() for place in each["loss_by_position"]})
     for name, each in texts.items():
         places = each["loss_by_position"]
-        ax.plot(
-            [place["to"] for place in places], np.exp([place["loss"] for place in places]), "o-", label=name
-        )
-    ax.set(xscale="log", yscale="log", xlabel="tokens that the model sees, up to", ylabel="perplexity")
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        perplexities = [exp(place["loss"]) for place in places]
+        ax.plot([place["to"] for place in places], perplexities, "o-", label=name)
+    ax.set(xlabel="tokens that the model sees, up to", ylabel="perplexity")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(tops, [f"{top:,}" for top in tops])
     ax.legend(frameon=False)
     return _save(figure, path)
 

@@ -65,20 +65,24 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _table(found: list[tuple[Path, dict[str, Any]]]) -> str:
-    """A row an evaluation, a column a score that at least one has."""
-    scores = {folder: scores_of(results) for folder, results in found}
-    columns = list(dict.fromkeys(name for each in scores.values() for name in each))
-    head = "".join(f"<th class=number>{_text(name.replace('_', ' '))}</th>" for name in ("step", *columns))
-    rows = ""
-    for folder, results in found:
-        values = [scores[folder].get(name) for name in columns]
-        cells = [str(results["model"].get("step", "")), *("" if v is None else f"{v:.5g}" for v in values)]
-        changed = ", ".join(results["model"].get("settings", []))
-        rows += f"<tr><td>{_text(folder.name)}</td><td>{_text(changed)}</td>"
-        rows += "".join(f"<td class=number>{cell}</td>" for cell in cells) + "</tr>"
-    return (
-        f'<div class="scroll"><table><tr><th>evaluation</th><th>changed</th>{head}</tr>{rows}</table></div>'
+    """A column an evaluation, a row a score that at least one has."""
+    scores = [scores_of(results) for _, results in found]
+    models = [results["model"] for _, results in found]
+    rows = {
+        "step": [str(model.get("step", "")) for model in models],
+        "changed": [", ".join(model.get("settings", [])) for model in models],
+    }
+    for name in dict.fromkeys(name for each in scores for name in each):
+        values = [each.get(name) for each in scores]
+        rows[name] = ["" if value is None else f"{value:.5g}" for value in values]
+    head = "".join(f"<th class=number>{_text(folder.name)}</th>" for folder, _ in found)
+    body = "".join(
+        f"<tr><td>{_text(name.replace('_', ' '))}</td>"
+        + "".join(f"<td class=number>{_text(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, cells in rows.items()
     )
+    return f'<div class="scroll"><table><tr><th></th>{head}</tr>{body}</table></div>'
 
 
 def _details(folder: Path, results: dict[str, Any]) -> str:

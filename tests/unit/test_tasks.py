@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
 from gsa_train.batches import TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
@@ -37,7 +38,7 @@ from gsa_train.run.hang_watchdog import ACTIVITIES
 from gsa_train.run.stop_signals import Stopped
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.step import owners_losses
-from gsa_train.tasks import NOBODY, TaskClock, _deal, log_likelihoods, pack_requests
+from gsa_train.tasks import NOBODY, TaskClock, _deal, log_likelihoods, pack_requests, shared_tasks
 from gsa_train.trainer import run_phase
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
@@ -353,6 +354,23 @@ def test_files_damaged_further_on_are_refused_before_the_first_step(tmp_path: Pa
     folder = write_requests(tmp_path / "x" / "y", [*choice_requests(), {"doc_id": 9, "idx": 0}])
     with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
         prepare_tasks([str(folder)], Tokenizer(TOKENIZER), 32, 0)
+
+
+def test_ranks_with_other_requests_are_refused(places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tokenizer = run_config(places), Tokenizer(TOKENIZER)
+    assert [task.name for task in shared_tasks(config, tokenizer, single_rank())] == [
+        "colours_rc",
+        "gold_bpb",
+    ]
+    with pytest.raises(TaskError, match=r"evaluate.tasks.1 = ./absent"):
+        shared_tasks(run_config([places[0], "./absent"]), tokenizer, single_rank())
+
+    def of_two_ranks(mine: dict[str, str], _: Any) -> dict[int, dict[str, str]]:
+        return {0: mine, 1: {**mine, "requests of gold_bpb": "other"}}
+
+    monkeypatch.setattr("gsa_train.tasks.gather_outcomes", of_two_ranks)
+    with pytest.raises(DataFault, match=r"rank 1 has requests of gold_bpb other.*evaluate.tasks"):
+        shared_tasks(config, tokenizer, single_rank())
 
 
 RECORD = {

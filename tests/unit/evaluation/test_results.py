@@ -155,8 +155,8 @@ def test_the_report_shows_evaluations(
     (damaged / "results.json").write_text("{")
     page = write_report([run_dir], tmp_path / "report.html").read_text(encoding="utf-8")
     assert '<a href="#evaluations">Evaluations</a>' in page
-    assert "<td>all</td><td>gsa.k_base=5</td>" in page
-    assert "<td class=number>7.389</td>" in page
+    assert "<tr><td>changed</td><td class=number>gsa.k_base=5</td></tr>" in page
+    assert "<tr><td>perplexity/wiki</td><td class=number>7.389</td></tr>" in page
     assert page.count("<img alt=") == len(PICTURES)
     assert "gsa-evaluate --run &lt;x&gt;" in page
     assert "damaged: no evaluation in it" in caplog.text
