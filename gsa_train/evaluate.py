@@ -103,7 +103,7 @@ def _score(
     """`loss` is the mean over all scored labels of the text, however they are dealt."""
     micro_batches = _deal(text, eos_id, config, parallel)
     loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    group = _group(config, parallel)
+    group = schedule_group(config, parallel)
     most = max(ROUND_MICRO_BATCHES // group, 1) * group
     for first in range(0, len(micro_batches), most):
         before_each()
@@ -126,7 +126,7 @@ def perplexity(loss: float) -> float:
     return math.inf if loss >= 700 else math.exp(loss)
 
 
-def _group(config: Config, parallel: Parallel) -> int:
+def schedule_group(config: Config, parallel: Parallel) -> int:
     """Interleaved stages take micro-batches in groups of as many as there are stages."""
     return parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
 
@@ -135,7 +135,7 @@ def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> 
     """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
     count for nothing in the loss."""
     size = config.train.micro_batch_size
-    missing = -len(text.blocks) % (size * parallel.data_size * _group(config, parallel))
+    missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
     lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
     mine = slice(parallel.data_rank, None, parallel.data_size)

@@ -21,6 +21,7 @@ class StepPlan:
     logs: bool
     """Measures the attention, and writes the step's record."""
     validates: bool
+    scores_tasks: bool
     saves: bool
     ends_phase: bool
     ends_run: bool
@@ -28,7 +29,7 @@ class StepPlan:
     @property
     def reads_monitor(self) -> bool:
         """Nothing is logged, validated or saved before the monitor has judged the step, and no phase ends."""
-        return self.logs or self.validates or self.saves or self.ends_phase
+        return self.logs or self.validates or self.scores_tasks or self.saves or self.ends_phase
 
     @property
     def weights_are_kept(self) -> bool:
@@ -61,13 +62,14 @@ def plan_step(
             left_out_through += 1
     # The first and the last step of a phase, and every so many: the same whether or not a run was resumed.
     in_turn = step % config.logging.every_steps == 0
-    every = config.evaluate.every_steps
+    every, tasks_every = config.evaluate.every_steps, config.evaluate.tasks_every_steps
     return StepPlan(
         step=step,
         trains=trains,
         left_out_through=left_out_through,
         logs=trains and (in_turn or step in (phase_range.start + 1, phase_range.end)),
         validates=every > 0 and step % every == 0,
+        scores_tasks=bool(config.evaluate.tasks) and tasks_every > 0 and step % tasks_every == 0,
         saves=save_is_due,
         ends_phase=step == phase_range.end,
         ends_run=step == sum(phase.steps for phase in config.phases),

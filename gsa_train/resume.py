@@ -152,7 +152,7 @@ def start_from(
     _check_same_model(config, state, checkpoint)
     _check_same_phases(state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
-    stays = state.phase_index == len(ranges) - 1 or state.validation_due
+    stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
     return Start(
         checkpoint=checkpoint,
         state=state,

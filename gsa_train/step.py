@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -185,6 +186,50 @@ def evaluation_step(
             model.modules, micro_batches, loss_tokens.clamp(min=1), config, parallel, forward_only=True
         )
     return _sum_of(losses, parallel), loss_tokens
+
+
+@torch.no_grad()
+def owners_losses(
+    model: Model,
+    batches: Sequence[tuple[MicroBatch, torch.Tensor]],
+    count: int,
+    config: Config,
+    parallel: Parallel,
+) -> torch.Tensor:
+    """Summed loss of each owner's labels, fp64 [count]: this rank's part, whose sum over the ranks is the whole.
+
+    Args:
+        batches: with the owner of each label, int64 [B, L] from 0 to count - 1; below 0 it has none.
+    """
+    cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
+    iterators = [iter(batches) for _ in model.modules]
+    with _evaluating(model, measures=False):
+        found = get_forward_backward_func()(
+            forward_step_func=partial(_forward_to_losses, cut=cut),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(model.modules) if len(iterators) > 1 else model.modules[0],
+            num_microbatches=len(batches),
+            seq_length=config.train.seq_len_tokens,
+            micro_batch_size=config.train.micro_batch_size,
+            forward_only=True,
+        )
+    sums: np.ndarray = np.zeros(count)
+    if parallel.is_last_stage and parallel.tensor_rank == 0:  # the other tensor-parallel ranks have the same
+        losses = torch.cat([each["losses"].flatten() for each in found]).double().cpu().numpy()
+        owners = torch.cat([local_part(each, cut).flatten() for _, each in batches]).cpu().numpy()
+        sums = np.bincount(
+            owners[owners >= 0], losses[owners >= 0], count
+        )  # on the host: always in one order
+    return torch.from_numpy(sums).to(parallel.device)
+
+
+def _forward_to_losses(
+    batches: Iterator[tuple[MicroBatch, torch.Tensor]], module: torch.nn.Module, cut: ContextSharding
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    batch, _ = next(batches)
+    one = torch.ones((), device=batch.tokens.device)
+    output, _ = _forward_step(iter([batch]), module, one, cut)
+    return output, lambda losses: (losses.sum(), {"losses": losses.detach().float()})
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from gsa_train.run.stop_signals import Stopped, StopRequest
 from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
 from gsa_train.samples import encode_prompts
+from gsa_train.tasks import TaskClock, shared_tasks
 from gsa_train.trainer import run_phase, save_the_end
 
 logger = logging.getLogger(__name__)
@@ -168,12 +169,14 @@ def open_data(
     # A heartbeat after each: it may take as long as reads have limits of their own.
     tokenizer = load_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
+    tasks = shared_tasks(config, tokenizer, parallel)
+    watchdog.heartbeat(start.step, "starting")
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
     batches = open_batches(config, arguments, start, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
-    return Data(batches, validation_sets, tokenizer, prompts)
+    return Data(batches, validation_sets, tokenizer, prompts, tasks)
 
 
 def take_run_folder(config: Config, start: Start, lock: RunLock, parallel: Parallel) -> RunFolder:
@@ -188,8 +191,11 @@ def take_run_folder(config: Config, start: Start, lock: RunLock, parallel: Paral
 
 def state_at(start: Start, rewinds: list[dict[str, Any]]) -> TrainState:
     """Where a start stands, with the rewinds of the run so far."""
-    validation_due = start.state is not None and start.state.validation_due
-    return TrainState(start.step, start.tokens, validation_due, with_rewinds(start.monitor, rewinds))
+    state = TrainState(start.step, start.tokens, monitor=with_rewinds(start.monitor, rewinds))
+    if start.state is not None:
+        state.validation_due, state.tasks_due = start.state.validation_due, start.state.tasks_due
+        state.task_clock = TaskClock(**start.state.task_clock)
+    return state
 
 
 def open_phase(
@@ -279,9 +285,11 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
     run.data.batches.close()
     run.data.batches = open_batches(config, arguments, start, run.data.tokenizer, parallel)
     rewinds = [*rewinds, asdict(done)]
-    # A validation at this step is in the metrics already.
-    run.state = dataclasses.replace(state_at(start, rewinds), validation_due=False)
-    run.newest_validation = None
+    # Validation and tasks at this step are in the metrics already.
+    clock = run.state.task_clock  # what was spent stays spent
+    state = state_at(start, rewinds)
+    run.state = dataclasses.replace(state, validation_due=False, tasks_due=False, task_clock=clock)
+    run.newest_validation = run.newest_tasks_step = None
     run.skipped_steps = skipped_steps(config, rewinds)
     run.model.runtime.stats.reset()
     run.phase_optimizer = open_phase(config, run.model, start, phase_range, parallel)

@@ -27,6 +27,7 @@ from gsa_train.run.dense_queries import dense_queries_warning
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import FOLDER_GONE, Stopped, reason_in_words
+from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.run.work_time import slowest
 from gsa_train.samples import generate_samples
 from gsa_train.schedule import learning_rate, lr_multipliers
@@ -71,6 +72,8 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
     if state.validation_due:
         _validate(run, phase)
         state.validation_due = False
+    if state.tasks_due:
+        _score_tasks(run, phase)
     while state.step < phase_range.end:
         plan = plan_step(
             state.step + 1,
@@ -106,11 +109,14 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
             with trace_span("logging"):
                 _log(run, phase, lr, result)
             report_saves(run, services.saver.ended(now=plan.step))
-        if plan.saves or plan.validates:
+        if plan.saves or plan.validates or plan.scores_tasks:
             services.log.write_late()
         services.profiler.after(plan.step)
+        state.tasks_due = plan.scores_tasks
         if plan.validates:
             _validate(run, phase)
+        if plan.scores_tasks:
+            _score_tasks(run, phase)
         if plan.saves or plan.ends_phase:
             state.monitor = phase.monitor.state()
         if plan.saves:
@@ -157,6 +163,8 @@ def _log(run: Run, phase: _ActivePhase, lr: float, result: StepResult) -> None:
     config, parallel, model, batches = run.config, run.parallel, run.model, run.data.batches
     update_norm = phase.optimizer.update_norm(result.verdict.applied, parallel)
     interval = phase.clock.read_and_reset()
+    run.state.task_clock.train_seconds += interval.seconds
+    run.state.task_clock.train_steps += interval.steps
     totals, checksum = data_totals(batches.counters, config.data), batches.checksum()
     measured = Measured(
         interval, model.work_time.read_and_reset(), totals, checksum, visible_keys=result.visible_keys
@@ -187,6 +195,20 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
 
     with phase.clock.paused():
         validate(run, phase.range.phase.name, stop_if_asked)
+
+
+def _score_tasks(run: Run, phase: _ActivePhase) -> None:
+    """Score `evaluate.tasks` between two steps, unless all ranks are asked to stop meanwhile."""
+
+    def stop_if_asked() -> None:
+        run.services.watchdog.heartbeat(run.state.step, "scoring tasks")
+        reason = run.services.stop_vote.ask()
+        if reason:
+            _stop(run, phase, reason)
+
+    with phase.clock.paused():
+        score_tasks_in_turn(run, phase.range.phase.name, stop_if_asked)
+    run.state.tasks_due = False
 
 
 def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:

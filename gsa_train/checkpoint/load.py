@@ -73,6 +73,10 @@ class RunState:
     """Random-number generators of every rank, restored when the layout is the same."""
     validation_due: bool = False
     """The run was stopped in the validation at this step, and begins with it."""
+    tasks_due: bool = False
+    """The same of the tasks at this step."""
+    task_clock: dict[str, Any] = field(default_factory=dict)
+    """gsa_train.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)
     """gsa_train.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
     run: str = ""

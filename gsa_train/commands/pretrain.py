@@ -5,11 +5,11 @@
 
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device NAME
 --mfu SHARE].
-Exit code 2: wrong use, config, device, tokenizer, profile, run folder, a refusal by W&B, or a checkpoint that does not
-fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it found silent
-data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains). 130: a second
-Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself ends with 1 for
-each, and shows its ranks'.
+Exit code 2: wrong use, config, device, tokenizer, task, profile, run folder, a refusal by W&B, or a checkpoint that
+does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it
+found silent data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains).
+130: a second Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself
+ends with 1 for each, and shows its ranks'.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def run_command() -> int:
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
+    from gsa_train.evaluation.loop_tasks import TaskError
     from gsa_train.metrics.wandb_sink import WandbRefused
     from gsa_train.monitor.corruption import CorruptionFound
     from gsa_train.monitor.monitor import MonitorStop
@@ -124,6 +125,7 @@ def run_command() -> int:
         RunFolderError,
         TokenizerError,
         ProfileError,
+        TaskError,
         WandbRefused,
     ) as error:
         return refuse(error, request=request)

@@ -28,6 +28,7 @@ from gsa_train.config.monitor_checks import check_monitor
 from gsa_train.config.phases import PhaseConfig
 from gsa_train.config.rotary_checks import check_rotary
 from gsa_train.config.sections import Config
+from gsa_train.config.task_checks import check_harness_tasks, check_tasks
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -35,6 +36,7 @@ AT_LEAST_ZERO = frozenset(
     run.seed run.time_limit_minutes run.slurm_margin_minutes profile.start_step
     data.seed data.num_workers model.rope_scaling.original_max_position_embeddings model.rope_scaling.attention_factor
     evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip
+    evaluate.tasks_every_steps evaluate.tasks_max_questions
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
     checkpoint.keep_every_steps
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
@@ -78,6 +80,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
         *_check_samples(config),
+        *check_tasks(config),
         *_check_profile(config, world_size),
     ]
 
@@ -96,6 +99,8 @@ def check_packages(config: Config) -> list[str]:
         remedy = "run pip install wandb, or set logging.wandb=disabled"
         wrong = "the package wandb is not installed"
         lines.append(problem_line("logging.wandb", config.logging.wandb, wrong, remedy))
+    if not _is_installed("lm_eval"):
+        lines += check_harness_tasks(config)
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`evaluate.*`: validation."""
+"""`evaluate.*`: validation, and tasks."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ class EvaluateConfig:
     over a sequence each, on every replica. At most 1024 (prompts times `prompt_tokens`) are allowed."""
     prompt_tokens: int = 32
     """New tokens of each prompt, fewer where the document ends before."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks to score between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`), and multiple
+    choices of lm-evaluation-harness (its name, or FILE.yaml). Scores are `eval/...` in report, W&B and TensorBoard."""
+    tasks_every_steps: int = 0
+    """Steps between scorings of the tasks; 0 = only at the end of the run."""
+    tasks_max_questions: int = 0
+    """Questions of each task, the first; 0 = all."""
+    tasks_max_time_percent: float = 2.0
+    """Share of the time of steps and tasks that tasks may take, in percent; a scoring that would take more is left out,
+    and a line says so. 100 = no limit."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from gsa_train.config.data import DataConfig
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
+from gsa_train.evaluation.request_files import first_request, is_request_file
 
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def check_files(config: Config) -> list[str]:
     """All that a run reads before its first step."""
-    return check_data(config.data) + check_initial_weights(config)
+    return check_data(config.data) + check_initial_weights(config) + check_tasks(config)
 
 
 def check_data(data: DataConfig) -> list[str]:
@@ -61,6 +62,28 @@ def check_initial_weights(config: Config) -> list[str]:
         )
 
     return _answers([_Question(field, folder, ask)], config.data)
+
+
+def check_tasks(config: Config) -> list[str]:
+    """Request files, and files of lm-evaluation-harness; its own tasks are looked for when the run begins."""
+
+    def ask(field: str, task: str) -> list[str]:
+        try:
+            if is_request_file(task):
+                first_request(task)
+            elif task.endswith((".yaml", ".yml")) and not Path(task).is_file():
+                return [
+                    problem_line(field, task, _missing("file", task), "name a file, or a task of the harness")
+                ]
+        except ValueError as error:
+            return [f"{field} = {error}"]
+        return []
+
+    questions = [
+        _Question(f"evaluate.tasks.{number}", task, partial(ask, f"evaluate.tasks.{number}", task))
+        for number, task in enumerate(config.evaluate.tasks)
+    ]
+    return _answers(questions, config.data)
 
 
 def validation_fields(data: DataConfig) -> dict[str, str]:

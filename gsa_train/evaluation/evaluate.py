@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.perplexity import score_text
+from gsa_train.evaluation.perplexity import score_text, token_losses
+from gsa_train.evaluation.request_files import is_request_file, score
+from gsa_train.evaluation.requests import as_piece, encode_requests, read_tasks, requests_table
 from gsa_train.evaluation.results import circumstances, result_folder, write_results
 from gsa_train.evaluation.ruler import TASKS, Material, read_questions
 from gsa_train.evaluation.ruler_score import RulerOptions, ruler_table, score_ruler
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text, words_of
+from gsa_train.evaluation.wandb_run import log_to_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +52,12 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         **circumstances(words),
     }
     tables = []
-    if arguments.tasks:
+    files = [task for task in arguments.tasks if is_request_file(task)]
+    tasks = [task for task in arguments.tasks if task not in files]
+    if files:
+        results["requests"] = _requests(subject, arguments, files)
+        tables.append(requests_table(results["requests"]))
+    if tasks:
         try:
             from gsa_train.evaluation.harness import run_tasks, task_table
         except ModuleNotFoundError as missing:
@@ -55,15 +65,32 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
                 f"--tasks needs the package {missing.name}; run in the checkout: pip install '.[hf,eval]'"
             ) from missing
         options = (arguments.batch_size, arguments.context_length, arguments.limit, arguments.num_fewshot)
-        results["tasks"] = run_tasks(subject, arguments.tasks, *options)
+        results["tasks"] = run_tasks(subject, tasks, *options)
         tables.append(task_table(results["tasks"]))
     if arguments.ruler:
         results["ruler"] = _ruler(subject, arguments)
         tables.append(ruler_table(results["ruler"]))
     if arguments.data or not tables:
         results["data"] = _texts(subject, arguments)
-    results["tables"] = tables
-    return folder, write_results(folder, results)
+    text = write_results(folder, {**results, "tables": tables})
+    if subject.config is not None:
+        log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
+    return folder, text
+
+
+def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:
+    """Task -> its scores, and of how much."""
+    found = {}
+    for task in read_tasks(files, arguments.limit):
+        length = arguments.context_length or subject.trained_length
+        requests = encode_requests(task.requests, subject.tokenizer, length, task.name)
+        sums = np.zeros(len(requests))
+        for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size):
+            sums[each.number] = -each.nats.sum(dtype=np.float64)
+        counts = {"questions": len(task.questions), "requests": len(requests), "file": str(task.file)}
+        found[task.name] = {**score(task, sums.tolist()), **counts}
+        logger.info("%s: %d questions", task.name, len(task.questions))
+    return found
 
 
 def _texts(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
 
 from gsa_train.evaluation.generation import continue_prompts
+from gsa_train.evaluation.harness_tasks import find_tasks
 from gsa_train.evaluation.perplexity import token_losses
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import Piece, windows
@@ -169,21 +168,7 @@ def run_tasks(
     Raises:
         ValueError: there is no such task.
     """
-    files = (".yaml", ".yml")
-    # To look for the harness' own tasks takes ten seconds.
-    manager = TaskManager(include_defaults=not all(task.endswith(files) for task in tasks))
-    wanted: list[Any] = []
-    for task in tasks:
-        if task.endswith(files):
-            if not Path(task).is_file():
-                raise ValueError(f"--tasks {task}: no such file")
-            wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
-        elif matching := manager.match_tasks([task]):
-            wanted += matching
-        else:
-            raise ValueError(
-                f"--tasks {task}: lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them"
-            )
+    manager, wanted = find_tasks(tasks)
     model = GSATrainLM(subject=subject, batch_size=batch_size, max_length=max_length)
     found: Any = simple_evaluate(
         model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False

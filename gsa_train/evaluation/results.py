@@ -15,6 +15,7 @@ from typing import Any
 
 from gsa_train import __version__
 from gsa_train.convert.export_hf import new_folder
+from gsa_train.evaluation.plots import write_plots
 from gsa_train.run.starts import source_commit
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None) -> Path:
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """results.json and table.md; a kill leaves no folder of that name. Returns the table."""
+    """results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
     with new_folder(folder) as unfinished:
@@ -47,6 +48,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
         content = json.dumps(numbers, indent=2, ensure_ascii=False, default=str)
         (unfinished / "results.json").write_text(content + "\n", encoding="utf-8")
         (unfinished / "table.md").write_text(text, encoding="utf-8")
+        write_plots(numbers, unfinished)
     return text
 
 

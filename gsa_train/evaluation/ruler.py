@@ -25,6 +25,8 @@ SENTENCE_ENDS = (".", "!", "?")
 class Sample:
     prompt: str
     answers: list[str]
+    depth: float | None = None
+    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def niah(
             f"The text below has secret {values} in it. Remember them; a question about them follows.\n\n{text}\n\n"
             f"Question: what secret {what} does the text name?\nAnswer: the text names the secret {what}:"
         )
-        return Sample(prompt, [value for name in asked for value in hidden[name]])
+        depth = places[0] if len(places) == 1 else None
+        return Sample(prompt, [value for name in asked for value in hidden[name]], depth)
 
     return make
 

@@ -36,7 +36,7 @@ def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> floa
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
     """`scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest with a
-    mean of at least `THRESHOLD`, None where there is none.
+    mean of at least `THRESHOLD`, None where there is none. `needles`: score and depth of each single needle.
 
     Raises:
         ValueError: an unknown task, one whose material is missing, or a length too short for one.
@@ -46,6 +46,7 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
             raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
         _check_material(name, options.material)
     scores: dict[str, dict[str, float]] = {}
+    needles: list[dict[str, Any]] = []
     for length in sorted(options.lengths_tokens):
         of_length = scores[str(length)] = {}
         for name in options.tasks:
@@ -56,6 +57,11 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
                 answer_score(answer, sample.answers, task.any_answer)
                 for answer, sample in zip(answers, asked, strict=True)
             ]
+            needles += [
+                {"tokens": length, "task": name, "depth": round(sample.depth, 4), "score": 100 * value}
+                for sample, value in zip(asked, got, strict=True)
+                if sample.depth is not None
+            ]
             of_length[name] = 100 * sum(got) / len(got)
             logger.info("RULER, %d tokens, %s: %.1f", length, name, of_length[name])
     means = {length: sum(each.values()) / len(each) for length, each in scores.items()}
@@ -64,6 +70,7 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
         "scores": scores,
         "mean": means,
         "effective_length": max(good, default=None),
+        "needles": needles,
         "tasks": list(options.tasks),
         "samples": options.samples,
         "seed": options.seed,

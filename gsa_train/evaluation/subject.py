@@ -62,6 +62,8 @@ class Subject:
     """Of the run; None for a folder of transformers."""
     about: dict[str, Any]
     """For results.json."""
+    wandb_run_id: str | None = None
+    """Of the training."""
 
 
 def load_subject(source: Source, settings: Sequence[str] = (), execution: Execution | None = None) -> Subject:
@@ -83,6 +85,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     about: dict[str, Any]
     config: Config | None = None
     run_dir: Path | None = None
+    wandb_run_id: str | None = None
     if source.hf is not None:
         hf_config = apply_settings(_hf_config(source.hf), settings)
         loaded: Any = GSAForCausalLM.from_pretrained(
@@ -94,6 +97,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     else:
         checkpoint, run_dir = find_source(source.run, source.step, source.checkpoint)
         state = read_run_state(checkpoint)
+        wandb_run_id = state.wandb_run_id
         config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
         hf_config = apply_settings(to_hf_config(config), settings)
         tokenizer = tokenizer_of(checkpoint, config, state)
@@ -119,7 +123,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about["device"],
     )
     length = hf_config.max_position_embeddings
-    return Subject(model, tokenizer, length, across, run_dir, config, about)
+    return Subject(model, tokenizer, length, across, run_dir, config, about, wandb_run_id)
 
 
 def _hf_config(folder: Path) -> GSAConfig:

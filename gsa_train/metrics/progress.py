@@ -47,6 +47,10 @@ class Progress:
             for prefix, name in list(validation_prefixes(record).items())[1:]:
                 self.message(_other_set_line(record, self._total_steps, prefix, name))
             return
+        if record.get("event") == "tasks":
+            for line in _task_lines(record, self._total_steps):
+                self.message(line)
+            return
         if "event" in record:
             if tells_by_its_event(record):  # the others are said in words where they happen
                 self.message(_event_line(record, self._total_steps))
@@ -157,6 +161,19 @@ def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name:
         name,
     ]
     return "  ".join(columns)
+
+
+def _task_lines(record: dict[str, Any], total_steps: int) -> list[str]:
+    """A line a task, of all its scores."""
+    scores = {key.removeprefix("eval_"): value for key, value in record.items() if isinstance(value, dict)}
+    names = dict.fromkeys(name for of_tasks in scores.values() for name in of_tasks)
+    return [
+        "  ".join(
+            [_step_and_phase(record, total_steps), name]
+            + [f"{key.replace('_', ' ')} {each[name]:.4f}" for key, each in scores.items() if name in each]
+        )
+        for name in names
+    ]
 
 
 def _step_and_phase(record: dict[str, Any], total_steps: int) -> str:

@@ -5,7 +5,8 @@ number, a string, None (not applicable), a list with one number per layer (keys 
 group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`).
 What happens beside the steps has records of its own with an `event`: spikes and what was done about them
 (gsa_train/monitor/); validation results (`validation`), where those of sets after the first have the set's name in
-their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; saves that ended (`checkpoint`),
+their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
+`eval_<score>` are dicts task -> value; saves that ended (`checkpoint`),
 failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
 they are logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` (not in the file that it
 tells of) and `log_lost` say which records a file misses (lost_records.py).
@@ -65,7 +66,7 @@ def to_scalars(record: Record) -> dict[str, float]:
 def tells_by_its_event(record: Record) -> bool:
     """What the monitor says; validations and saves come with numbers of their own."""
     event = record.get("event", "")
-    return event not in ("", "validation") and not event.startswith("checkpoint")
+    return event not in ("", "validation", "tasks") and not event.startswith("checkpoint")
 
 
 def values_in_words(record: Record, without: Collection[str]) -> list[str]:

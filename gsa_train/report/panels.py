@@ -2,7 +2,7 @@
 
 A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B know
 it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
-validation/loss, system/mfu.
+validation/loss, eval/accuracy/<task>, system/mfu.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 SECTIONS = {
     "train": "Training",
+    "eval": "Tasks",
     "gsa": "GSA attention",
     "stability": "Stability",
     "system": "System",
@@ -62,6 +63,7 @@ class Panel:
 TITLES = {
     "loss": "Loss",
     "optimizer": "Optimizer",
+    "tasks": "Tasks",
     "indexer": "Indexer",
     "budget": "Keys per query",
     "selection": "Selections of neighbouring queries",
@@ -108,6 +110,32 @@ PANELS = (
     Panel("train", "optimizer", "learning rate", {}, "log", per_entry="lrs", overlapping=True),
     Panel("train", "optimizer", "gradient norm", {"grad_norm": "gradient norm"}, "log"),
     Panel("train", "optimizer", "norm of the update", {"update_norm": "update norm"}, "log"),
+    Panel("eval", "tasks", "accuracy", {}, "share", per_entry="eval_accuracy", conditional=True),
+    Panel(
+        "eval",
+        "tasks",
+        "accuracy by log-likelihood per character",
+        {},
+        "share",
+        per_entry="eval_length_normalised_accuracy",
+        conditional=True,
+    ),
+    Panel(
+        "eval",
+        "tasks",
+        "bits per byte of the right answer",
+        {},
+        per_entry="eval_bits_per_byte",
+        conditional=True,
+    ),
+    Panel(
+        "eval",
+        "tasks",
+        "share of the run's time",
+        {"eval_time_share": "tasks"},
+        "percent",
+        conditional=True,
+    ),
     Panel("gsa", "indexer", "indexer loss: KL (nats)", {"indexer_kl": "indexer KL"}),
     Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
     Panel("gsa", "indexer", "saturated indexer activations", {"indexer_saturated": "saturated"}, "percent"),
@@ -232,6 +260,8 @@ def tag_of(key: str) -> str:
         return "lr"
     if key.startswith("validation_"):
         return key.replace("validation_", "validation/", 1)
+    if key.startswith("eval_"):
+        return key.replace("eval_", "eval/", 1)
     if key.startswith("layer_"):
         return f"gsa_layers/{key.removeprefix('layer_')}"
     return f"{_SECTION_OF.get(key, 'gsa')}/{key}"

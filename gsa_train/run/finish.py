@@ -28,6 +28,7 @@ from gsa_train.run.hang_watchdog import HangWatchdog
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
+from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.trainer import validate
 
 
@@ -46,6 +47,8 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             raise Stopped(reason, step)
 
     validation = validate(run, last_phase.name, stop_if_asked)
+    if run.data.tasks:
+        score_tasks_in_turn(run, last_phase.name, stop_if_asked)
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
     log = run.services.log

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from gsa_train.run.exit_codes import FAILED
 
-ACTIVITIES = ("starting", "reading text", "training", "validating", "saving", "ending")
+ACTIVITIES = ("starting", "reading text", "training", "validating", "scoring tasks", "saving", "ending")
 """What a main thread does, in the order of a step: who is behind is who the others wait for."""
 
 BEATS_PER_TIMEOUT = 20

@@ -38,6 +38,8 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
         layout=run.parallel.layout,
         rng=gather_rng(run.parallel),
         validation_due=state.validation_due,
+        tasks_due=state.tasks_due,
+        task_clock=asdict(state.task_clock),
         monitor=asdict(state.monitor),
         run=run.config.run.name,
         run_id=run.run_id,

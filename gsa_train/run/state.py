@@ -10,6 +10,7 @@ from gsa_data.validation import ValidationSet
 from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
+from gsa_train.evaluation.loop_tasks import PreparedTask
 from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.monitor import MonitorState
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -20,6 +21,7 @@ from gsa_train.run.hang_watchdog import HangWatchdog
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
+from gsa_train.tasks import TaskClock
 
 
 @dataclass
@@ -32,6 +34,9 @@ class TrainState:
     """Tokens trained on."""
     validation_due: bool = False
     """The run was stopped in the validation at this step."""
+    tasks_due: bool = False
+    """The run was stopped before or in the scoring of tasks at this step."""
+    task_clock: TaskClock = field(default_factory=TaskClock)
     monitor: MonitorState = field(default_factory=MonitorState)
     """Of the newest checkpoint, or of the end of the phase before."""
 
@@ -45,6 +50,8 @@ class Data:
     tokenizer: Tokenizer
     prompts: list[list[int]] = field(default_factory=list)
     """Tokens of `evaluate.prompts`."""
+    tasks: list[PreparedTask] = field(default_factory=list)
+    """Of `evaluate.tasks`."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +84,5 @@ class Run:
     """Of the phase under way. Nothing else holds it from one phase to the next."""
     newest_validation: tuple[int, dict[str, Any]] | None = None
     """Its step and result, so that no step is validated twice."""
+    newest_tasks_step: int | None = None
+    """At which tasks were scored, or left out, in this process."""

@@ -34,6 +34,7 @@ def evaluated_config(**sections: dict[str, Any]) -> Config:
         "validation_dir": str(SAMPLE / "validation"),
         **sections.get("data", {}),
     }
+    sections["logging"] = {"wandb": "disabled", **sections.get("logging", {})}
     return tiny_config([SPARSE], **sections)
 
 

@@ -25,6 +25,7 @@ from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.config.checks import check_config
+from gsa_train.evaluation.requests import Request
 from gsa_train.metrics.record import Measured, reduce_step
 from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import Model, build_model
@@ -35,6 +36,7 @@ from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.step import Training, evaluation_step, next_tokens, train_step
+from gsa_train.tasks import log_likelihoods
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP, as_numbers
 
@@ -295,7 +297,16 @@ def train_case(
         config,
         parallel,
     )
-    return [*records, {**validation, "next_tokens": written}]
+    scored = log_likelihoods(model, requests_of(1000, config), EOS, config, parallel)
+    return [*records, {**validation, "next_tokens": written, "task_nats": scored}]
+
+
+def requests_of(step: int, config: Config) -> list[Request]:
+    """The first and the last half of sequences, of which the last tokens are scored; two have room in a sequence.
+    Without EOS tokens, two of which in a document would be a tie."""
+    rows = blocks(step, config).numpy()
+    parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
+    return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
 
 
 def take_step(

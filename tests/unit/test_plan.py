@@ -13,7 +13,8 @@ from helpers.single_rank import SPARSE, WARM_UP, tiny_config
 
 PHASES = [dataclasses.replace(WARM_UP, steps=8), dataclasses.replace(SPARSE, steps=12)]
 """Steps 1 to 8, and 9 to 20."""
-CONFIG = tiny_config(PHASES, logging={"every_steps": 5}, evaluate={"every_steps": 6})
+EVALUATE = {"every_steps": 6, "tasks": ["./x"], "tasks_every_steps": 9}
+CONFIG = tiny_config(PHASES, logging={"every_steps": 5}, evaluate=EVALUATE)
 RANGES = phase_ranges(PHASES)
 
 
@@ -37,16 +38,16 @@ def plan(step: int, skipped: set[int] | None = None, before: int = 0, save_is_du
         (5, "logs"),
         (6, "validates"),
         (8, "logs ends_phase"),
-        (9, "logs"),  # the first of the other phase
+        (9, "logs scores_tasks"),  # the first of the other phase
         (10, "logs"),
         (12, "validates"),
-        (18, "validates"),
+        (18, "validates scores_tasks"),
         (20, "logs ends_phase ends_run"),
     ],
 )
 def test_what_a_step_does_follows_from_its_number(step: int, does: str) -> None:
     planned = dataclasses.asdict(plan(step))
-    flags = ("logs", "validates", "saves", "ends_phase", "ends_run")
+    flags = ("logs", "validates", "scores_tasks", "saves", "ends_phase", "ends_run")
     assert " ".join(name for name in flags if planned[name]) == does
     assert planned["trains"]
     assert planned["left_out_through"] is None
@@ -57,7 +58,9 @@ def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(s
     for save_is_due in (False, True):
         planned = plan(step, save_is_due=save_is_due)
         assert planned.saves == save_is_due
-        acts = planned.logs or planned.validates or planned.saves or planned.ends_phase
+        acts = (
+            planned.logs or planned.validates or planned.scores_tasks or planned.saves or planned.ends_phase
+        )
         assert planned.reads_monitor == acts
         assert planned.weights_are_kept == (save_is_due or step == 20)
 

@@ -332,7 +332,7 @@ def test_every_event_that_is_logged_is_known():
     logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
     assert logged >= {"spike", "rewind", "skipped_batches", "checkpoint_damaged", "warning"}
     # The last two are for W&B: metrics.jsonl cannot be written, or the thread that writes it hangs.
-    elsewhere = {"validation", "samples", "checkpoint", "log_failed", "hang"}
+    elsewhere = {"validation", "samples", "tasks", "checkpoint", "log_failed", "hang"}
     assert logged - elsewhere == set(KINDS) - {"restart", "fault"}
     assert set(TITLES_OF_ALERTS) < logged
 

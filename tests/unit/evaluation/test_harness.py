@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sentencepiece
 import torch
@@ -24,6 +25,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from gsa_train.commands import evaluate as command
 from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluation.harness import GSATrainLM, run_tasks
+from gsa_train.evaluation.loop_tasks import TaskError, prepare_tasks
+from gsa_train.evaluation.requests import as_piece
 from gsa_train.evaluation.subject import Source, load_subject
 from helpers.evaluated import TOKENIZER, evaluated_config, evaluated_model, save_run
 
@@ -144,7 +147,7 @@ def test_tasks_from_files(
         for name, value in scores.items():
             assert value == pytest.approx(expected["results"][task][name])
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness.TaskManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(ValueError, match="has no such task"):
         run_tasks(ours.subject, ["no_such_task"], 1)
@@ -169,3 +172,40 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
         GSATrainLM(run="x", hf="y")
     with pytest.raises(ValueError, match="batch_size=auto"):
         GSATrainLM(run="x", batch_size="auto")
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_run_scores_tasks_as_the_harness_does(
+    limit: int | None, models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path]
+) -> None:
+    """From the same log-likelihoods: the same tokens, the same accuracies."""
+    ours = models[0]
+    (prepared,) = prepare_tasks([str(tasks[0])], ours.subject.tokenizer, LENGTH, limit or 0)
+    pieces = [as_piece(request) for request in prepared.requests]
+    nats = [0.0] * len(pieces)
+    for scored in ours._scored(pieces):
+        nats[scored.number] = -float(scored.nats.sum(dtype=np.float64))
+    (expected,) = run_tasks(ours.subject, [str(tasks[0])], 3, LENGTH, limit)["results"].values()
+    assert prepared.questions == (limit or len(DOCUMENTS))
+    assert prepared.scores(nats) == {
+        "accuracy": expected["acc,none"],
+        "length_normalised_accuracy": expected["acc_norm,none"],
+    }
+    asked = [(document["question"], f" {choice}") for document in DOCUMENTS for choice in document["choices"]]
+    expected_nats = [nats for nats, _ in ours.loglikelihood(requests("loglikelihood", *asked[: len(nats)]))]
+    assert nats == pytest.approx(expected_nats, rel=1e-6)
+
+
+def test_tasks_that_a_run_cannot_score_are_refused(
+    models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = models[0].subject.tokenizer
+    with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
+        prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
+    monkeypatch.setattr(
+        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
+    )
+    with pytest.raises(
+        TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no such"
+    ):
+        prepare_tasks(["no_such_task"], tokenizer, LENGTH, 0)

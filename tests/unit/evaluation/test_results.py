@@ -1,0 +1,201 @@
+"""Results of evaluations: whole or not there, as pictures, in the run's report and as a W&B run of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train.config import Config
+from gsa_train.evaluation.results import write_results
+from gsa_train.evaluation.wandb_run import log_to_wandb
+from gsa_train.report.evaluations import scores_of
+from gsa_train.report.page import write_report
+from helpers.single_rank import tiny_config
+
+TEXT = {
+    "loss": 2.0,
+    "perplexity": 7.389,
+    "bits_per_byte": 0.9,
+    "tokens": 640,
+    "loss_by_position": [{"from": 1, "to": 16, "loss": 3.0}, {"from": 17, "to": 32, "loss": 1.5}],
+}
+NEEDLES = [
+    {
+        "tokens": length,
+        "task": "niah_single_1",
+        "depth": depth,
+        "score": 100.0 * (length < 2000 or depth < 0.5),
+    }
+    for length in (1000, 2000)
+    for depth in (0.05, 0.55, 1.0)
+]
+RULER = {
+    "scores": {"1000": {"niah_single_1": 100.0}, "2000": {"niah_single_1": 33.3}},
+    "mean": {"1000": 100.0, "2000": 33.3},
+    "effective_length": 1000,
+    "needles": NEEDLES,
+    "tasks": ["niah_single_1"],
+    "samples": 3,
+}
+RESULTS: dict[str, Any] = {
+    "name": "all",
+    "model": {"checkpoint": "/runs/x/step_3", "step": 3, "tokens_trained": 192, "settings": ["gsa.k_base=5"]},
+    "command": "gsa-evaluate --run <x>",
+    "data": {"wiki": TEXT},
+    "ruler": RULER,
+    "requests": {"piqa_rc": {"accuracy": 0.5, "length_normalised_accuracy": 0.75, "bits_per_byte": 1.25}},
+    "tasks": {"results": {"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.01}}},
+}
+CALLS = [
+    ("pathlib.Path.write_text", 0),
+    ("pathlib.Path.write_text", 1),
+    ("matplotlib.figure.Figure.savefig", 0),
+    ("matplotlib.figure.Figure.savefig", 3),
+    ("pathlib.Path.rename", 0),
+]
+"""What makes the folder: the first and the last of each, from 0."""
+PICTURES = ["needle.png", "perplexity_by_position.png", "ruler.png", "tasks.png"]
+
+
+def killed_at(number: int, name: str, kill: Callable[[], None]) -> Callable[..., Any]:
+    """The function `name`, of which the call `number`, from 0, does its work and is then hit."""
+    module, _, attribute = name.rpartition(".")
+    owner = __import__(module.rpartition(".")[0], fromlist=["x"])
+    original = getattr(getattr(owner, module.rpartition(".")[2]), attribute)
+    calls = iter(range(100))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_last = next(calls) == number
+        if is_last and attribute == "rename":
+            kill()
+        found = original(*args, **kwargs)
+        if is_last:
+            kill()
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "number"), CALLS)
+def test_a_kill_in_any_write_leaves_nothing_of_that_name(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real one: SIGKILL of a process of its own."""
+    child = os.fork()
+    if child == 0:  # no return into pytest, whatever happens
+        try:
+            monkeypatch.setattr(name, killed_at(number, name, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            write_results(tmp_path / "evaluations" / "all", RESULTS)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), status
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    left = [path.name for path in (tmp_path / "evaluations").iterdir()]
+    assert left == [".tmp_all"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "phase": "sparse", "loss": 1.0}\n')
+    assert "Evaluations" not in write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
+    write_results(tmp_path / "evaluations" / "all", RESULTS)
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["all"]
+
+
+@pytest.mark.parametrize(("name", "number"), CALLS[1:3])
+def test_an_error_in_a_write_leaves_nothing_at_all(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(name, killed_at(number, name, full))
+        with pytest.raises(OSError, match="No space left"):
+            write_results(tmp_path / "all", RESULTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("run")
+    (folder / "metrics.jsonl").write_text('{"step": 3, "phase": "sparse", "loss": 1.0}\n')
+    write_results(folder / "evaluations" / "all", {**RESULTS, "tables": []})
+    return folder
+
+
+def test_pictures_of_what_there_is(run_dir: Path, tmp_path: Path) -> None:
+    folder = run_dir / "evaluations" / "all"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*PICTURES, "results.json", "table.md"])
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
+    write_results(tmp_path / "text", {"name": "text", "model": RESULTS["model"], "data": {"wiki": TEXT}})
+    assert [path.name for path in (tmp_path / "text").glob("*.png")] == ["perplexity_by_position.png"]
+
+
+def test_scores_in_short() -> None:
+    assert scores_of(RESULTS) == {
+        "perplexity/wiki": 7.389,
+        "bits_per_byte/wiki": 0.9,
+        "accuracy/piqa_rc": 0.5,
+        "length_normalised_accuracy/piqa_rc": 0.75,
+        "bits_per_byte/piqa_rc": 1.25,
+        "acc/arc": 0.25,
+        "ruler/1000": 100.0,
+        "ruler/2000": 33.3,
+    }
+
+
+def test_the_report_shows_evaluations(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = run_dir / "evaluations" / "damaged"
+    damaged.mkdir()
+    (damaged / "results.json").write_text("{")
+    page = write_report([run_dir], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<a href="#evaluations">Evaluations</a>' in page
+    assert "<tr><td>changed</td><td class=number>gsa.k_base=5</td></tr>" in page
+    assert "<tr><td>perplexity/wiki</td><td class=number>7.389</td></tr>" in page
+    assert page.count("<img alt=") == len(PICTURES)
+    assert "gsa-evaluate --run &lt;x&gt;" in page
+    assert "damaged: no evaluation in it" in caplog.text
+
+
+def wandb_config(**logging: str) -> Config:
+    return tiny_config(run={"name": "gsa"}, logging={"wandb_project": "p", **logging})
+
+
+def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    write_results(folder, {**RESULTS, "tables": []})
+    before = sorted(run_dir.rglob("*"))
+    run_id = log_to_wandb(RESULTS, folder, wandb_config(wandb="offline", wandb_group="study"), "trained1")
+    assert sorted(run_dir.rglob("*")) == before
+    (kept,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    content = kept.read_bytes()
+    assert f"run-{run_id}.wandb" == kept.name
+    for words in (
+        "evaluation",
+        "study",
+        "gsa all",
+        "training_run",
+        "trained1",
+        "eval/perplexity/wiki",
+        "eval/needle",
+    ):
+        assert words.encode() in content, words
+    assert {
+        path.name.split("_")[0] for path in (kept.parent / "files" / "media" / "images" / "eval").iterdir()
+    } == {
+        "needle",
+        "perplexity",
+        "ruler",
+        "tasks",
+    }
+
+
+def test_wandb_may_be_off(tmp_path: Path) -> None:
+    assert log_to_wandb(RESULTS, tmp_path, wandb_config(wandb="disabled"), None) is None
+    assert log_to_wandb(RESULTS, tmp_path, wandb_config(wandb="offline"), None, choice="disabled") is None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,409 @@
+"""Tasks between training steps: each request's log-likelihood is that of a pass of its own, on any number of replicas;
+training does not notice them, a stop in them loses nothing, and they keep to their share of the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from gsa_data.faults import DataFault
+from gsa_data.tokenize import Tokenizer
+from gsa_train.batches import TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.checkpoint.load import load_checkpoint, read_run_state
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import Config
+from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.file_checks import check_tasks
+from gsa_train.evaluation.loop_tasks import TaskError, prepare_tasks
+from gsa_train.evaluation.requests import Request
+from gsa_train.metrics.progress import Progress
+from gsa_train.metrics.record_format import to_scalars
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import PhaseRange, enter_phase
+from gsa_train.report.page import write_report
+from gsa_train.report.plots import write_plots
+from gsa_train.resume import Start, start_from
+from gsa_train.run.hang_watchdog import ACTIVITIES
+from gsa_train.run.stop_signals import Stopped
+from gsa_train.run.tasks_in_turn import score_tasks_in_turn
+from gsa_train.step import owners_losses
+from gsa_train.tasks import NOBODY, TaskClock, _deal, log_likelihoods, pack_requests, shared_tasks
+from gsa_train.trainer import run_phase
+from helpers.request_files import choice_requests, gold_requests, write_requests
+from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
+from helpers.tiny_run import tiny_run
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample"
+TOKENIZER = str(SAMPLE / "tokenizer.model")
+CONFIG = tiny_config()
+LENGTH = CONFIG.train.seq_len_tokens
+PHASE = dataclasses.replace(SPARSE, steps=4)
+
+
+def random_requests() -> list[Request]:
+    """One has as many tokens as a sequence and its last label, one an EOS in the middle."""
+    random = np.random.default_rng(3)
+    lengths = [(17, 5), (9, 8), (4, 1), (12, 3), (2, 1), (6, 2), (7, 4)]
+    requests = [
+        Request(random.integers(1, 32, length).astype(np.int32), scored) for length, scored in lengths
+    ]
+    requests[3].tokens[4] = EOS
+    return requests
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    made = tiny_model(CONFIG, variance_ema=0.02)
+    enter_phase(made, SPARSE)
+    return made
+
+
+def alone(model: Model, request: Request) -> float:
+    """In a sequence that is filled up with something else behind it."""
+    block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
+    tokens, scored = request
+    block[0, : len(tokens)] = torch.from_numpy(tokens)
+    with torch.no_grad():
+        losses = token_losses(
+            model, to_micro_batch(block, EOS, attend_across_documents=True), evaluating=True
+        )[0]
+    return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
+
+
+def test_log_likelihoods_are_those_of_a_pass_of_its_own(model: Model) -> None:
+    requests = random_requests()
+    rounds: list[int] = []
+    found = log_likelihoods(model, requests, EOS, CONFIG, single_rank(), lambda: rounds.append(1))
+    assert found == pytest.approx([alone(model, each) for each in requests], rel=1e-5)
+    assert rounds == [1]
+    assert not model.runtime.attention_pass.evaluating
+
+
+def test_packing_leaves_nothing_out() -> None:
+    requests = random_requests()
+    packed = pack_requests(requests, EOS, LENGTH)
+    assert len(packed.blocks) == 4 < len(requests)
+    counts = np.bincount(packed.owners[packed.owners != NOBODY], minlength=len(requests))
+    assert counts.tolist() == [each.scored for each in requests]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_any_number_of_replicas_has_the_same_sums(model: Model, replicas: int) -> None:
+    requests = random_requests()
+    packed = pack_requests(requests, EOS, LENGTH)
+    ranks = [dataclasses.replace(single_rank(), data_rank=r, data_size=replicas) for r in range(replicas)]
+    dealt = [_deal(packed, EOS, CONFIG, rank) for rank in ranks]
+    assert len({len(batches) for batches in dealt}) == 1  # the schedule is collective
+    parts = [owners_losses(model, batches, len(requests), CONFIG, single_rank()) for batches in dealt]
+    assert (-sum(parts)).tolist() == pytest.approx(
+        log_likelihoods(model, requests, EOS, CONFIG, single_rank()), rel=1e-6
+    )
+
+
+# ---- a run with tasks, and the same run without
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("requests")
+    written = (
+        write_requests(folder / "colours" / "rc", choice_requests()),
+        write_requests(folder / "gold" / "bpb", gold_requests()),
+    )
+    return [str(place) for place in written]
+
+
+def run_config(tasks: list[str], **evaluate: Any) -> Config:
+    data = {"train_dir": str(SAMPLE / "train"), "tokenizer": TOKENIZER, "num_lanes": 1}
+    evaluate = {"every_steps": 2, "max_blocks": 3, "tasks": tasks, "tasks_max_time_percent": 100, **evaluate}
+    return tiny_config(
+        [PHASE],
+        model={"vocab_size": 4096},
+        train={"seq_len_tokens": 32},
+        data=data | {"validation_dir": str(SAMPLE / "validation")},
+        evaluate={**evaluate, "tasks_every_steps": 2 if tasks else 0},
+        checkpoint={"every_steps": 1000},
+        logging={"every_steps": 1},
+    )
+
+
+def trained(
+    folder: Path,
+    tasks: list[str],
+    ask: Callable[[], int] = lambda: 0,
+    resume_from: Path | None = None,
+    **evaluate: Any,
+) -> dict[str, Any]:
+    """Everything that a run of four steps leaves behind, or up to a stop."""
+    torch.manual_seed(1)
+    config = run_config(tasks, **evaluate)
+    tokenizer = Tokenizer(TOKENIZER)
+    state = None if resume_from is None else read_run_state(resume_from)
+    model = tiny_model(config, variance_ema=0.02)
+    optimizer = build_optimizer(model, PHASE, config)
+    if resume_from is not None:
+        load_checkpoint(resume_from, model, optimizer, single_rank(), with_optimizer=True)
+    records: list[dict[str, Any]] = []
+    messages: list[str] = []
+    run = tiny_run(
+        config,
+        model,
+        batches=TrainBatches(config, single_rank(), tokenizer, state.data if state else None),
+        validation_sets=read_validation_sets(config, tokenizer),
+        tokenizer=tokenizer,
+        tasks=prepare_tasks(tasks, tokenizer, 32, 0),
+        saver=CheckpointSaver(folder, config.checkpoint, single_rank()),
+        sinks=Mock(log=records.append),
+        console=Mock(message=messages.append),
+        stop_vote=Mock(ask=ask),
+        watchdog=Mock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
+        step=state.step if state else 0,
+        tokens=state.tokens if state else 0,
+        validation_due=state.validation_due if state else False,
+        tasks_due=state.tasks_due if state else False,
+        task_clock=TaskClock(**state.task_clock) if state else TaskClock(),
+    )
+    stopped = None
+    try:
+        run_phase(run, PhaseRange(0, PHASE, 0, PHASE.steps), optimizer)
+    except Stopped as stop:
+        stopped = stop
+    close_optimizer(model, optimizer)
+    run.services.saver.close()
+    timing = ("seconds", "per_second", "data_wait", "slowest", "time", "mfu")
+    kept = [
+        {name: value for name, value in record.items() if not any(word in name for word in timing)}
+        for record in records
+        if not record.get("event", "").startswith("checkpoint")
+    ]
+    return {
+        "records": kept,
+        "weights": named_weights(model),
+        "averages": [a.variance.ema.item() for a in model.attentions if a.variance is not None],
+        "rng": torch.get_rng_state(),
+        "data": run.data.batches.state(),
+        "messages": messages,
+        "stopped": stopped,
+        "clock": run.state.task_clock,
+    }
+
+
+def of_event(result: dict[str, Any], event: str) -> list[dict[str, Any]]:
+    return [record for record in result["records"] if record.get("event") == event]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(places: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("undisturbed"), places)
+
+
+@pytest.mark.parametrize("percent", [100, 1e-6], ids=["scored", "left out"])
+def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(
+    percent: float, places: list[str], undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    found = undisturbed
+    if percent < 100:
+        found = trained(tmp_path / "with", places, tasks_max_time_percent=percent)
+        assert of_event(found, "tasks") == []
+        assert [message.split(":")[0] for message in found["messages"]] == [
+            "tasks left out at step 2",
+            "tasks left out at step 4",
+        ]
+    else:
+        first, second = of_event(found, "tasks")
+        assert (first["step"], second["step"]) == (2, 4)
+        assert set(first["eval_accuracy"]) == {"colours_rc"}
+        assert set(first["eval_bits_per_byte"]) == {"colours_rc", "gold_bpb"}
+        assert first["eval_bits_per_byte"] != second["eval_bits_per_byte"]
+        assert found["clock"].task_seconds > 0 < found["clock"].train_seconds
+        assert found["clock"].train_steps == PHASE.steps
+    without = trained(tmp_path / "without", [])
+    assert [each for each in found["records"] if each.get("event") != "tasks"] == without["records"]
+    assert found["averages"] == without["averages"]
+    assert torch.equal(found["rng"], without["rng"])
+    assert found["data"] == without["data"]
+    for name, weight in without["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+
+
+# Before each step one question; at step 2 one in the validation, then one for each task.
+@pytest.mark.parametrize(("question", "due"), [(2, (True, True)), (3, (False, True)), (4, (False, True))])
+def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
+    question: int, due: tuple[bool, bool], places: list[str], undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    answers = iter([0] * question)
+    before = trained(tmp_path, places, lambda: next(answers, int(signal.SIGTERM)))
+    assert before["stopped"].step == 2
+    saved = tmp_path / "step_00000002"
+    state = read_run_state(saved)
+    assert (state.validation_due, state.tasks_due) == due
+    assert (state.task_clock["task_seconds"] > 0) == (question > 2)
+    after = trained(tmp_path, places, resume_from=saved)
+    assert before["records"] + after["records"] == undisturbed["records"]
+    for name, weight in undisturbed["weights"].items():
+        assert torch.equal(after["weights"][name], weight), name
+
+
+def test_tasks_that_are_due_at_the_end_of_a_phase_keep_the_run_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    phases = [dataclasses.replace(PHASE, name="first"), dataclasses.replace(PHASE, name="second")]
+    ranges = [PhaseRange(0, phases[0], 0, 4), PhaseRange(1, phases[1], 4, 8)]
+    for due, index in ((True, 0), (False, 1)):
+        state = Mock(step=4, phase_index=0, validation_due=False, tasks_due=due)
+        monkeypatch.setattr("gsa_train.resume.read_run_state", lambda _, state=state: state)
+        monkeypatch.setattr("gsa_train.resume._check_same_model", Mock())
+        monkeypatch.setattr("gsa_train.resume._check_same_phases", Mock())
+        assert start_from(tmp_path / "x", CONFIG, ranges, ()).phase_index == index
+
+
+# ---- their share of the time
+
+
+def test_the_share_of_the_time() -> None:
+    clock = TaskClock(train_seconds=980.0, train_steps=98, task_seconds=0.0)
+    assert clock.has_room(20.0, 2.0)  # 20 of 1,000
+    assert not clock.has_room(20.1, 2.0)
+    assert not dataclasses.replace(clock, task_seconds=1.0).has_room(20.0, 2.0)
+    assert dataclasses.replace(clock, train_seconds=2000.0, task_seconds=1.0).has_room(20.0, 2.0)
+    assert clock.has_room(1e9, 100)
+    assert not TaskClock().has_room(math.inf, 99.0)
+
+
+def test_what_tasks_will_take(places: list[str]) -> None:
+    config = run_config(places)
+    tasks = prepare_tasks(places, Tokenizer(TOKENIZER), 32, 0)
+    tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
+    clock = TaskClock()
+    assert clock.expected_seconds(tasks, config, single_rank()) == math.inf
+    clock = TaskClock(
+        train_seconds=30.0, train_steps=10
+    )  # a step of 3 s takes 1 s forward, over 4 sequences of 32
+    assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(tokens / 32 / 4)
+    clock.newest_seconds = 5.0
+    assert clock.expected_seconds(tasks, config, single_rank()) == 5.0
+
+
+def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("gsa_train.run.tasks_in_turn.score_tasks", lambda *_: calls.append(1) or {})
+    config = tiny_config(
+        run={"dir": str(tmp_path), "name": "r"}, evaluate={"tasks": ["./x"], "tasks_max_time_percent": 100}
+    )
+    run = tiny_run(config, model, step=3)
+    for _ in range(2):
+        score_tasks_in_turn(run, "sparse", lambda: None)
+    assert len(calls) == 1
+    for scored, expected in ((False, 2), (True, 2)):
+        lines = [{"step": 3, "phase": "sparse", "event": "tasks"}] * scored
+        (tmp_path / "r").mkdir(exist_ok=True)
+        (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        again = tiny_run(config, model, step=3, start=Mock(spec=Start, step=3))
+        score_tasks_in_turn(again, "sparse", lambda: None)
+        assert len(calls) == expected
+
+
+# ---- what is refused, and what is shown
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [
+        ({"tasks": ["./a", " "]}, "evaluate.tasks.1 = ' ': empty"),
+        ({"tasks_every_steps": 5}, "evaluate.tasks_every_steps = 5: there are no evaluate.tasks"),
+        ({"tasks_max_time_percent": 0.0}, "evaluate.tasks_max_time_percent = 0.0: no share"),
+        ({"tasks_max_time_percent": 101.0}, "at most 100, which is no limit"),
+        ({"tasks_every_steps": -1, "tasks": ["./a"]}, "evaluate.tasks_every_steps = -1: negative"),
+    ],
+)
+def test_configs_that_are_refused(evaluate: dict[str, Any], words: str) -> None:
+    config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, **evaluate))
+    (line,) = check_config(config, world_size=1)
+    assert words in line
+
+
+def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(
+    places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text("{}\n")
+    tasks = [*places, "./absent", str(damaged), "absent.yaml", "olmo:no/such", "arc_easy"]
+    config = dataclasses.replace(CONFIG, evaluate=dataclasses.replace(CONFIG.evaluate, tasks=tasks))
+    lines = check_tasks(config)
+    assert [line.split(" = ")[0] for line in lines] == [f"evaluate.tasks.{number}" for number in (2, 3, 4, 5)]
+    assert "line 1: is no request" in lines[1]
+    monkeypatch.setattr("gsa_train.config.checks._is_installed", lambda package: package != "lm_eval")
+    (line,) = check_packages(config)
+    assert line.startswith("evaluate.tasks = absent.yaml: a task of lm-evaluation-harness")
+
+
+def test_files_damaged_further_on_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    folder = write_requests(tmp_path / "x" / "y", [*choice_requests(), {"doc_id": 9, "idx": 0}])
+    with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*line 23: is no request"):
+        prepare_tasks([str(folder)], Tokenizer(TOKENIZER), 32, 0)
+
+
+def test_ranks_with_other_requests_are_refused(places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tokenizer = run_config(places), Tokenizer(TOKENIZER)
+    assert [task.name for task in shared_tasks(config, tokenizer, single_rank())] == [
+        "colours_rc",
+        "gold_bpb",
+    ]
+    with pytest.raises(TaskError, match=r"evaluate.tasks.1 = ./absent"):
+        shared_tasks(run_config([places[0], "./absent"]), tokenizer, single_rank())
+
+    def of_two_ranks(mine: dict[str, str], _: Any) -> dict[int, dict[str, str]]:
+        return {0: mine, 1: {**mine, "requests of gold_bpb": "other"}}
+
+    monkeypatch.setattr("gsa_train.tasks.gather_outcomes", of_two_ranks)
+    with pytest.raises(DataFault, match=r"rank 1 has requests of gold_bpb other.*evaluate.tasks"):
+        shared_tasks(config, tokenizer, single_rank())
+
+
+RECORD = {
+    "event": "tasks",
+    "step": 4,
+    "phase": "sparse",
+    "tokens": 40,
+    "eval_accuracy": {"colours_rc": 0.25},
+    "eval_bits_per_byte": {"colours_rc": 1.5, "gold_bpb": 2.5},
+    "eval_seconds": 3.0,
+    "eval_time_share": 0.01,
+}
+
+
+def test_where_scores_go(tmp_path: Path) -> None:
+    assert to_scalars(RECORD) == {
+        "eval/accuracy/colours_rc": 0.25,
+        "eval/bits_per_byte/colours_rc": 1.5,
+        "eval/bits_per_byte/gold_bpb": 2.5,
+        "eval/seconds": 3.0,
+        "eval/time_share": 0.01,
+    }
+    said: list[str] = []
+    progress = Progress(10, interactive=False)
+    progress.message = said.append  # type: ignore[method-assign]
+    progress.show(RECORD)
+    assert [line.split("sparse")[1].split() for line in said] == [
+        ["colours_rc", "accuracy", "0.2500", "bits", "per", "byte", "1.5000"],
+        ["gold_bpb", "bits", "per", "byte", "2.5000"],
+    ]
+    steps = [{"step": step, "phase": "sparse", "loss": 5.0, "tokens": 10 * step} for step in (2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*steps, RECORD]))
+    page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<h2 id="eval">Tasks</h2>' in page
+    assert "gold_bpb" in page
+    assert (tmp_path / "plots" / "tasks.png") in write_plots(tmp_path)
