@@ -15,9 +15,10 @@ from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config, config_from_yaml
-from gsa_train.convert.export_hf import find_source, tokenizer_of
+from gsa_train.convert.export_hf import tokenizer_of
 from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.in_memory import model_in_memory, to_device
+from gsa_train.convert.read_source import read_source
 from gsa_train.evaluation.settings import apply_settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,14 +93,22 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         tokenizer, across = _tokenizer(source.hf), False
         about = {"hf": str(source.hf.absolute())}
     else:
-        checkpoint, run_dir = find_source(source.run, source.step, source.checkpoint)
-        state = read_run_state(checkpoint)
-        config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-        hf_config = apply_settings(to_hf_config(config), settings)
-        tokenizer = tokenizer_of(checkpoint, config, state)
-        model = model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
+
+        def read(checkpoint: Path, run_dir: Path | None) -> tuple[Any, ...]:
+            state = read_run_state(checkpoint)
+            config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+            hf_config = apply_settings(to_hf_config(config), settings)
+            tokenizer = tokenizer_of(checkpoint, config, state)
+            model = model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
+            about: dict[str, Any] = {"checkpoint": str(checkpoint.absolute()), "step": state.step}
+            about["tokens_trained"] = state.tokens
+            return model, hf_config, tokenizer, run_dir, config, about
+
+        model, hf_config, tokenizer, run_dir, config, about = read_source(
+            source.run, source.step, source.checkpoint, read
+        )
+        assert config is not None
         across = config.data.attend_across_documents
-        about = {"checkpoint": str(checkpoint.absolute()), "step": state.step, "tokens_trained": state.tokens}
     about |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": attention,
