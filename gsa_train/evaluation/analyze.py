@@ -92,7 +92,7 @@ def read_one_text(subject: Subject, text: str | None, file: Path | None, most: i
     if not LEAST_TOKENS <= most <= MOST_TOKENS:
         raise ValueError(f"--max-tokens {most}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
     if text is not None or file is not None:
-        origin = "--text" if file is None else file.name
+        origin = "the text given" if file is None else file.name
         try:
             content = text if file is None else file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -106,7 +106,7 @@ def read_one_text(subject: Subject, text: str | None, file: Path | None, most: i
         place = next(iter(subject.config.data.validation_folders.values()))
         corpus = open_corpus(place, subject.config.data.text_field, READING)
         documents = islice(validation_documents(corpus, subject.tokenizer, READING), MOST_DOCUMENTS)
-        origin = "the longest of the first validation documents"
+        origin = f"the longest of the first {MOST_DOCUMENTS} documents of {place}"
         tokens = max((document.tokens[:-1] for document in documents), key=len, default=np.zeros(0)).tolist()
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(f"{origin}: {len(tokens)} tokens; give a text of at least {LEAST_TOKENS}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gsa_train.evaluation.attention_record import GATE_BINS, AttentionRecord, Gate, HeadMaps
 
-CELLS = 512
+CELLS = 256
 """Of a map's side: where there are more tokens, a cell is the mean of several."""
 SPELLED_TOKENS = 40
 """Up to so many are written along a map's axes."""
@@ -90,7 +90,7 @@ def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
             (
                 f"Selected keys, {int(budget.min()):,} to {int(budget.max()):,} a query:\n{recall}",
                 weight,
-                pooled(maps.weights, maps.selected, side),
+                pooled(maps.weights, visible, side, maps.selected),
                 "attention weight (grey: not selected)",
             ),
         ]
@@ -113,17 +113,22 @@ def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
     return figure
 
 
-def pooled(values: torch.Tensor, counted: torch.Tensor, side: int) -> Any:
-    """Mean of the counted values in each square of `side` x `side`, masked where none counts: [ceil(L / side)] * 2."""
+def pooled(values: torch.Tensor, counted: torch.Tensor, side: int, shown: torch.Tensor | None = None) -> Any:
+    """Mean of the counted values in each square of `side` x `side`: [ceil(L / side)] * 2, masked where none is shown.
+
+    Args:
+        values, counted: [L, L]
+        shown: bool [L, L]; None: `counted`.
+    """
     more = -len(values) % side
-    sums, counts = (
-        torch.nn.functional.pad(each, (0, more, 0, more))
-        .unflatten(1, (-1, side))
-        .unflatten(0, (-1, side))
-        .sum((1, 3))
-        for each in (torch.where(counted, values, 0).double(), counted.double())
-    )
-    return np.ma.masked_array((sums / counts.clamp(min=1)).numpy(), (counts == 0).numpy())
+
+    def sums(each: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(each.double(), (0, more, 0, more))
+        return padded.unflatten(1, (-1, side)).unflatten(0, (-1, side)).sum((1, 3))
+
+    means = sums(torch.where(counted, values, 0)) / sums(counted).clamp(min=1)
+    hidden = sums(counted if shown is None else shown) == 0
+    return np.ma.masked_array(means.numpy(), hidden.numpy())
 
 
 def _range(values: torch.Tensor) -> tuple[float, float]:
@@ -220,7 +225,7 @@ def draw_keys(keys: Sequence[list[int] | None], title: str) -> Figure:
         label="layers, least to most",
     )
     ax.plot(positions, table.mean(0), color=BLUE, label="selected keys, mean of the layers")
-    ax.set_ylim(0, 1.6 * table.max())
+    ax.set_ylim(0, min(1.6 * table.max(), 1.05 * len(positions)))
     ax.set_xlim(0, len(positions) - 1)
     ax.set_xlabel("query: its position in the text")
     ax.set_ylabel("keys")
