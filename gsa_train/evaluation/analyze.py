@@ -106,7 +106,7 @@ def read_one_text(subject: Subject, text: str | None, file: Path | None, most: i
         place = next(iter(subject.config.data.validation_folders.values()))
         corpus = open_corpus(place, subject.config.data.text_field, READING)
         documents = islice(validation_documents(corpus, subject.tokenizer, READING), MOST_DOCUMENTS)
-        origin = f"the longest of the first {MOST_DOCUMENTS} documents of {place}"
+        origin = "a validation document"
         tokens = max((document.tokens[:-1] for document in documents), key=len, default=np.zeros(0)).tolist()
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(f"{origin}: {len(tokens)} tokens; give a text of at least {LEAST_TOKENS}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,14 @@ def write_pictures(
     """
     assert record.maps is not None
     figures = {
-        "attention.png": draw_maps(record.maps, tokens, f"Attention of {place} · {about}"),
-        "sink.png": draw_sink(record, f"Attention on the first token · {about}"),
+        "attention.png": draw_maps(record.maps, tokens, f"Attention of {place}\n{about}"),
+        "sink.png": draw_sink(record, f"Attention on the first token\n{about}"),
     }
     gates = {"G1 (output gate)": record.output_gates, "G2 (value gate)": record.value_gates}
     if present := {name: found for name, found in gates.items() if found}:
-        figures["gates.png"] = draw_gates(present, f"Gates: 0 is shut, 1 is open · {about}")
+        figures["gates.png"] = draw_gates(present, f"Gates: 0 is shut, 1 is open\n{about}")
     if any(each is not None for each in record.keys):
-        figures["keys.png"] = draw_keys(record.keys, f"Selected keys by position · {about}")
+        figures["keys.png"] = draw_keys(record.keys, f"Selected keys by position\n{about}")
     for name, figure in figures.items():
         figure.savefig(folder / name)
     return [*figures]
@@ -183,7 +184,7 @@ def draw_gates(gates: dict[str, list[Gate]], title: str) -> Figure:
     layers, heads = len(next(iter(gates.values()))), max(len(found[0].means) for found in gates.values())
     width, height = _size_of_table(layers, heads, beside=4.5)
     figure = Figure(figsize=(width, 0.6 + height * len(gates)), dpi=110, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    _write_title(figure, title)
     axes: NDArray[Any] = figure.subplots(len(gates), 2, squeeze=False, width_ratios=[3, 2])
     edges = np.linspace(0, 1, GATE_BINS + 1)
     for (table, bars), (name, found) in zip(axes, gates.items(), strict=True):
@@ -239,14 +240,22 @@ def _figure(
     title: str, size: tuple[float, float], columns: int, widths: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=size, dpi=110, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    _write_title(figure, title)
     axes: NDArray[Any] = figure.subplots(1, columns, squeeze=False, width_ratios=widths)
     return figure, list(axes[0])
 
 
+def _write_title(figure: Figure, title: str) -> None:
+    """Its first line on top, what it is of below."""
+    first, _, about = title.partition("\n")
+    width = int(11 * figure.get_size_inches()[0])  # characters of this size
+    figure.suptitle(first, fontsize=13, fontweight="bold")
+    figure.supxlabel(textwrap.fill(about, width), fontsize=10)
+
+
 def _size_of_table(layers: int, heads: int, beside: float) -> tuple[float, float]:
     """Of a figure, in inches."""
-    return min(20.0, max(7.0, 2 + 0.45 * heads) + beside), min(14.0, max(3.6, 1.6 + 0.42 * layers))
+    return min(20.0, max(7.0, 2 + 0.45 * heads) + beside), min(9.0, max(3.8, 1.8 + 0.3 * layers))
 
 
 def _draw_table(
