@@ -52,11 +52,12 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
     if source.run is not None:  # before anything is loaded
         result_folder(arguments.name, source.run, arguments.out, "analysis")
+    given = given_text(arguments)
     subject = load_subject(source, arguments.settings, Execution(arguments.device, "eager", arguments.dtype))
     folder = result_folder(arguments.name, subject.run_dir, arguments.out, "analysis")
     layer, head = arguments.layer, arguments.head
     check_place(subject.model, layer, head)
-    text = read_one_text(subject, arguments.text, arguments.file, arguments.max_tokens)
+    text = read_one_text(subject, given, arguments.max_tokens)
     logger.info("%s: %d tokens", text.origin, len(text.tokens))
     record = record_attention(subject.model, text.tokens, layer, head)
     assert record.maps is not None
@@ -83,21 +84,31 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     return folder
 
 
-def read_one_text(subject: Subject, text: str | None, file: Path | None, most: int) -> Text:
-    """The text given, that of the file, or else a document of the run's validation text; its first `most` tokens.
+def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
+    """The text of --text or --file and what to call it, before anything is loaded; None without either.
 
     Raises:
-        ValueError, OSError, DataFault: there is none, or it is too short.
+        ValueError, OSError: it cannot be read, or --max-tokens is out of bounds.
     """
-    if not LEAST_TOKENS <= most <= MOST_TOKENS:
-        raise ValueError(f"--max-tokens {most}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
-    if text is not None or file is not None:
-        origin = "the text given" if file is None else file.name
-        try:
-            content = text if file is None else file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--file {file}: no UTF-8 text ({error}); give a text file") from error
-        tokens = subject.tokenizer.encode(content or "").tolist()
+    if not LEAST_TOKENS <= arguments.max_tokens <= MOST_TOKENS:
+        raise ValueError(f"--max-tokens {arguments.max_tokens}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
+    file: Path | None = arguments.file
+    if file is None:
+        return None if arguments.text is None else (arguments.text, "the text given")
+    try:
+        return file.read_text(encoding="utf-8"), file.name
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--file {file}: no UTF-8 text ({error}); give a text file") from error
+
+
+def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) -> Text:
+    """The text given, or else a document of the run's validation text; its first `most` tokens.
+
+    Raises:
+        ValueError, DataFault: there is none, or it is too short.
+    """
+    if given is not None:
+        tokens, origin = subject.tokenizer.encode(given[0]).tolist(), given[1]
     else:
         if subject.config is None:
             raise ValueError("the model is of no run, which has validation text: give --text or --file")
@@ -106,8 +117,8 @@ def read_one_text(subject: Subject, text: str | None, file: Path | None, most: i
         place = next(iter(subject.config.data.validation_folders.values()))
         corpus = open_corpus(place, subject.config.data.text_field, READING)
         documents = islice(validation_documents(corpus, subject.tokenizer, READING), MOST_DOCUMENTS)
-        origin = "a validation document"
         tokens = max((document.tokens[:-1] for document in documents), key=len, default=np.zeros(0)).tolist()
+        origin = "a validation document"
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(f"{origin}: {len(tokens)} tokens; give a text of at least {LEAST_TOKENS}")
     return Text(tokens[:most], len(tokens), origin)

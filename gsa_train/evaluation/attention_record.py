@@ -116,7 +116,7 @@ class _Recorder:
         self.leader = model.config.indexer_layer(layer)
         self.scores: torch.Tensor | None = None
         # As in training. A shorter text has no such query: its later half counts.
-        self.record = AttentionRecord(min(LEAST_KEYS, max(1, count // 2)))
+        self.record = AttentionRecord(LEAST_KEYS if count >= LEAST_KEYS else max(1, count // 2))
 
     def of_layer(self, number: int) -> Callable[..., None]:
         def read(
