@@ -137,7 +137,7 @@ class GSAAttention(nn.Module):
             output [B, L, d]; probabilities, by "eager" only; the selection, for later layers; the indexer loss.
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        q, k, v = self._project(hidden_states, position_embeddings, shape)
+        q, k, v = self.project(hidden_states, position_embeddings, shape)
         slots = torch.arange(shape[1], device=q.device)
         if cache is not None:
             slots = slots + cache.get_seq_length(
@@ -187,7 +187,7 @@ class GSAAttention(nn.Module):
             out = sigmoid_gate(out, gate)
         return self.o_proj(out.reshape(*shape[:2], -1)), weights, selection, loss
 
-    def _project(
+    def project(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],

@@ -122,11 +122,17 @@ def find_checkpoint(folder: Path) -> Path | None:
         return folder
     for checkpoints in (folder, folder / "checkpoints"):
         name = newest_name(checkpoints)
+        while name is not None and not is_complete(checkpoints / name):
+            newer = newest_name(checkpoints)
+            if newer == name:
+                break
+            name = newer  # meanwhile its run has saved another one, and deleted this
         if name is None:
             continue
+        found = checkpoints / name if is_complete(checkpoints / name) else None
         _warn_of_latest(checkpoints)
-        if is_complete(checkpoints / name):
-            return checkpoints / name
+        if found is not None:
+            return found
         complete = [path.name for path in complete_checkpoints(checkpoints)]
         raise FileNotFoundError(
             f"{checkpoints / LATEST} names {name}, which is missing or incomplete; complete checkpoints: "
@@ -173,7 +179,12 @@ def recover_folder(checkpoints: Path) -> None:
     """Undo what a killed save left behind. Call on one process."""
     put_back(checkpoints)
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
-        shutil.rmtree(leftover)
+        try:
+            shutil.rmtree(leftover)
+        except (
+            OSError
+        ) as error:  # on NFS where another process holds a file of it open; the next save tries again
+            logger.warning("%s could not be deleted: %s", leftover, error)
 
 
 def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
@@ -328,7 +339,8 @@ def prune(
     reach_steps: int | None = None,
     keep_every_steps: int = 0,
 ) -> list[str]:
-    """Delete all but the last `keep_last` complete checkpoints up to `newest`; returns what could not be.
+    """Delete all but the last `keep_last` complete checkpoints up to `newest`; returns what could not be. Call while no
+    save is under way.
 
     What is newer, where `latest` was set back by hand, does not count: a resume could not fall back on it.
 
@@ -357,9 +369,13 @@ def prune(
             doomed = old.with_name(f".tmp_{old.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             old.rename(doomed)
-            shutil.rmtree(doomed)
         except OSError as error:
             failures.append(f"{old.name} could not be deleted: {error}")
+    for doomed in checkpoints.glob(".tmp_step_*"):  # and what could not be deleted before
+        try:
+            shutil.rmtree(doomed)
+        except OSError as error:  # on NFS where another process holds a file of it open
+            failures.append(f"{doomed.name.removeprefix('.tmp_')} could not be deleted: {error}")
     return failures
 
 

@@ -53,10 +53,12 @@ class CheckpointTensors:
 
     Raises:
         ValueError: a file is missing, damaged, or asks for something that no checkpoint needs.
+        FileNotFoundError: there is no such folder.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
+        self._inode = checkpoint.stat().st_ino
         fault = find_damage_alone(checkpoint)
         if fault is not None:
             raise ValueError(f"{checkpoint} is damaged: {fault}. Give another checkpoint.")
@@ -75,7 +77,8 @@ class CheckpointTensors:
         """The whole tensor, of its parts.
 
         Raises:
-            ValueError: the parts are not those of one tensor.
+            ValueError: the parts are not those of one tensor, or the folder is another one by now.
+            FileNotFoundError: the folder is gone.
         """
         kind = self.kinds[name]
         whole = torch.empty(kind.shape, dtype=kind.dtype)
@@ -93,6 +96,8 @@ class CheckpointTensors:
                 view = view.narrow(dim, start, part.shape[dim])
             view.copy_(part)
             filled += part.numel()
+        if self._checkpoint.stat().st_ino != self._inode:
+            raise ValueError(f"{self._checkpoint}: written again while it was read; read it again")
         if filled != math.prod(kind.shape):
             raise ValueError(
                 f"{self._checkpoint}: the parts of {name} have {filled} elements of {whole.numel()}"

@@ -42,11 +42,15 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     # Here, so that wrong use is reported before torch is loaded.
-    from gsa_train.convert.export_hf import export_hf, find_source
+    from gsa_train.convert.export_hf import Exported, export_hf
+    from gsa_train.convert.read_source import read_source
+
+    def export(checkpoint: Path, run_dir: Path | None) -> tuple[Path, Exported]:
+        settings = (arguments.dtype, arguments.max_shard_size)
+        return checkpoint, export_hf(checkpoint, arguments.out, run_dir, *settings)
 
     try:
-        checkpoint, run_dir = find_source(arguments.run, arguments.step, arguments.checkpoint)
-        done = export_hf(checkpoint, arguments.out, run_dir, arguments.dtype, arguments.max_shard_size)
+        checkpoint, done = read_source(arguments.run, arguments.step, arguments.checkpoint, export)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -112,16 +112,19 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling | None:
 def load(arguments: argparse.Namespace) -> TextModel:
     import torch
 
-    from gsa_train.convert.export_hf import find_source
     from gsa_train.convert.in_memory import load_checkpoint_model, load_hf_model
+    from gsa_train.convert.read_source import read_source
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention = arguments.attention or ("gsa" if device.type == "cuda" else "sdpa")
     if arguments.hf is not None:
         return load_hf_model(arguments.hf, device, attention)
-    checkpoint, _ = find_source(arguments.run, arguments.step, arguments.checkpoint)
-    logging.info("weights of %s", checkpoint)
-    return load_checkpoint_model(checkpoint, device, attention)
+
+    def read(checkpoint: Path, _: Path | None) -> TextModel:
+        logging.info("weights of %s", checkpoint)
+        return load_checkpoint_model(checkpoint, device, attention)
+
+    return read_source(arguments.run, arguments.step, arguments.checkpoint, read)
 
 
 def write(

@@ -22,8 +22,8 @@ SOURCE = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "lm-eval", "triton", "numpy")
 
 
-def result_folder(name: str, run_dir: Path | None, out: Path | None) -> Path:
-    """`<run>/evaluations/<name>`, or `<out>/<name>`.
+def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str = "evaluations") -> Path:
+    """`<run>/<kind>/<name>`, or `<out>/<name>`.
 
     Raises:
         ValueError: the name is in use or cannot be one, or there is no place for it.
@@ -33,7 +33,7 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None) -> Path:
     if out is None and run_dir is None:
         raise ValueError("the model is of no run: give --out DIR, where the results go")
     assert out is not None or run_dir is not None
-    folder = (out if out is not None else Path(str(run_dir)) / "evaluations") / name
+    folder = (out if out is not None else Path(str(run_dir)) / kind) / name
     if folder.exists():
         raise ValueError(f"--name {name}: {folder} exists; give another name, or remove the folder")
     return folder
@@ -52,7 +52,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
     return text
 
 
-def circumstances(arguments: Sequence[str]) -> dict[str, Any]:
+def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> dict[str, Any]:
     """Versions, commit, command and time."""
     versions = {"gsa_train": __version__, "python": platform.python_version()}
     for package in PACKAGES:
@@ -61,7 +61,7 @@ def circumstances(arguments: Sequence[str]) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "command": shlex.join(["gsa-evaluate", *arguments]),
+        "command": shlex.join([program, *arguments]),
         "commit": source_commit(SOURCE),
         "versions": versions,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

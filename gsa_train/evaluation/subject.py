@@ -15,9 +15,10 @@ from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.config import Config, config_from_yaml
-from gsa_train.convert.export_hf import find_source, tokenizer_of
+from gsa_train.convert.export_hf import tokenizer_of
 from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.in_memory import model_in_memory, to_device
+from gsa_train.convert.read_source import read_source
 from gsa_train.evaluation.settings import apply_settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -82,28 +83,37 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     if execution.dtype and execution.dtype not in DTYPES:
         raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
     dtype = DTYPES.get(execution.dtype)
-    about: dict[str, Any]
-    config: Config | None = None
-    run_dir: Path | None = None
-    wandb_run_id: str | None = None
     if source.hf is not None:
         hf_config = apply_settings(_hf_config(source.hf), settings)
         loaded: Any = GSAForCausalLM.from_pretrained(
             source.hf, config=hf_config, dtype=dtype or "auto", attn_implementation=attention
         )
-        model = to_device(loaded, device)
-        tokenizer, across = _tokenizer(source.hf), False
+        length = hf_config.max_position_embeddings
         about = {"hf": str(source.hf.absolute())}
+        subject = Subject(to_device(loaded, device), _tokenizer(source.hf), length, False, None, None, about)
     else:
-        checkpoint, run_dir = find_source(source.run, source.step, source.checkpoint)
-        state = read_run_state(checkpoint)
-        wandb_run_id = state.wandb_run_id
-        config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-        hf_config = apply_settings(to_hf_config(config), settings)
-        tokenizer = tokenizer_of(checkpoint, config, state)
-        model = model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
-        across = config.data.attend_across_documents
-        about = {"checkpoint": str(checkpoint.absolute()), "step": state.step, "tokens_trained": state.tokens}
+
+        def read(checkpoint: Path, run_dir: Path | None) -> Subject:
+            state = read_run_state(checkpoint)
+            config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+            hf_config = apply_settings(to_hf_config(config), settings)
+            return Subject(
+                model_in_memory(checkpoint, config, hf_config, attention, device, dtype),
+                tokenizer_of(checkpoint, config, state),
+                hf_config.max_position_embeddings,
+                config.data.attend_across_documents,
+                run_dir,
+                config,
+                {
+                    "checkpoint": str(checkpoint.absolute()),
+                    "step": state.step,
+                    "tokens_trained": state.tokens,
+                },
+                state.wandb_run_id,
+            )
+
+        subject = read_source(source.run, source.step, source.checkpoint, read)
+    model, about = subject.model, subject.about
     about |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": attention,
@@ -111,7 +121,9 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": list(settings),
         "config": {
-            name: value for name, value in hf_config.to_diff_dict().items() if name != "transformers_version"
+            name: value
+            for name, value in model.config.to_diff_dict().items()
+            if name != "transformers_version"
         },
     }
     logger.info(
@@ -122,8 +134,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         attention,
         about["device"],
     )
-    length = hf_config.max_position_embeddings
-    return Subject(model, tokenizer, length, across, run_dir, config, about, wandb_run_id)
+    return subject
 
 
 def _hf_config(folder: Path) -> GSAConfig:

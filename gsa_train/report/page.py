@@ -14,6 +14,7 @@ from pathlib import Path
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.metrics.record_format import Record
 from gsa_train.model.flops import count_parameters
+from gsa_train.report.analyses import section_of_analyses
 from gsa_train.report.charts import Chart, chart_of, head_charts, layer_charts
 from gsa_train.report.evaluations import evaluations_in_html
 from gsa_train.report.events import KINDS, Event
@@ -27,6 +28,7 @@ MOST_SAMPLES = 50
 """Newest validations of a run whose samples are shown."""
 SAMPLES_LINK = '<a href="#samples">Samples</a>'
 EVALUATIONS_LINK = '<a href="#evaluations">Evaluations</a>'
+ANALYSES_LINK = '<a href="#analyses">Analyses</a>'
 SPIKE = (
     "A step is flagged where its loss or gradient norm rises above the limit of monitor.detector, or is not finite. "
     "All flagged steps with fewer than 10 others between neighbours are one spike. Spikes per 100K steps are the "
@@ -75,18 +77,21 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
     )
     samples = _samples(runs)
     evaluations = evaluations_in_html(runs)
+    analyses = section_of_analyses({run.name: run.folder for run in runs})
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{_text(title)}</title><style>{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}</style>
 <script>{get_plotlyjs()}</script></head><body>
 <h1>{_text(title)}</h1><div class="soft">written {time.strftime("%Y-%m-%d %H:%M %Z")} by gsa_train</div>
 <nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}
-{evaluations and EVALUATIONS_LINK}{links}</nav>
+{evaluations and EVALUATIONS_LINK}{links}
+{analyses and ANALYSES_LINK}</nav>
 <h2 id="runs">Runs</h2>{_table_of_runs(runs)}{"".join(map(_about, runs))}
 <h2 id="events">Events</h2>{"".join(_table_of_events(run, len(runs)) for run in runs)}
 {_legend_of_marks(runs)}{samples}{evaluations}
 <noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
 pictures.</p></noscript>{plots}
+{analyses}
 <script>{ZOOM_TOGETHER}</script></body></html>
 """
     path.parent.mkdir(parents=True, exist_ok=True)

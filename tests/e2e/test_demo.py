@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gsa_train.commands import analyze, evaluate
 from gsa_train.config import load_config
 from helpers.runs import Run, start
 
@@ -125,3 +129,64 @@ def test_plots_and_tensorboard_are_written(demo):
     logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert [step for step, _ in logged] == demo.series("step")
     assert [value for _, value in logged] == pytest.approx(demo.series("loss"))
+
+
+TASK = """
+task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+"""
+
+
+def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path, monkeypatch):
+    """Every file by hash and time, folders by their names."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "wiki.test.tokens").write_text(" \n = Tower = \n \n A tall tower of stone . \n")
+    (tmp_path / "c4").mkdir()
+    c4 = json.dumps({"text": "A gate of the tower is open. " * 20, "url": "https://example.org"})
+    (tmp_path / "c4" / "c4-validation.00000-of-00008.json.gz").write_bytes(gzip.compress(c4.encode()))
+    example = {"question": "Grass is", "choices": [" green", " blue"], "label": 0}
+    (tmp_path / "test.jsonl").write_text(json.dumps(example) + "\n")
+    (tmp_path / "colours.yaml").write_text(TASK.format(data=tmp_path / "test.jsonl"))
+    run, some = ("--run", demo.folder), ("--max-tokens", 512)
+    kinds = {
+        "own": (*run, *some),
+        "older": (*run, "--step", 30, *some),
+        "checkpoint": ("--checkpoint", demo.checkpoints / "step_00000030", *some),
+        "dense": (*run, *some, "gsa.attention=dense"),
+        "sparser": (*run, *some, "gsa.k_base=32", "gsa.adaptive_k=off"),
+        "windows": (*run, *some, "--stride", 64, "--batch-size", 2),
+        "wikitext": (*run, "--data", f"wikitext:{tmp_path / 'wiki.test.tokens'}"),
+        "c4": (*run, "--data", tmp_path / "c4", "--context-length", 64),
+        "ruler": (*run, "--ruler", 400, "--ruler-samples", 1, "--ruler-tasks", "niah_single_1"),
+        "tasks": (*run, "--tasks", tmp_path / "colours.yaml"),
+    }
+    before = contents(demo.folder)
+    for name, words in kinds.items():
+        monkeypatch.setattr("sys.argv", ["evaluate.py", "--name", name, *map(str, words)])
+        assert evaluate.main() == 0, name
+    monkeypatch.setattr("sys.argv", ["analyze.py", "--run", str(demo.folder), "--name", "own"])
+    assert analyze.main() == 0
+    assert contents(demo.folder) == before
+    assert {path.name for path in (demo.folder / "evaluations").iterdir()} == kinds.keys()
+    assert {path.name for path in (demo.folder / "analysis").iterdir()} == {"own"}
+
+
+def contents(folder: Path) -> dict[str, tuple[str, int] | None]:
+    """All but what evaluations and analyses write."""
+    return {
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
+        if path.is_file()
+        else None
+        for path in folder.rglob("*")
+        if path.relative_to(folder).parts[0] not in ("evaluations", "analysis")
+    }

@@ -61,6 +61,6 @@ def save_run(model: Model, config: Config, folder: Path) -> Path:
     saver.close()
     close_optimizer(model, optimizer)
     assert result.error is None, result.error
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 7.5}) + "\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "phase": "sparse", "loss": 7.5}) + "\n")
     (folder / "summary.json").write_text("{}")
     return folder

@@ -27,9 +27,12 @@ from gsa_train.batches import (
     to_micro_batch,
 )
 from gsa_train.config import ConfigError, load_config
+from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluate import evaluate, ngram_perplexities
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
+from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     DENSE,
     EOS,
@@ -43,7 +46,7 @@ from helpers.single_rank import (
     token_losses,
 )
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 192
@@ -121,6 +124,59 @@ def test_loss_and_gradient_are_those_of_labels_of_minus_100(chats: Path, phase: 
     assert len(expected) > 10
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
+def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
+    chats: Path, tmp_path: Path, phase: Any
+) -> None:
+    """transformers writes and masks each conversation by itself, a row each with padding behind it, and calculates the
+    loss of labels of -100 where the assistant does not write. Queries leave keys out."""
+    budgets = {"k_base": 24, "k_min": 8, "k_max": 48, "indexer_rope": True, "attention": phase.attention}
+    config = config_of(chats)
+    config = dataclasses.replace(
+        config, gsa=dataclasses.replace(config.gsa, **budgets), phases=[phase],
+        train=dataclasses.replace(config.train, global_batch_size=6),
+    )  # fmt: skip
+    tokenizer = load_tokenizer(config)
+    model = tiny_model(config, variance_ema=0.02)
+    optimizer = build_optimizer(model, phase, config)
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, data=data)
+    close_optimizer(model, optimizer)
+    folder = export_hf(checkpoint, tmp_path / "hf").folder
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    writer = transformers.AutoTokenizer.from_pretrained(folder)
+    encoded = {}
+    for messages in map(conversation, NUMBERS):
+        settings = {"chat_template": WITH_BLOCKS, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = writer.apply_chat_template(messages, **settings)
+        encoded[tuple(found["input_ids"])] = found["assistant_masks"]
+
+    batches = TrainBatches(config, single_rank(), tokenizer, None).next_step()
+    rows: list[tuple[int, ...]] = []
+    for batch in batches:
+        assert batch.document_ids is not None
+        for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
+            pieces = [tuple(tokens[ids == number].tolist()) for number in ids.unique()]
+            rows += [piece[:-1] if piece[-1] == tokenizer.eos_id else piece for piece in pieces]
+    rows = [row for row in rows if row]
+    assert len(rows) > 2 * 6
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    mask, labels = torch.zeros_like(tokens), torch.full_like(tokens, -100)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+        written = torch.tensor(encoded[row]).bool()
+        labels[number, : len(row)][written] = tokens[number, : len(row)][written]
+    with torch.no_grad():
+        loss = theirs(input_ids=tokens, attention_mask=mask, labels=labels).loss
+        everything = theirs(input_ids=tokens, attention_mask=mask, labels=tokens.where(mask > 0, -100)).loss
+
+    result, _ = step_gradients(model, phase, batches, config)
+    assert result.loss_tokens == int((labels >= 0).sum())
+    assert result.loss_sum.item() / result.loss_tokens == pytest.approx(loss.item(), rel=1e-6)
+    assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would show
 
 
 def test_packed_is_unpacked(chats: Path) -> None:

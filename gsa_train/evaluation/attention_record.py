@@ -1,0 +1,187 @@
+"""What the attention of a model does on one text: read from a forward pass of the model, by plain torch.
+
+Letters in shapes: L tokens, H query heads, D their size, Hkv key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gsa_hf import GSAForCausalLM
+from gsa_train.model.attention_statistics import LEAST_KEYS
+
+GATE_BINS = 20
+"""Of equal width, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class HeadMaps:
+    """One head of one layer: [L, L] on the CPU, a row a query. 0 or False where a key is after the query."""
+
+    weights: torch.Tensor
+    """fp32: what the head attends with."""
+    full: torch.Tensor
+    """fp32: its softmax over all keys up to the query; of a dense layer the same."""
+    scores: torch.Tensor | None = None
+    """fp32: of the indexer that selects for the layer; None for a dense layer."""
+    selected: torch.Tensor | None = None
+    """bool"""
+    indexer_layer: int | None = None
+    """Whose indexer that is: with `gsa.selection_reuse` an earlier layer's."""
+
+    @property
+    def recall(self) -> float | None:
+        """Share of `full` on the selected keys, mean over the queries that leave keys out; None where none does."""
+        if self.selected is None:
+            return None
+        leaves_out = self.selected.sum(-1) < torch.arange(1, len(self.selected) + 1)
+        of_queries = (self.full * self.selected).sum(-1)[leaves_out]
+        return float(of_queries.mean()) if len(of_queries) else None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One gate of one layer."""
+
+    means: list[float]
+    """Of each head, over its channels and all tokens."""
+    histogram: list[int]
+    """How many openings, of a channel and a token, fall into each of `GATE_BINS`."""
+
+
+@dataclass
+class AttentionRecord:
+    least_keys: int
+    """Queries that see fewer keys count in no `sink`."""
+    maps: HeadMaps | None = None
+    sink: list[list[float]] = field(default_factory=list)
+    """[layers][H]: attention on the first token, mean over the counted queries."""
+    keys: list[list[int] | None] = field(default_factory=list)
+    """[layers][L]: how many each query attends to; None for a dense layer, which attends to all."""
+    output_gates: list[Gate] = field(default_factory=list)
+    """G1 of each layer; empty where the model has none."""
+    value_gates: list[Gate] = field(default_factory=list)
+    """G2, of key-value heads."""
+
+
+@torch.no_grad()
+def record_attention(model: GSAForCausalLM, tokens: list[int], layer: int, head: int) -> AttentionRecord:
+    """Runs the model once.
+
+    Args:
+        model: with `attn_implementation` "eager", which alone returns its probabilities.
+        tokens: of one document.
+        layer, head: of the maps, from 0.
+
+    Raises:
+        ValueError: there is no such layer or head.
+    """
+    check_place(model, layer, head)
+    assert model.config._attn_implementation == "eager"
+    recorder = _Recorder(model, len(tokens), layer, head)
+    hooks = [
+        each.self_attn.register_forward_hook(recorder.of_layer(number), with_kwargs=True)
+        for number, each in enumerate(model.model.layers)
+    ]
+    try:
+        model.model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorder.record
+
+
+def check_place(model: GSAForCausalLM, layer: int, head: int) -> None:
+    """
+    Raises:
+        ValueError: there is no such layer or head.
+    """
+    for name, number, count in (
+        ("layer", layer, model.config.num_hidden_layers),
+        ("head", head, model.config.num_attention_heads),
+    ):
+        if not 0 <= number < count:
+            raise ValueError(f"--{name} {number}: the model has {count}; give one from 0 to {count - 1}")
+
+
+class _Recorder:
+    """Its hooks read what an attention layer was given and what it returned."""
+
+    def __init__(self, model: GSAForCausalLM, count: int, layer: int, head: int) -> None:
+        self.layer, self.head = layer, head
+        self.leader = model.config.indexer_layer(layer)
+        self.scores: torch.Tensor | None = None
+        # As in training. A shorter text has no such query: its later half counts.
+        self.record = AttentionRecord(LEAST_KEYS if count >= LEAST_KEYS else max(1, count // 2))
+
+    def of_layer(self, number: int) -> Callable[..., None]:
+        def read(
+            attention: Any, inputs: tuple[Any, ...], given: dict[str, Any], returned: tuple[Any, ...]
+        ) -> None:
+            hidden = inputs[0]
+            weights, selection = returned[1][0], returned[2]
+            counted = weights[:, self.record.least_keys - 1 :, 0]
+            self.record.sink.append(counted.float().mean(-1).tolist())
+            self.record.keys.append(selection[0].sum(-1).tolist() if attention.is_sparse else None)
+            for projection, gates in (
+                (attention.output_gate_proj, self.record.output_gates),
+                (attention.value_gate_proj, self.record.value_gates),
+            ):
+                if projection is not None:
+                    gates.append(gate_of(projection(hidden)[0], attention.head_dim))
+            visible = given["attention_mask"][0, 0]
+            if number == self.leader:
+                self.scores = torch.where(visible, indexer_scores(attention, hidden, given)[0], 0).cpu()
+            if number == self.layer:
+                self.record.maps = HeadMaps(
+                    weights[self.head].float().cpu(),
+                    full_attention(attention, hidden, given, visible, self.head).cpu(),
+                    self.scores,
+                    selection[0].cpu() if attention.is_sparse else None,
+                    self.leader,
+                )
+
+        return read
+
+
+def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """As the layer calculates them: fp32 [1, L, L]; with `gsa.selection_block` a query's are those of its block's
+    first query.
+
+    Args:
+        attention: a layer with an indexer.
+        hidden: [1, L, d], the layer's input.
+        given: its other arguments.
+    """
+    indexer, leaders = attention.indexer, None
+    tokens = indexer(hidden, given["indexer_embeddings"])
+    if indexer.block_size > 1:
+        positions = given["position_ids"]
+        leaders = torch.arange(hidden.shape[1], device=hidden.device) - positions % indexer.block_size
+    scores: torch.Tensor = indexer.scores(indexer.from_cache(tokens, indexer.cache_row(tokens), leaders))
+    return scores
+
+
+def full_attention(
+    attention: Any, hidden: torch.Tensor, given: dict[str, Any], visible: torch.Tensor, head: int
+) -> torch.Tensor:
+    """Softmax of one head over all visible keys: fp32 [L, L]. Arguments as in `indexer_scores`."""
+    shape = (*hidden.shape[:2], -1, attention.head_dim)
+    q, k, _ = attention.project(hidden, given["position_embeddings"], shape)
+    logits = q[0, head].float() @ k[0, head // attention.num_key_value_groups].float().T * attention.scaling
+    return logits.masked_fill(~visible, float("-inf")).softmax(-1)
+
+
+def gate_of(logits: torch.Tensor, channels: int) -> Gate:
+    """
+    Args:
+        logits: [L, heads * channels]
+        channels: of a head.
+    """
+    opened = logits.float().sigmoid()
+    means = opened.unflatten(-1, (-1, channels)).mean((0, 2)).tolist()
+    return Gate(means, torch.histc(opened, GATE_BINS, 0, 1).long().tolist())

@@ -1,0 +1,14 @@
+"""Draw what a model's attention does on a text: python launch/analyze.py --run RUN_DIR --name NAME [--text TEXT]
+
+`gsa_train/commands/analyze.py` says what it does.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.commands.analyze import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Analyses of attention: the numbers are those of the model and of its training; pictures say what they show."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gsa_train.batches import MicroBatch
+from gsa_train.commands import analyze as command
+from gsa_train.convert.export_hf import export_hf
+from gsa_train.evaluation.attention_pictures import draw_keys, draw_maps, pooled
+from gsa_train.evaluation.attention_record import GATE_BINS, HeadMaps, record_attention
+from gsa_train.evaluation.subject import Execution, Source, load_subject
+from gsa_train.model import query_sample
+from gsa_train.report.page import write_report
+from helpers.evaluated import evaluated_config, evaluated_model, save_run
+from helpers.hf import MODELS, distinct_tokens, tiny_model
+from helpers.single_rank import read_stats, token_losses
+
+LENGTH = 80
+LAYER = 1
+TEXT = "The tower stood by the sea, and " + "the gate of the tower was shut. " * 9
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """A GSA model of training, its config and its run's folder."""
+    config = evaluated_config(train={"seq_len_tokens": LENGTH})
+    model = evaluated_model(config)
+    return model, config, save_run(model, config, tmp_path_factory.mktemp("runs") / "run")
+
+
+def analyzed(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
+    monkeypatch.setattr("sys.argv", ["analyze.py", *map(str, words)])
+    return command.main()
+
+
+# --- numbers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_the_layer(name: str) -> None:
+    """Weights times values, gated and projected, are the layer's output, which the model calculated without us."""
+    model = tiny_model(name)
+    attention: Any = model.model.layers[LAYER].self_attn
+    tokens = distinct_tokens(1, LENGTH)
+    passed: dict[str, torch.Tensor] = {}
+    attention.register_forward_pre_hook(lambda _, inputs: passed.update(h=inputs[0]))
+    attention.o_proj.register_forward_hook(lambda _, __, output: passed.update(output=output))
+    heads = model.config.num_attention_heads
+    records = [record_attention(model, tokens[0].tolist(), LAYER, head) for head in range(heads)]
+    maps = [record.maps for record in records if record.maps is not None]
+    hidden, expected = passed["h"][0], passed["output"][0]
+    with torch.no_grad():
+        values = attention.v_proj(hidden).float()
+        if attention.value_gate_proj is not None:
+            opened = attention.value_gate_proj(hidden).sigmoid()
+            values = values * opened
+            means = opened.view(LENGTH, 2, 8).mean((0, 2)).tolist()
+            assert records[0].value_gates[LAYER].means == pytest.approx(means, rel=1e-5)
+        columns = [maps[head].weights @ values[:, 8 * (head // 2) :][:, :8] for head in range(heads)]
+        out = torch.cat(columns, 1)
+        if attention.output_gate_proj is not None:
+            opened = attention.output_gate_proj(hidden).sigmoid()
+            out = out * opened
+            gate = records[0].output_gates[LAYER]
+            assert gate.means == pytest.approx(opened.view(LENGTH, heads, 8).mean((0, 2)).tolist(), rel=1e-5)
+            bins = (opened.flatten() * GATE_BINS).long().clamp(max=GATE_BINS - 1)
+            assert gate.histogram == bins.bincount(minlength=GATE_BINS).tolist()
+        torch.testing.assert_close(attention.o_proj(out), expected, rtol=1e-5, atol=1e-6)
+
+    causal = torch.ones(LENGTH, LENGTH).tril() > 0
+    for head, found in enumerate(maps):
+        attended = causal if found.selected is None else found.selected
+        assert not (attended & ~causal).any()
+        assert not found.weights[~attended].any()
+        torch.testing.assert_close(found.weights.sum(-1), torch.ones(LENGTH), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.full.sum(-1), torch.ones(LENGTH), rtol=1e-5, atol=0)
+        shares = (found.full * attended).sum(-1, keepdim=True)
+        torch.testing.assert_close(found.full * attended / shares, found.weights, rtol=1e-4, atol=1e-6)
+        sink = found.weights[63:, 0].mean().item()
+        assert records[head].sink[LAYER][head] == pytest.approx(sink, rel=1e-5)
+    found = maps[0]
+    if not attention.is_sparse:
+        assert (found.scores, found.selected, found.indexer_layer) == (None, None, None)
+        assert records[0].keys[LAYER] is None
+        return
+    assert found.selected is not None
+    assert found.scores is not None
+    assert records[0].keys[LAYER] == found.selected.sum(-1).tolist()
+    assert found.indexer_layer == (0 if "reuse" in name else 1)
+    leaves_out = (found.selected.sum(-1) < causal.sum(-1)).nonzero()[:, 0]
+    shares = [(found.full[t] * found.selected[t]).sum().item() for t in leaves_out.tolist()]
+    assert found.recall == pytest.approx(sum(shares) / len(shares), rel=1e-5)
+    if model.config.index_local_window == 0:  # then selection is by score alone
+        for t in leaves_out.tolist():
+            left = found.scores[t, : t + 1][~found.selected[t, : t + 1]]
+            assert found.scores[t][found.selected[t]].min() >= left.max()
+
+
+def test_selections_sinks_and_gates_are_those_of_training(
+    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of training's core and statistics, on the same tokens."""
+    model, _, run_dir = run
+    subject = load_subject(Source(run=run_dir), execution=Execution(attention="eager"))
+    encoded = subject.tokenizer.encode(TEXT).tolist()
+    assert len(encoded) > LENGTH
+    found = [record_attention(subject.model, encoded, layer, 0) for layer in (0, 1)]
+    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
+    tokens = torch.tensor([encoded])
+    batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
+    kept = []
+    for attention in model.attentions:
+        core = attention.over_chunks.core
+
+        def recorded(*arguments: Any, select: Any = core.select) -> Any:
+            kept.append((result := select(*arguments)).selection)
+            return result
+
+        monkeypatch.setattr(core, "select", recorded)
+    token_losses(model, batch, measuring=True, evaluating=True)
+    stats = read_stats(model)
+    for layer, selection in enumerate(kept):
+        maps, record = found[layer].maps, found[layer]
+        assert maps is not None
+        assert maps.selected is not None
+        assert torch.equal(maps.selected, selection[0])
+        assert record.keys[layer] == selection[0].sum(-1).tolist()
+        for head, share in enumerate(record.sink[layer]):
+            assert share == pytest.approx(stats[f"head_first_token_attention/{head:02d}"][layer], rel=1e-5)
+        for gate, of_layers in (("output", record.output_gates), ("value", record.value_gates)):
+            means = of_layers[layer].means
+            assert sum(means) / len(means) == pytest.approx(stats[f"{gate}_gate_mean"][layer], rel=1e-5)
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def files_of(run_dir: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(path.relative_to(run_dir)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
+        for path in run_dir.rglob("*")
+        if path.is_file() and "analysis" not in path.relative_to(run_dir).parts
+    }
+
+
+def test_the_command_writes_pictures_that_the_report_shows(
+    run: tuple[Any, Any, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = run[2]
+    before = files_of(run_dir)
+    assert analyzed(monkeypatch, "--run", run_dir, "--name", "own", "--head", 3, "--max-tokens", 60) == 0
+    assert "own/attention.png" in capsys.readouterr().out
+    exported = export_hf(run_dir / "checkpoints" / "step_00000003", tmp_path / "hf").folder
+    place = ("--hf", exported, "--out", run_dir / "analysis", "--name", "dense", "--text", TEXT)
+    assert analyzed(monkeypatch, *place, "gsa.attention=dense") == 0
+    assert files_of(run_dir) == before
+    for name, pictures in (
+        ("own", ["attention", "gates", "keys", "sink"]),
+        ("dense", ["attention", "gates", "sink"]),
+    ):
+        folder = run_dir / "analysis" / name
+        assert sorted(path.stem for path in folder.glob("*.png")) == pictures
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
+    numbers = json.loads((run_dir / "analysis" / "own" / "results.json").read_text())
+    assert (numbers["layer"], numbers["head"], numbers["text"]["tokens"]) == (0, 3, 60)
+    assert (numbers["least_keys"], numbers["text"]["origin"]) == (30, "a validation document")
+    assert numbers["command"].startswith("gsa-analyze --run")
+    assert set(np.load(run_dir / "analysis" / "dense" / "maps.npz")) == {"weights", "full"}
+
+    (run_dir / "analysis" / ".tmp_killed").mkdir()
+    page = write_report([run_dir], tmp_path / "report.html").read_text()
+    assert page.count('<img src="data:image/png;base64,') == 7
+    assert '<a href="#analyses">' in page
+    assert "tmp_killed" not in page
+
+    assert analyzed(monkeypatch, "--run", run_dir, "--name", "own") == 2
+    assert "exists; give another name, or remove the folder" in capsys.readouterr().err
+
+
+def test_wrong_use(
+    run: tuple[Any, Any, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exported = export_hf(run[2] / "checkpoints" / "step_00000003", tmp_path / "hf").folder
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.txt").write_text("")
+    for words, message in (
+        (("--layer", 2), "--layer 2: the model has 2; give one from 0 to 1"),
+        (("--head", 4), "--head 4: the model has 4; give one from 0 to 3"),
+        (("--file", tmp_path / "empty.txt"), "empty.txt: 0 tokens"),
+        (("--file", tmp_path / "bytes.txt"), "no UTF-8 text"),
+        (("--file", tmp_path / "nowhere.txt"), "No such file"),
+        (("--max-tokens", 5000), "--max-tokens 5000: give 2 to 4,096"),
+        (("--max-tokens", 1), "--max-tokens 1: give 2 to 4,096"),
+        (("gsa.k_base=many",), "not a number"),
+    ):
+        assert analyzed(monkeypatch, "--run", run[2], "--name", "wrong", *words) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in error
+    out = ("--name", "wrong", "--out", tmp_path / "out")
+    assert analyzed(monkeypatch, "--hf", exported, *out) == 2
+    assert "give --text or --file" in capsys.readouterr().err
+    assert not (run[2] / "analysis" / "wrong").exists()
+    with pytest.raises(SystemExit):
+        command.parse(["--run", "x", "--name", "y", "--text", "a", "--file", "b"])
+    with pytest.raises(SystemExit):
+        command.parse(["--hf", "x", "--name", "y", "--step", "3"])
+
+
+# --- pictures --------------------------------------------------------------------------------------------
+
+
+def test_thinned_maps_are_means_of_squares() -> None:
+    values = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    counted = torch.ones(7, 7).tril() > 0
+    shown = counted & (values > 0)
+    found = pooled(values, counted, 3, shown)
+    assert found.shape == (3, 3)
+    for row in range(3):
+        for column in range(3):
+            places = [
+                (t, s)
+                for t in range(3 * row, min(3 * row + 3, 7))
+                for s in range(3 * column, min(3 * column + 3, 7))
+                if counted[t, s]
+            ]
+            assert bool(found.mask[row, column]) == (not any(shown[place] for place in places))
+            if not found.mask[row, column]:
+                mean = sum(values[place].item() for place in places) / len(places)
+                assert found[row, column] == pytest.approx(mean, rel=1e-6)
+
+
+def test_pictures_say_what_they_show() -> None:
+    length = 600
+    causal = torch.ones(length, length).tril()
+    full = causal / causal.sum(-1, keepdim=True)
+    selected = (causal > 0) & (torch.arange(length) < 40)
+    weights = selected / selected.sum(-1, keepdim=True)
+    sparse = HeadMaps(weights, full, causal, selected, indexer_layer=4)
+    figure = draw_maps(sparse, ["a"] * length, "Attention of layer 5, head 0\nrun")
+    titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
+    assert len(titles) == 3
+    assert all("a cell is the mean of 3 x 3" in title for title in titles)
+    assert "layer 4's indexer" in titles[1]
+    assert f"1 to 40 a query:\nthey have {sparse.recall:.0%} of the attention" in titles[2]
+    few = torch.ones(3, 3).tril() / torch.tensor([[1.0], [2.0], [3.0]])
+    figure = draw_maps(HeadMaps(few, few), ["$x$", " a", "\n"], "Attention")
+    (ax,) = (ax for ax in figure.axes if ax.get_title())
+    assert [label.get_text() for label in ax.get_xticklabels()] == [r"\$x\$", "\u2423a", "\u21b5"]
+    figure = draw_keys([None, [1, 2, 2], [1, 2, 3]], "Keys")
+    lines = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert lines["selected keys, mean of the layers"] == [1, 2, 2.5]
