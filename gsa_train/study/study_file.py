@@ -1,0 +1,129 @@
+"""From a study file to the runs that it asks for, with every mistake collected."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.config.load import Problems, build, read_yaml
+from gsa_train.config.study import ArmConfig, StudyConfig
+from gsa_train.study.checks import mistakes, seeds_of
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    config_path: str
+    """As `launch/pretrain.py --config` takes it."""
+    overrides: tuple[str, ...]
+    """`key=value`, all that the command line has."""
+    config: Config
+    """Of both."""
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.dir) / self.config.run.name
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.config.phases)
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.config.train.global_batch_size * self.config.train.seq_len_tokens
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    config: StudyConfig
+    runs: tuple[StudyRun, ...]
+    """All arms with the first seed, then all with the second: a study that is stopped early can be compared."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.dir) / self.config.name
+
+    @property
+    def title(self) -> str:
+        return self.config.title or self.config.name
+
+
+def load_study(path: str | Path, need_data: bool = True) -> Study:
+    """The study of a YAML file.
+
+    Args:
+        need_data: also check that the text of each run is there.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the file, or with an arm's config, a line each.
+    """
+    tree = read_yaml(path)
+    problems = Problems(StudyConfig)
+    study = build(StudyConfig, _with_lists_as_text(tree), problems)
+    if not problems.lines:
+        problems.lines += mistakes(study)
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    config_path = base_config(path, study.config)
+    runs: dict[tuple[str, int], StudyRun] = {}
+    for arm in study.arms:
+        for number, seed in enumerate(seeds_of(arm, study)):
+            try:
+                runs[arm.name, seed] = _run_of(arm, seed, study, config_path, need_data and number == 0)
+            except ConfigError as error:
+                problems.lines += [f"arm {arm.name}: {line}" for line in error.problems]
+                break  # the other seeds have the same mistakes
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    most = max(len(seeds_of(arm, study)) for arm in study.arms)
+    ordered = [
+        runs[arm.name, seeds_of(arm, study)[number]]
+        for number in range(most)
+        for arm in study.arms
+        if number < len(seeds_of(arm, study))
+    ]
+    return Study(Path(path), study, tuple(ordered))
+
+
+def base_config(study_path: str | Path, config: str) -> str:
+    """The file beside the study file, if there is one of this name; else the words as they are."""
+    beside = Path(study_path).parent / config
+    return str(beside) if beside.is_file() else config
+
+
+def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """A list of an arm's fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
+    arms = tree.get("arms")
+    for arm in arms if isinstance(arms, list) else []:
+        fields = arm.get("set") if isinstance(arm, dict) else None
+        if isinstance(fields, dict):
+            lists = {key: value for key, value in fields.items() if isinstance(value, list)}
+            fields.update({key: json.dumps(value, ensure_ascii=False) for key, value in lists.items()})
+    return tree
+
+
+def _run_of(arm: ArmConfig, seed: int, study: StudyConfig, config_path: str, need_data: bool) -> StudyRun:
+    overrides = (
+        *(f"{key}={value}" for key, value in arm.set.items()),
+        f"run.seed={seed}",
+        f"data.seed={seed}",
+        f"run.dir={Path(study.dir) / study.name}",
+        f"run.name={arm.name}-seed{seed}",
+    )
+    parallel = load_config(config_path, overrides).parallel
+    ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
+    config = load_config(config_path, overrides, max(ranks, 1), need_data)
+    return StudyRun(arm.name, seed, config_path, overrides, config, ranks)
