@@ -1,8 +1,8 @@
 """Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
 
-    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N] [--retry-failed]
-    python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE]
-    python launch/study.py --study FILE --report [--out DIR]
+    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N] [--retry-failed] [key=value ...]
+    python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
+    python launch/study.py --study FILE --report [--out DIR] [key=value ...]
 
 Trains the arms of a study file with each of its seeds, evaluates them, and writes the report that compares them. The
 same command goes on after any end. Exit code 2: wrong use, a mistake in the file, or a run that began with another
@@ -17,12 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from gsa_train.config import ConfigError
+from gsa_train.config import ConfigError, RunConfig
 from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
 from gsa_train.run import exit_codes
+from gsa_train.run.stop_signals import find_deadline
 from gsa_train.study.cost import describe_cost
 from gsa_train.study.jobs import jobs_of
 from gsa_train.study.page import write_study_report
@@ -38,7 +40,7 @@ def main() -> int:
     arguments = parse(sys.argv[1:])
     only_looks = arguments.report or arguments.dry_run
     try:
-        study = load_study(arguments.study, need_data=not only_looks)
+        study = load_study(arguments.study, arguments.overrides, need_data=not only_looks)
         states = states_of(study)
         plan = plan_study(states, read_failures(study.folder), arguments.retry_failed)
         gpus = gpus_at_hand(arguments.gpus)
@@ -50,6 +52,8 @@ def main() -> int:
             report(study, arguments.out)
             return 0
         check_devices(plan.due, gpus)
+        if study.config.evaluations and find_spec("transformers") is None:
+            raise StudyError("evaluations need transformers; run in the checkout: pip install '.[hf]'")
         with lock_study(study.folder):
             return run(study, plan, gpus, arguments)
     except (ConfigError, StudyError) as error:
@@ -67,9 +71,8 @@ def run(study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argpar
     say(
         f"{study.title}: {done} of {all_jobs} jobs are finished, {len(plan.due)} due, {where}; {study.folder}"
     )
-    deadline = None
-    if arguments.stop_after_minutes is not None:
-        deadline = time.time() + 60 * arguments.stop_after_minutes
+    margin = RunConfig().slurm_margin_minutes
+    deadline = find_deadline(arguments.stop_after_minutes or 0.0, margin, os.environ, time.time())
     runner = StudyRunner(study.folder, plan.due, gpus, deadline)
     runner.run()
     report(study, arguments.out)
@@ -148,7 +151,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
     )
-    arguments = parser.parse_args(words)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="fields of all arms' configs, such as data.train_dir"
+    )
+    arguments = parser.parse_intermixed_args(words)
     if arguments.mfu is not None and not arguments.dry_run:
         parser.error("--mfu needs --dry-run; a real study measures its time")
     return arguments

@@ -1,4 +1,4 @@
-"""Study files: runs that are compared with each other, and what is compared (`launch/study.py --study FILE`)."""
+"""`launch/study.py --study FILE`: runs that are compared with each other, and what is compared."""
 
 from __future__ import annotations
 

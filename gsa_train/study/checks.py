@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from gsa_train.config.load import PLAIN_NAME, problem_line
 from gsa_train.config.study import AT_LEAST_ZERO, ArmConfig, MetricConfig, StudyConfig
 
+WIKITEXT = "wikitext:"
+"""Before the place of a text that is read as WikiText is (gsa_train/evaluation/text.py)."""
 SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
 
 
@@ -72,6 +75,8 @@ def _arms(study: StudyConfig) -> Iterator[str]:
         f"arms.{number}.seeds": arm.seeds for number, arm in enumerate(study.arms)
     }
     for field, values in seeds.items():
+        if any(value < 0 for value in values):
+            yield problem_line(field, values, "a seed below 0", "give 0 or more")
         if len(set(values)) < len(values):
             yield problem_line(field, values, "a seed twice", "give each run its own")
     for number, arm in enumerate(study.arms):
@@ -100,6 +105,16 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
             wrong = "it is of all logged steps of a training"
             remedy = "remove at_tokens and equal_time, or give statistic: value"
             yield problem_line(f"{where}.statistic", metric.statistic, wrong, remedy)
+
+
+def missing_texts(study: StudyConfig) -> list[str]:
+    """Local texts of evaluations that are not there, which would be found only once a run has been trained."""
+    return [
+        problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
+        for number, each in enumerate(study.evaluations)
+        for name, place in each.data.items()
+        if "://" not in place and not Path(place.removeprefix(WIKITEXT)).exists()
+    ]
 
 
 def has_points(metric: MetricConfig) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gsa_train.config import Config, ConfigError, load_config
-from gsa_train.config.load import Problems, build, read_yaml
+from gsa_train.config.load import Problems, build, problem_line, read_yaml
 from gsa_train.config.study import ArmConfig, StudyConfig
-from gsa_train.study.checks import mistakes, seeds_of
+from gsa_train.study.checks import missing_texts, mistakes, seeds_of
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,11 @@ class Study:
         return self.config.title or self.config.name
 
 
-def load_study(path: str | Path, need_data: bool = True) -> Study:
+def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool = True) -> Study:
     """The study of a YAML file.
 
     Args:
+        overrides: `section.field=value` of all arms, before those of the arm.
         need_data: also check that the text of each run is there.
 
     Raises:
@@ -75,17 +77,22 @@ def load_study(path: str | Path, need_data: bool = True) -> Study:
     study = build(StudyConfig, _with_lists_as_text(tree), problems)
     if not problems.lines:
         problems.lines += mistakes(study)
+        problems.lines += missing_texts(study) if need_data else []
     if problems.lines:
         raise ConfigError(path, problems.lines)
     config_path = base_config(path, study.config)
     runs: dict[tuple[str, int], StudyRun] = {}
+    wrong: dict[str, list[str]] = {}
     for arm in study.arms:
         for number, seed in enumerate(seeds_of(arm, study)):
             try:
-                runs[arm.name, seed] = _run_of(arm, seed, study, config_path, need_data and number == 0)
+                runs[arm.name, seed] = _run_of(arm, seed, study, config_path, overrides, need_data and number == 0)
             except ConfigError as error:
-                problems.lines += [f"arm {arm.name}: {line}" for line in error.problems]
+                for line in error.problems:
+                    wrong.setdefault(line, []).append(arm.name)
                 break  # the other seeds have the same mistakes
+    for line, arms in wrong.items():
+        problems.lines.append(f"{'all arms' if len(arms) == len(study.arms) > 1 else _arms_in_words(arms)}: {line}")
     if problems.lines:
         raise ConfigError(path, problems.lines)
     most = max(len(seeds_of(arm, study)) for arm in study.arms)
@@ -96,6 +103,10 @@ def load_study(path: str | Path, need_data: bool = True) -> Study:
         if number < len(seeds_of(arm, study))
     ]
     return Study(Path(path), study, tuple(ordered))
+
+
+def _arms_in_words(names: Sequence[str]) -> str:
+    return f"{'arm' if len(names) == 1 else 'arms'} {', '.join(names)}"
 
 
 def base_config(study_path: str | Path, config: str) -> str:
@@ -115,8 +126,16 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _run_of(arm: ArmConfig, seed: int, study: StudyConfig, config_path: str, need_data: bool) -> StudyRun:
+def _run_of(
+    arm: ArmConfig,
+    seed: int,
+    study: StudyConfig,
+    config_path: str,
+    of_all_arms: Sequence[str],
+    need_data: bool,
+) -> StudyRun:
     overrides = (
+        *of_all_arms,
         *(f"{key}={value}" for key, value in arm.set.items()),
         f"run.seed={seed}",
         f"data.seed={seed}",
@@ -126,4 +145,9 @@ def _run_of(arm: ArmConfig, seed: int, study: StudyConfig, config_path: str, nee
     parallel = load_config(config_path, overrides).parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
     config = load_config(config_path, overrides, max(ranks, 1), need_data)
+    has_indexer = config.gsa.attention == "sparse" and study.selections.seq_len_tokens > 0
+    beyond = [layer for layer in study.selections.layers if layer >= config.model.num_layers]
+    if has_indexer and beyond:
+        wrong = f"the model has layers 0 to {config.model.num_layers - 1}"
+        raise ConfigError(config_path, [problem_line("selections.layers", beyond, wrong, "name some of these")])
     return StudyRun(arm.name, seed, config_path, overrides, config, ranks)
