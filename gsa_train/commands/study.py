@@ -152,7 +152,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="fields of all arms' configs, such as data.train_dir"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="fields of all arms' configs, such as data.train_dir",
     )
     arguments = parser.parse_intermixed_args(words)
     if arguments.mfu is not None and not arguments.dry_run:

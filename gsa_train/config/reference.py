@@ -16,8 +16,7 @@ import textwrap
 import typing
 from typing import Any, Literal, Union
 
-from gsa_train.config import Config
-from gsa_train.config import study
+from gsa_train.config import Config, study
 from gsa_train.config.checks import ABOVE_ZERO, AT_LEAST_ZERO, FROM_ZERO_BELOW_ONE, NOT_EMPTY
 
 HEAD = """\

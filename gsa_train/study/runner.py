@@ -96,8 +96,8 @@ class StudyRunner:
         environment = child_environment(os.environ, gpus, notes)
         where = f" on GPU {', '.join(gpus)}" if gpus else ""
         say(f"{job.key}: started{where}; its output is in {log}")
-        process = processes.start_process(job.command, environment, log)
         checkpoint = newest_checkpoint(job.run.folder)
+        process = processes.start_process(job.command, environment, log)
         self._running.append(Running(job, process, gpus, log, notes, checkpoint))
 
     def _collect(self) -> None:

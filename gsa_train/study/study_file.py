@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.file_checks import check_files
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
 from gsa_train.config.study import ArmConfig, StudyConfig
 from gsa_train.study.checks import missing_texts, mistakes, seeds_of
@@ -81,28 +84,20 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     if problems.lines:
         raise ConfigError(path, problems.lines)
     config_path = base_config(path, study.config)
-    runs: dict[tuple[str, int], StudyRun] = {}
+    runs: dict[str, list[StudyRun]] = {}
     wrong: dict[str, list[str]] = {}
     for arm in study.arms:
-        for number, seed in enumerate(seeds_of(arm, study)):
-            try:
-                runs[arm.name, seed] = _run_of(arm, seed, study, config_path, overrides, need_data and number == 0)
-            except ConfigError as error:
-                for line in error.problems:
-                    wrong.setdefault(line, []).append(arm.name)
-                break  # the other seeds have the same mistakes
-    for line, arms in wrong.items():
-        problems.lines.append(f"{'all arms' if len(arms) == len(study.arms) > 1 else _arms_in_words(arms)}: {line}")
-    if problems.lines:
-        raise ConfigError(path, problems.lines)
-    most = max(len(seeds_of(arm, study)) for arm in study.arms)
-    ordered = [
-        runs[arm.name, seeds_of(arm, study)[number]]
-        for number in range(most)
-        for arm in study.arms
-        if number < len(seeds_of(arm, study))
-    ]
-    return Study(Path(path), study, tuple(ordered))
+        try:
+            runs[arm.name] = _runs_of(arm, study, config_path, overrides, need_data)
+        except ConfigError as error:
+            for line in error.problems:
+                wrong.setdefault(line, []).append(arm.name)
+    if wrong:
+        everywhere = {line for line, arms in wrong.items() if len(arms) == len(study.arms) > 1}
+        said = ("all arms" if line in everywhere else _arms_in_words(arms) for line, arms in wrong.items())
+        raise ConfigError(path, [f"{arms}: {line}" for arms, line in zip(said, wrong, strict=True)])
+    by_seed = zip_longest(*(runs[arm.name] for arm in study.arms))
+    return Study(Path(path), study, tuple(run for of_seed in by_seed for run in of_seed if run is not None))
 
 
 def _arms_in_words(names: Sequence[str]) -> str:
@@ -126,28 +121,36 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _run_of(
-    arm: ArmConfig,
-    seed: int,
-    study: StudyConfig,
-    config_path: str,
-    of_all_arms: Sequence[str],
-    need_data: bool,
-) -> StudyRun:
-    overrides = (
-        *of_all_arms,
-        *(f"{key}={value}" for key, value in arm.set.items()),
-        f"run.seed={seed}",
-        f"data.seed={seed}",
-        f"run.dir={Path(study.dir) / study.name}",
-        f"run.name={arm.name}-seed{seed}",
-    )
-    parallel = load_config(config_path, overrides).parallel
+def _runs_of(
+    arm: ArmConfig, study: StudyConfig, config_path: str, of_all_arms: Sequence[str], need_data: bool
+) -> list[StudyRun]:
+    """A run for each seed; the configs differ in nothing else, so one is read and checked."""
+    fields = (*of_all_arms, *(f"{key}={value}" for key, value in arm.set.items()))
+    folder = str(Path(study.dir) / study.name)
+    config = load_config(config_path, [*fields, f"run.dir={folder}"])
+    parallel = config.parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
-    config = load_config(config_path, overrides, max(ranks, 1), need_data)
-    has_indexer = config.gsa.attention == "sparse" and study.selections.seq_len_tokens > 0
-    beyond = [layer for layer in study.selections.layers if layer >= config.model.num_layers]
-    if has_indexer and beyond:
-        wrong = f"the model has layers 0 to {config.model.num_layers - 1}"
-        raise ConfigError(config_path, [problem_line("selections.layers", beyond, wrong, "name some of these")])
-    return StudyRun(arm.name, seed, config_path, overrides, config, ranks)
+    found = [*check_config(config, max(ranks, 1)), *_wrong_layers(config, study)]
+    if need_data:
+        found += [*check_files(config), *check_packages(config)]
+    if found:
+        raise ConfigError(config_path, found)
+    runs = []
+    for seed in seeds_of(arm, study):
+        name = f"{arm.name}-seed{seed}"
+        of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
+        own = replace(
+            config, run=replace(config.run, seed=seed, name=name), data=replace(config.data, seed=seed)
+        )
+        runs.append(StudyRun(arm.name, seed, config_path, (*fields, *of_seed), own, ranks))
+    return runs
+
+
+def _wrong_layers(config: Config, study: StudyConfig) -> list[str]:
+    """Of `selections`, which would be found only once the run has been trained."""
+    layers = config.model.num_layers
+    beyond = [layer for layer in study.selections.layers if layer >= layers]
+    if not beyond or config.gsa.attention == "dense" or study.selections.seq_len_tokens == 0:
+        return []
+    wrong = f"the model has layers 0 to {layers - 1}"
+    return [problem_line("selections.layers", beyond, wrong, "name some of these")]

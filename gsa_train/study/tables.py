@@ -98,7 +98,7 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
         config = f"{folder}/config.yaml" if each.starts else "–"
         rows.append([
             each.run.name, results.state(each), tokens, seconds, str(last.get("device", "–")), folder, config,
-            ", ".join(commit[:12] + "+" * commit.endswith("+") for commit in commits_of(each)) or "–",
+            ", ".join(map(short, commits_of(each))) or "–",
         ])  # fmt: skip
     return [head, *rows]
 
@@ -106,6 +106,10 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
 def commits_of(each: RunValues) -> list[str]:
     """Of its starts, each once; `+`: with changes that were not committed."""
     return list(dict.fromkeys(start.get("commit") or "unknown" for start in each.starts))
+
+
+def short(commit: str) -> str:
+    return commit[:12] + "+" * commit.endswith("+")
 
 
 def close_lines(results: Results) -> list[str]:
@@ -130,12 +134,23 @@ def notes(results: Results) -> list[str]:
             + ", ".join(f"{each.run.name} ({results.state(each)})" for each in missing)
             + "."
         )
+    for what, found in (("commits", _commits(results)), ("devices", _devices(results))):
+        if len(found) > 1:
+            lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
     other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
     lines += [f"Failed: {line}" for line in other]
     for column in results.columns:
         if any(each.complete for each in results.values) and not _known(column):
             lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
     return lines
+
+
+def _commits(results: Results) -> set[str]:
+    return {short(commit) for each in results.values if each.complete for commit in commits_of(each)}
+
+
+def _devices(results: Results) -> set[str]:
+    return {str(start.get("device")) for each in results.values if each.complete for start in each.starts}
 
 
 def _known(column: Column) -> bool:

@@ -35,7 +35,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     phases = json.dumps([{**PHASE, "attention": "dense"}])
     own = (f"phases={phases}", "checkpoint.every_steps=2", "evaluate.every_steps=5", "evaluate.max_blocks=4")
     tiny = [each for each in TINY if not each.startswith("phases.")]
-    config = load_config(REPOSITORY / CONFIG, [*tiny, *own, "train.micro_batch_size=4", "model.hidden_size=32"])
+    config = load_config(
+        REPOSITORY / CONFIG, [*tiny, *own, "train.micro_batch_size=4", "model.hidden_size=32"]
+    )
     path = tmp_path_factory.mktemp("base") / "base.yaml"
     path.write_text(config_to_yaml(config))
     return path

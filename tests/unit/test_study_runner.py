@@ -181,7 +181,11 @@ def test_the_command_tells_failures_again_and_tries_them_again_when_asked(
     monkeypatch.setattr(study_jobs, "train_command", train)
     words = ["study.py", "--study", str(study.path), "--gpus", "none"]
     started = study.folder / "started"
-    for more, expected in (([], "one two three"), ([], "one two three"), (["--retry-failed"], "one two three two")):
+    for more, expected in (
+        ([], "one two three"),
+        ([], "one two three"),
+        (["--retry-failed"], "one two three two"),
+    ):
         monkeypatch.setattr("sys.argv", [*words, *more])
         assert command.main() == exit_codes.FAILED
         said = capsys.readouterr().out
