@@ -36,6 +36,7 @@ LONGEST_FILES = (
     "kernels/test_triton_attention.py",
     "kernels/test_query_start.py",
     "resume/test_kills.py",
+    "resume/test_study_kills.py",
     "unit/model/test_triton_core.py",
     "e2e/test_demo.py",
     "resume/test_other_layouts.py",

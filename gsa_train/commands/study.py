@@ -2,7 +2,7 @@
 
     python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N] [--retry-failed] [key=value ...]
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
-    python launch/study.py --study FILE --report [--out DIR] [key=value ...]
+    python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
 
 Trains the arms of a study file with each of its seeds, evaluates them, and writes the report that compares them. The
 same command goes on after any end. Exit code 2: wrong use, a mistake in the file, or a run that began with another
@@ -27,7 +27,7 @@ from gsa_train.run import exit_codes
 from gsa_train.run.stop_signals import find_deadline
 from gsa_train.study.cost import describe_cost
 from gsa_train.study.jobs import jobs_of
-from gsa_train.study.page import write_study_report
+from gsa_train.study.page import write_study_report, write_tables
 from gsa_train.study.plan import StudyError, StudyPlan, plan_study
 from gsa_train.study.processes import check_devices, find_gpus
 from gsa_train.study.runner import StudyRunner, lock_study, say
@@ -49,7 +49,7 @@ def main() -> int:
             print(describe_cost(study, values, arguments.device, arguments.mfu, len(gpus or ())))
             return 0
         if arguments.report:
-            report(study, arguments.out)
+            report(study, arguments.tables)
             return 0
         check_devices(plan.due, gpus)
         if study.config.evaluations and find_spec("transformers") is None:
@@ -75,7 +75,7 @@ def run(study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argpar
     deadline = find_deadline(arguments.stop_after_minutes or 0.0, margin, os.environ, time.time())
     runner = StudyRunner(study.folder, plan.due, gpus, deadline)
     runner.run()
-    report(study, arguments.out)
+    report(study, arguments.tables)
     return conclude(study, runner)
 
 
@@ -103,10 +103,11 @@ def states_of(study: Study) -> list[JobState]:
     return [read_state(job) for job in jobs_of(study)]
 
 
-def report(study: Study, out: Path | None) -> None:
-    """Write tables and page of what the run folders have."""
+def report(study: Study, tables: Path | None) -> None:
+    """Write page and tables of what the run folders have; the tables also into a folder that the user names."""
     results = read_results(study, read_failures(study.folder))
-    for path in write_study_report(results, out or study.folder / "report"):
+    written = write_study_report(results, study.folder / "report")
+    for path in [*written, *(write_tables(results, tables) if tables else [])]:
         print(f"wrote {path}")
 
 
@@ -144,9 +145,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print what the study will cost, and stop")
     what.add_argument("--report", action="store_true", help="write the report of what is there, and stop")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="of the report (default: report/ of the study)"
-    )
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="write the report's tables there, too")
     parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"

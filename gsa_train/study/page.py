@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,13 +28,23 @@ from gsa_train.study.tables import (
 
 def write_study_report(results: Results, folder: Path) -> list[Path]:
     """Write index.html, tables.md, arms.csv and values.csv into the folder; returns the files."""
+    return _write(
+        folder,
+        {"index.html": _page(results, folder), "tables.md": markdown(results, folder), **_csvs(results)},
+    )
+
+
+def write_tables(results: Results, folder: Path) -> list[Path]:
+    """Write tables.md, arms.csv and values.csv for a place where the run folders will not be, as for documentation."""
+    return _write(folder, {"tables.md": markdown(results), **_csvs(results)})
+
+
+def _csvs(results: Results) -> dict[str, str]:
+    return {"arms.csv": arms_csv(results), "values.csv": values_csv(results)}
+
+
+def _write(folder: Path, contents: Mapping[str, str]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {
-        "index.html": _page(results, folder),
-        "tables.md": markdown(results, folder),
-        "arms.csv": arms_csv(results),
-        "values.csv": values_csv(results),
-    }
     for name, content in contents.items():
         write_atomically(folder / name, content)
     return [folder / name for name in contents]

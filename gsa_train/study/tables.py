@@ -171,18 +171,20 @@ def relative(path: Path, folder: Path) -> str:
 # ---- files
 
 
-def markdown(results: Results, folder: Path) -> str:
-    """All tables, with links as seen from `folder`."""
-    runs = run_rows(results, folder)
-    linked = [[*row[:5], f"[folder]({row[5]})", _link("config", row[6]), *row[7:]] for row in runs[1:]]
+def markdown(results: Results, folder: Path | None = None) -> str:
+    """All tables.
+
+    Args:
+        folder: run folders are linked as seen from this one; None: they are named, as where they will not be.
+    """
+    head, *rows = run_rows(results, folder)
+    for row in rows:
+        for place in (head.index("folder"), head.index("config")):
+            path = row[place]
+            row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
     parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
     parts += [_list(close_lines(results)), _list(notes(results))]
-    parts += [
-        "## Each run",
-        markdown_table(value_rows(results)),
-        "## Runs",
-        markdown_table([runs[0], *linked]),
-    ]
+    parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
     parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -190,10 +192,6 @@ def markdown(results: Results, folder: Path) -> str:
 SPREAD = (
     "Mean ± standard deviation over the seeds. Training time counts each step with the median of its phase."
 )
-
-
-def _link(name: str, path: str) -> str:
-    return f"[{name}]({path})" if path != "–" else path
 
 
 def _list(lines: Iterable[str]) -> str:

@@ -420,7 +420,9 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert "No run has recal (at 2.56k tokens); did you mean recall?" in said
     assert "several" not in said
     with (compared.runs[0].folder / "starts.jsonl").open("a") as file:
-        file.write('{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n')
+        file.write(
+            '{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n'
+        )
     said = "\n".join(notes(read_results(compared, {})))
     assert "of several commits: 0123456789ab, fedcba987654+." in said
     assert "of several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
@@ -451,16 +453,19 @@ def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
 def test_the_report_is_one_page_with_all_links(
     compared: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    monkeypatch.setattr(
-        "sys.argv", ["study.py", "--study", str(compared.path), "--report", "--out", str(out)]
-    )
+    out, tables = compared.folder / "report", tmp_path / "tables"
+    words = ["study.py", "--study", str(compared.path), "--report", "--tables", str(tables)]
+    monkeypatch.setattr("sys.argv", words)
     assert main() == 0
+    assert {path.name for path in tables.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
+    text = (tables / "tables.md").read_text()
+    assert f"`{compared.runs[0].folder}/config.yaml`" in text
+    assert "](" not in text, "no links to folders that are not there"
     page = (out / "index.html").read_text()
     assert {path.name for path in out.iterdir()} == {"index.html", "tables.md", "arms.csv", "values.csv"}
     for run in compared.runs:
         assert f'id="run-{run.name}"' in page
-        assert f'href="../runs/small/{run.name}/config.yaml"' in page
+        assert f'href="../{run.name}/config.yaml"' in page
     assert "0123456789ab" in page
     assert "loss by tokens" in page
     assert "loss by training time" in page
@@ -492,10 +497,15 @@ def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
-    (shown,) = re.findall(r"^```\n(name: .*?)^```", (ROOT / "docs/how_to/studies.md").read_text(), re.M | re.S)
+    (shown,) = re.findall(
+        r"^```\n(name: .*?)^```", (ROOT / "docs/how_to/studies.md").read_text(), re.M | re.S
+    )
     (tmp_path / "demo_base.yaml").write_text((ROOT / "studies/demo_base.yaml").read_text())
     (tmp_path / "study.yaml").write_text(shown)
-    study, shipped = load_study(tmp_path / "study.yaml", need_data=False), load_study(ROOT / "studies/demo.yaml")
+    study, shipped = (
+        load_study(tmp_path / "study.yaml", need_data=False),
+        load_study(ROOT / "studies/demo.yaml"),
+    )
     assert [run.overrides for run in study.runs] == [run.overrides for run in shipped.runs]
 
 
