@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gsa_train.dry_run import aligned, training_operations
 from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters, measured_mfu, peak_flops_per_second
+from gsa_train.study.jobs import jobs_of
 from gsa_train.study.study_file import Study, StudyRun
 from gsa_train.study.values import RunValues
 
@@ -107,15 +108,14 @@ def describe_cost(
         compact(sum(each.tokens for each in costs)), f"{sum(each.operations for each in costs):.3g}",
         _hours(hours), _hours(left), "",
     ])  # fmt: skip
-    lines = [f"{study.title}: {len(study.runs)} runs, in {study.folder}", "", *aligned([head, *rows]), ""]
+    lines = [f"{study.title}, in {study.folder}", "", *aligned([head, *rows]), ""]
     lines.append(
         f"GPU-hours: of the training steps on {device}; validation, saves, starts and evaluations come on top."
     )
     if left is not None and gpus > 0:
         lines.append(f"On {gpus} GPUs at hand, evenly used: {_hours(left / gpus)} hours are left.")
-    evaluations = len(study.config.evaluations)
-    if evaluations:
-        lines.append(f"Each run is followed by {evaluations} evaluation(s), whose cost is not in the table.")
+    if followed := sum(job.kind != "train" for job in jobs_of(study)):
+        lines.append(f"Evaluations and selections, not in the table: {followed}.")
     return "\n".join(lines)
 
 

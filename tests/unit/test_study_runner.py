@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,27 @@ def test_a_job_waits_for_the_process_that_still_writes_its_folder(
         StudyRunner(study.folder, [job], None).run()
     assert job.result.exists()
     assert ["waits for the process" in line for line in said] == [True, False, False]
+
+
+def test_a_job_is_told_to_stop_when_the_study_is_killed(tmp_path: Path) -> None:
+    ready, told = tmp_path / "ready", tmp_path / "told"
+    script = f'trap "touch {told}; exit 75" TERM; touch {ready}; while :; do sleep 0.05; done'
+    code = (
+        "import os, sys, time; from pathlib import Path; from gsa_train.study.processes import start_process\n"
+        "start_process(['/bin/sh', '-c', sys.argv[1]], os.environ, Path(sys.argv[2])); time.sleep(3600)"
+    )
+    words = [sys.executable, "-c", code, script, str(tmp_path / "log")]
+    with subprocess.Popen(words) as parent:
+        wait_for(ready)
+        parent.kill()
+    wait_for(told)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
 
 
 def test_the_main_ranks_exit_code_is_told_where_torchrun_hides_it(study: Study) -> None:
