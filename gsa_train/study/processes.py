@@ -99,6 +99,7 @@ class Running:
     log: Path
     notes: Path
     checkpoint_before: str
+    log_bytes_before: int
 
     def exit_code(self) -> int | None:
         """None while it is at work; the main rank's where torchrun hides it."""
@@ -111,8 +112,9 @@ class Running:
             return code
 
     def last_words(self) -> str:
-        """The last line of its log that says something."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        """The last line that it printed and that says something."""
+        printed = self.log.read_bytes()[self.log_bytes_before :]
+        lines = printed.decode("utf-8", errors="replace").splitlines()
         said = (" ".join(line.split()) for line in reversed(lines))
         return next((line[:MOST_LAST_WORDS] for line in said if any(map(str.isalnum, line))), "")
 

@@ -64,8 +64,8 @@ class StudyRunner:
                 time.sleep(POLL_SECONDS)
                 self._collect()
         finally:
-            for each in self._running:  # an error of ours: nothing goes on unwatched
-                each.kill()
+            for each in self._running:  # an error of ours, as a full disk: nothing goes on unwatched
+                each.process.send_signal(signal.SIGTERM)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -89,16 +89,17 @@ class StudyRunner:
         self._due.remove(job)
         gpus = tuple(self._free[: job.devices])
         del self._free[: job.devices]
-        notes, log = self.folder / "starts" / job.run.name, self.folder / "logs" / f"{job.run.name}.log"
+        name = job.key.replace(" ", "_")
+        notes, log = self.folder / "starts" / name, self.folder / "logs" / f"{name}.log"
         for folder in (notes, log.parent):
             folder.mkdir(parents=True, exist_ok=True)
         (notes / "exit_code").unlink(missing_ok=True)
         environment = child_environment(os.environ, gpus, notes)
         where = f" on GPU {', '.join(gpus)}" if gpus else ""
         say(f"{job.key}: started{where}; its output is in {log}")
-        checkpoint = newest_checkpoint(job.run.folder)
+        before = newest_checkpoint(job.run.folder), log.stat().st_size if log.exists() else 0
         process = processes.start_process(job.command, environment, log)
-        self._running.append(Running(job, process, gpus, log, notes, checkpoint))
+        self._running.append(Running(job, process, gpus, log, notes, *before))
 
     def _collect(self) -> None:
         for each in list(self._running):

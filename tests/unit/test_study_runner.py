@@ -60,6 +60,16 @@ def test_a_failed_arm_is_remembered_and_the_others_go_on(study: Study) -> None:
     assert [job.result.exists() for job in due] == [False, False, True, True]
 
 
+def test_the_reason_is_what_this_start_printed(study: Study) -> None:
+    (run, *_) = study.runs
+    for script, reason in (
+        ("echo out of memory; exit 1", "exit code 1: out of memory"),
+        ("exit 1", "exit code 1"),
+    ):
+        StudyRunner(study.folder, [scripted(run, script)], None).run()
+        assert read_failures(study.folder) == {"one-seed1 train": reason}
+
+
 def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:
     meet = (  # each waits for the other: one after another they would never end
         'mkdir -p "{folder}"; echo "$CUDA_VISIBLE_DEVICES" > "{folder}/gpu"; '
