@@ -128,7 +128,7 @@ def _parameters(config: Config) -> list[str]:
     rows = [[part, f"{number:,}"] for part, number in asdict(count).items()]
     rows += [["total", f"{count.total:,}"]]
     overhead = f"gates and indexer add {count.overhead:,} ({count.overhead_percent:.2f}%) to the plain model"
-    return [*_table(rows), overhead]
+    return [*aligned(rows), overhead]
 
 
 def _tokens(config: Config) -> list[str]:
@@ -137,7 +137,7 @@ def _tokens(config: Config) -> list[str]:
     rows += [[p.name, f"{p.steps:,}", f"{p.steps * per_step:,}", p.attention, p.train] for p in config.phases]
     steps = sum(phase.steps for phase in config.phases)
     rows += [["total", f"{steps:,}", f"{steps * per_step:,}", "", ""]]
-    return [f"{per_step:,} tokens per step", *_table(rows)]
+    return [f"{per_step:,} tokens per step", *aligned(rows)]
 
 
 def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
@@ -145,6 +145,15 @@ def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
         flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens)
         for phase in config.phases
     ]
+
+
+def training_operations(config: Config) -> float:
+    """Floating-point operations of all steps, forward and backward."""
+    per_step = config.train.global_batch_size * config.train.seq_len_tokens
+    counts = _flops_by_phase(config)
+    return sum(
+        phase.steps * per_step * count.total for phase, count in zip(config.phases, counts, strict=True)
+    )
 
 
 def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list[str]:
@@ -156,7 +165,7 @@ def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list
     ]
     rows += [["total", *(f"{count.total / unit:.3f}" for count in counts)]]
     rows += [["dense equivalent", *(f"{count.dense_equivalent / unit:.3f}" for count in counts)]]
-    return _table(rows)
+    return aligned(rows)
 
 
 def _time(
@@ -192,7 +201,7 @@ def _time(
     rows += [row(phase.name, *told) for phase, *told in zip(config.phases, rates, seconds, strict=True)]
     steps = sum(phase.steps for phase in config.phases)
     rows += [row("total", steps * per_step / sum(seconds), sum(seconds))]
-    return [f"MFU {100 * share:.3g}% of {peak / 1e12:,.0f} TFLOP/s (bf16): {source}", *_table(rows)]
+    return [f"MFU {100 * share:.3g}% of {peak / 1e12:,.0f} TFLOP/s (bf16): {source}", *aligned(rows)]
 
 
 # ---- memory
@@ -209,7 +218,7 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
     plain = [
         f"attention in plain torch, with L x L tensors: {reason}" for reason in plain_torch_reasons(config)
     ]
-    return [*plain, f"recompute: {config.train.recompute}", *_table(rows)]
+    return [*plain, f"recompute: {config.train.recompute}", *aligned(rows)]
 
 
 def plain_torch_reasons(config: Config) -> list[str]:
@@ -241,7 +250,7 @@ def _unit(largest: float, units: Mapping[str, float]) -> str:
     return next((name for name, size in units.items() if largest >= size), list(units)[-1])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned columns: the first to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems say that have no POSIX locks."""
 
 
 def write_atomically(path: Path, text: str) -> None:

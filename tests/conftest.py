@@ -34,6 +34,7 @@ LONGEST_FILES = (
     "resume/test_other_layouts.py",
     "unit/test_memory_trace.py",
     "distributed/test_three_way_layouts.py",
+    "resume/test_study_kills.py",
     "unit/model/test_triton_core.py",
     "e2e/test_demo.py",
     "resume/test_wrong_bits.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,9 @@ def export_indexer(
     load_weights(checkpoint, model, parallel)
     found = capture_indexers(model, blocks, layers, tokenizer.eos_id, config, parallel)
     result = {"gsa": dataclasses.asdict(config.gsa), "seq_len_tokens": seq_len_tokens, "layers": found}
-    torch.save(result, out)
+    temporary = out.with_name(out.name + ".tmp")
+    torch.save(result, temporary)
+    os.replace(temporary, out)  # a file that is there is whole
     shutdown_parallel()
     return result
 

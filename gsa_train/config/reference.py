@@ -16,7 +16,7 @@ import textwrap
 import typing
 from typing import Any, Literal, Union
 
-from gsa_train.config import Config
+from gsa_train.config import Config, study
 from gsa_train.config.checks import ABOVE_ZERO, AT_LEAST_ZERO, FROM_ZERO_BELOW_ONE, NOT_EMPTY
 
 HEAD = """\
@@ -25,6 +25,14 @@ HEAD = """\
 Every field that a config file or `section.field=value` on the command line can set. This page is made from the
 dataclasses in `gsa_train/config/` by `make docs`; a test holds it equal to them. [configuration.md](configuration.md)
 says how a config is read and checked.
+"""
+
+
+STUDY_HEAD = """\
+# Study files
+
+What the file of `launch/study.py --study FILE` can say: its own fields, then those of the sections inside it.
+[studies.md](../how_to/studies.md) says what is done with them.
 """
 
 
@@ -38,19 +46,37 @@ def page() -> str:
     for name, hint in typing.get_type_hints(Config).items():
         (item,) = typing.get_args(hint) or (None,)
         section: type = item or hint
-        module = sys.modules[section.__module__]
-        meaning = inspect.cleandoc(str(module.__doc__)).partition(": ")[2]
-        parts.append(_chapter(section, f"{name}.N" if item else name, meaning))
+        parts.append(_chapter(section, f"{name}.N" if item else name))
         texts = field_texts(section)
         for inner, inner_hint in typing.get_type_hints(section).items():
             if dataclasses.is_dataclass(inner_hint):
                 parts.append(_chapter(inner_hint, f"{name}.{inner}", texts[inner]))  # type: ignore[arg-type]
+    parts += [STUDY_HEAD, _chapter(study.StudyConfig, "study")]
+    for name, hint in typing.get_type_hints(study.StudyConfig).items():
+        (item, *_) = typing.get_args(hint) or (hint,)
+        if dataclasses.is_dataclass(item):
+            assert isinstance(item, type)
+            parts.append(_chapter(item, name if item is hint else f"{name}.N", SECTIONS_OF_A_STUDY[name]))
     return "\n".join(parts)
 
 
-def _chapter(section: type, prefix: str, meaning: str) -> str:
-    """One section of the config; `prefix` is what stands before a field on the command line. Sections inside it have
-    their own chapters."""
+SECTIONS_OF_A_STUDY = {
+    "arms": "what is compared",
+    "evaluations": "what is evaluated after each run",
+    "metrics": "the columns of the tables",
+    "selections": "what is saved for benches of kernels",
+}
+
+
+def _chapter(section: type, prefix: str, meaning: str = "") -> str:
+    """One section of the config. Sections inside it have their own chapters.
+
+    Args:
+        prefix: what stands before a field on the command line.
+        meaning: empty: as the section's file says.
+    """
+    module = sys.modules[section.__module__]
+    meaning = meaning or inspect.cleandoc(str(module.__doc__)).partition(": ")[2]
     texts = field_texts(section)
     hints = typing.get_type_hints(section)
     lines = [
@@ -98,6 +124,8 @@ def _type_in_words(hint: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is Union:
         return " or ".join(map(_type_in_words, arguments))
+    if dataclasses.is_dataclass(hint):
+        return "section"
     if origin is list:
         return f"list of {_type_in_words(arguments[0])}s"
     if origin is dict:
@@ -107,7 +135,7 @@ def _type_in_words(hint: Any) -> str:
 
 def _range_in_words(name: str, hint: Any) -> str:
     """What `checks.py` holds this field to by itself; checks between fields may ask for more."""
-    if name in AT_LEAST_ZERO:
+    if name in AT_LEAST_ZERO | study.AT_LEAST_ZERO:
         return ", 0 or more"
     if name in ABOVE_ZERO:
         return ", above 0"
@@ -124,6 +152,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
         value = field.default_factory()
     if isinstance(value, bool):
         return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        return "below"
     return '""' if value == "" else str(value)
 
 

@@ -16,9 +16,8 @@ from gsa_train.config import Config
 from gsa_train.files import read_checked, write_checked
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.parallel import Parallel
+from gsa_train.run.file_names import MONITOR_STOP as FILE
 
-FILE = "monitor_stop.json"
-"""In the run folder: the spike that ended the run. Gone once a start goes on all the same."""
 KEYS = ("first_step", "last_step", "saved_step", "reason")
 
 

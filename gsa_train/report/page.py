@@ -62,9 +62,6 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
     Args:
         run_dirs: folders with a metrics.jsonl that has records.
     """
-    # Half a second that only a page of charts has to pay.
-    from plotly.offline import get_plotlyjs
-
     runs = [RunFiles(name, folder) for name, folder in names_of(run_dirs).items()]
     title = " and ".join(run.name for run in runs)
     charts = _charts(runs)
@@ -72,17 +69,13 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
     links = "".join(f'<a href="#{section}">{SECTIONS[section]}</a>' for section in present)
     plots = "".join(
         f'<h2 id="{section}">{SECTIONS[section]}</h2>{_note(section, runs)}'
-        f'<div class="plots">{"".join(map(_html, charts[section]))}</div>'
+        f'<div class="plots">{"".join(map(chart_html, charts[section]))}</div>'
         for section in present
     )
     samples = _samples(runs)
     evaluations = evaluations_in_html(runs)
     analyses = section_of_analyses({run.name: run.folder for run in runs})
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{_text(title)}</title><style>{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}</style>
-<script>{get_plotlyjs()}</script></head><body>
-<h1>{_text(title)}</h1><div class="soft">written {time.strftime("%Y-%m-%d %H:%M %Z")} by gsa_train</div>
+    body = f"""
 <nav><a href="#runs">Runs</a><a href="#events">Events</a>{samples and SAMPLES_LINK}
 {evaluations and EVALUATIONS_LINK}{links}
 {analyses and ANALYSES_LINK}</nav>
@@ -91,12 +84,29 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 {_legend_of_marks(runs)}{samples}{evaluations}
 <noscript><p>The charts need JavaScript; <code>launch/plot.py</code> without --html draws
 pictures.</p></noscript>{plots}
-{analyses}
+{analyses}"""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(document(title, body), encoding="utf-8")
+    return path
+
+
+def document(title: str, body: str) -> str:
+    """A whole page, with style and plotly's JavaScript inside; its charts zoom together.
+
+    Args:
+        title: plain text.
+        body: HTML; of charts as `chart_html` gives them.
+    """
+    # Half a second that only a page of charts has to pay.
+    from plotly.offline import get_plotlyjs
+
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{_text(title)}</title><style>{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}</style>
+<script>{get_plotlyjs()}</script></head><body>
+<h1>{_text(title)}</h1><div class="soft">written {time.strftime("%Y-%m-%d %H:%M %Z")} by gsa_train</div>{body}
 <script>{ZOOM_TOGETHER}</script></body></html>
 """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
@@ -109,7 +119,7 @@ def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
     return charts
 
 
-def _html(chart: Chart) -> str:
+def chart_html(chart: Chart) -> str:
     from plotly.io import to_html
 
     # Not validated: plotly would go through each number in Python.

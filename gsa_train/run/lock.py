@@ -18,12 +18,10 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from gsa_train.files import NO_LOCKS
 from gsa_train.parallel import Parallel
+from gsa_train.run.file_names import LOCK as FILE
 
-FILE = "lock"
-"""In the run folder; says who holds it, or held it last. It stays."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems say that have none."""
 PATIENCE_SECONDS = 10.0
 """For a holder on this host, whose ranks see within five seconds that their torchrun is gone."""
 REMOTE_PATIENCE_SECONDS = 120.0

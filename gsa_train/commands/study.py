@@ -1,0 +1,179 @@
+"""Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
+
+    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N] [--retry-failed] [key=value ...]
+    python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
+    python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
+
+Trains the arms of a study file with each of its seeds, evaluates them, and writes the report that compares them. The
+same command goes on after any end. Exit code 2: wrong use, a mistake in the file, or a run that began with another
+config. 1: a job has failed, and the others are done. 75: stopped, or a job was interrupted: the same command goes on.
+130: a second Ctrl-C. 0: all is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from gsa_train.config import ConfigError, RunConfig
+from gsa_train.dry_run import DEVICE
+from gsa_train.model.flops import DEVICES
+from gsa_train.run import exit_codes
+from gsa_train.run.stop_signals import find_deadline
+from gsa_train.study.cost import describe_cost
+from gsa_train.study.jobs import jobs_of
+from gsa_train.study.page import write_study_report, write_tables
+from gsa_train.study.plan import StudyError, StudyPlan, plan_study
+from gsa_train.study.processes import check_devices, find_gpus
+from gsa_train.study.runner import StudyRunner, lock_study, say
+from gsa_train.study.states import JobState, note_failure, read_failures, read_state
+from gsa_train.study.study_file import Study, load_study
+from gsa_train.study.tables import read_results
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    only_looks = arguments.report or arguments.dry_run
+    try:
+        study = load_study(arguments.study, arguments.overrides, need_data=not only_looks)
+        states = states_of(study)
+        plan = plan_study(states, read_failures(study.folder), arguments.retry_failed)
+        gpus = gpus_at_hand(arguments.gpus)
+        if arguments.dry_run:
+            values = read_results(study, {}).values
+            print(describe_cost(study, values, arguments.device, arguments.mfu, len(gpus or ())))
+            return 0
+        if arguments.report:
+            report(study, arguments.tables)
+            return 0
+        check_devices(plan.due, gpus)
+        if study.config.evaluations and find_spec("transformers") is None:
+            raise StudyError("evaluations need transformers; run in the checkout: pip install '.[hf]'")
+        with lock_study(study.folder):
+            return run(study, plan, gpus, arguments)
+    except (ConfigError, StudyError) as error:
+        print(error, file=sys.stderr)
+        return exit_codes.REFUSED
+
+
+def run(study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace) -> int:
+    """Do what is due, write the report, and say how it stands."""
+    if arguments.retry_failed:
+        for key in read_failures(study.folder):
+            note_failure(study.folder, key, None)
+    where = f"on GPU {', '.join(gpus)}" if gpus else "on CPUs, one after another"
+    done, all_jobs = len(plan.finished), len(plan.finished + plan.failed + plan.due + plan.blocked)
+    say(
+        f"{study.title}: {done} of {all_jobs} jobs are finished, {len(plan.due)} due, {where}; {study.folder}"
+    )
+    margin = RunConfig().slurm_margin_minutes
+    deadline = find_deadline(arguments.stop_after_minutes or 0.0, margin, os.environ, time.time())
+    runner = StudyRunner(study.folder, plan.due, gpus, deadline)
+    runner.run()
+    report(study, arguments.tables)
+    return conclude(study, runner)
+
+
+def conclude(study: Study, runner: StudyRunner) -> int:
+    """Say what is finished, what failed and why, and what is left; returns the exit code."""
+    states, failures = states_of(study), read_failures(study.folder)
+    finished = sum(state.finished for state in states)
+    failed = {state.job.key for state in states if state.job.key in failures and not state.finished}
+    say(f"{finished} of {len(states)} jobs are finished, {len(failed)} failed")
+    for key in sorted(failed):
+        print(f"  failed: {key}: {failures[key]}")
+    for job, reason in runner.interrupted:
+        print(f"  interrupted: {job.key}: {reason}")
+    if failed:
+        print("  --retry-failed starts what failed again, from its last checkpoint")
+    if runner.killed:
+        return exit_codes.INTERRUPTED
+    if runner.stop_reason or runner.interrupted:
+        print(f"  the same command goes on with the {len(states) - finished - len(failed)} that are left")
+        return exit_codes.STOPPED
+    return exit_codes.FAILED if failed else 0
+
+
+def states_of(study: Study) -> list[JobState]:
+    return [read_state(job) for job in jobs_of(study)]
+
+
+def report(study: Study, tables: Path | None) -> None:
+    """Write page and tables of what the run folders have; the tables also into a folder that the user names."""
+    results = read_results(study, read_failures(study.folder))
+    written = write_study_report(results, study.folder / "report")
+    for path in [*written, *(write_tables(results, tables) if tables else [])]:
+        print(f"wrote {path}")
+
+
+def gpus_at_hand(asked: str | None) -> list[str] | None:
+    """The GPUs to use; None: CPUs.
+
+    Raises:
+        StudyError: `--gpus` names none, or one twice.
+    """
+    if asked is None:
+        return find_gpus(os.environ) or None
+    if asked == "none":
+        return None
+    names = [name.strip() for name in asked.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise StudyError(f"--gpus {asked}: name each GPU once, as in --gpus 0,1; --gpus none for CPUs")
+    return names
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Run a study: train its arms, evaluate them, compare them.", allow_abbrev=False
+    )
+    parser.add_argument("--study", type=Path, required=True, metavar="FILE", help="YAML file of the study")
+    parser.add_argument(
+        "--gpus", metavar="0,1", help="GPUs to use, or `none` (default: all that there are, else CPUs)"
+    )
+    parser.add_argument(
+        "--stop-after-minutes",
+        type=positive_number,
+        metavar="N",
+        help="then stop what is under way as Ctrl-C does",
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="start again what has failed")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="print what the study will cost, and stop")
+    what.add_argument("--report", action="store_true", help="write the report of what is there, and stop")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="write the report's tables there, too")
+    parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
+    parser.add_argument(
+        "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="fields of all arms' configs, such as data.train_dir",
+    )
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.mfu is not None and not arguments.dry_run:
+        parser.error("--mfu needs --dry-run; a real study measures its time")
+    return arguments
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    value = positive_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a share of the peak rate, at most 1")
+    return value

@@ -1,0 +1,99 @@
+"""`launch/study.py --study FILE`: runs that are compared with each other, and what is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ArmConfig:
+    name: str = ""
+    """Name of the arm: letters, digits and _. Its runs are in the folders `<name>-seed<N>` of the study."""
+    set: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
+    """What the arm has otherwise than the base config, `section.field: value`. A list, as all `phases`, is written as
+    YAML has it. Not `run.name`, `run.dir`, `run.seed` and `data.seed`, which the study sets."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of this arm's runs. Empty: those of the study."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    name: str = ""
+    """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
+    of the run's folder, with `-L<length>` and `-k<k_base>` behind the name where those are listed."""
+    data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
+    """Texts, `name: place`, as `--data` takes them. Empty: the run's validation sets, or nothing beside `tasks` and
+    `ruler`."""
+    context_lengths: list[int] = field(default_factory=list)
+    """Context lengths in tokens, an evaluation for each. Empty: as in training."""
+    k_base: list[int] = field(default_factory=list)
+    """Values of `gsa.k_base`, an evaluation for each, with `gsa.k_min` and `gsa.k_max` moved as far as needed; arms
+    without an indexer are evaluated once. Empty: as in training."""
+    max_tokens: int = 0
+    """Tokens of each text; 0 = all of it (of validation sets as many as in training)."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness, as `--tasks` takes them."""
+    task_examples: int = 0
+    """Examples of each task; 0 = all."""
+    ruler: list[int] = field(default_factory=list)
+    """Lengths of RULER's prompts in tokens. Empty: no RULER."""
+
+
+@dataclass(frozen=True)
+class MetricConfig:
+    key: str = ""
+    """What is compared: a key of the records in metrics.jsonl, of summary.json, or of an evaluation's results.json,
+    there with a dot between the levels (`data.validation.loss`)."""
+    label: str = ""
+    """Heading of its column. Empty: the key."""
+    source: Literal["training", "summary", "evaluation"] = "training"
+    """Which file has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
+    statistic: Literal["value", "max", "median"] = "value"
+    """Of the records of training: the value at one point, or the largest or the median over all logged steps."""
+    at_tokens: list[int] = field(default_factory=list)
+    """Tokens trained on at which the value is read, between two records on the straight line between them. Empty: the
+    most that all finished runs have."""
+    equal_time: bool = False
+    """Read the value once more at equal time: at the longest training time that all finished runs have. It counts
+    each step with the median time of its phase's steps: without compilation, validation, saves and restarts."""
+
+
+@dataclass(frozen=True)
+class SelectionsConfig:
+    seq_len_tokens: int = 0
+    """Save what each trained indexer makes of so many tokens of validation text, as `launch/export_indexer.py` does,
+    in `selections.pt` of the run's folder; 0 = do not."""
+    layers: list[int] = field(default_factory=lambda: [0])
+    """Layers whose indexers are saved, from 0."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    name: str = ""
+    """Name of the study: letters, digits and _. Its folder is `<dir>/<name>`."""
+    title: str = ""
+    """Heading of the report. Empty: the name."""
+    dir: str = "runs/studies"
+    """Folder that holds the folders of studies."""
+    config: str = ""
+    """Base config: a file beside the study file, or what `launch/pretrain.py --config` takes."""
+    seeds: list[int] = field(default_factory=lambda: [1])
+    """Seeds: each arm is trained once with each, as `run.seed` (initial weights) and `data.seed` (order of the text).
+    Arms with the same seed read the same text in the same order."""
+    data_parallel: int = 1
+    """Data-parallel ranks of each run. It takes as many devices times `parallel.tensor`, `context` and `pipeline`."""
+    arms: list[ArmConfig] = field(default_factory=list)
+    """The arms, in the order of the tables."""
+    evaluations: list[EvaluationConfig] = field(default_factory=list)
+    """What is evaluated after each run. Empty: nothing."""
+    metrics: list[MetricConfig] = field(default_factory=list)
+    """What is compared, in the order of the tables."""
+    selections: SelectionsConfig = field(default_factory=SelectionsConfig)
+    """Selections saved for the benches of kernels."""
+
+
+AT_LEAST_ZERO = frozenset(
+    ["evaluations.max_tokens", "evaluations.task_examples", "selections.seq_len_tokens"]
+)
+"""Integers that may be 0; the others are at least 1."""

@@ -1,0 +1,121 @@
+"""What must hold of a study file, without its runs' configs, which have checks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gsa_train.config.load import PLAIN_NAME, problem_line
+from gsa_train.config.study import AT_LEAST_ZERO, ArmConfig, MetricConfig, StudyConfig
+
+WIKITEXT = "wikitext:"
+"""Before the place of a text that is read as WikiText is (gsa_train/evaluation/text.py)."""
+SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
+
+
+def seeds_of(arm: ArmConfig, study: StudyConfig) -> Sequence[int]:
+    return arm.seeds or study.seeds
+
+
+def mistakes(study: StudyConfig) -> list[str]:
+    """A line each."""
+    return [*_names(study), *_missing(study), *_numbers(study), *_arms(study), *_metrics(study)]
+
+
+def _names(study: StudyConfig) -> Iterator[str]:
+    names = {"name": study.name}
+    names |= {f"arms.{number}.name": arm.name for number, arm in enumerate(study.arms)}
+    names |= {f"evaluations.{number}.name": each.name for number, each in enumerate(study.evaluations)}
+    for field, name in names.items():
+        if not PLAIN_NAME.fullmatch(name):
+            remedy = "use letters, digits and _, and begin with a letter"
+            yield problem_line(field, name, "not a plain name", remedy)
+    for section in ("arms", "evaluations"):
+        of_items = [each.name for each in getattr(study, section)]
+        for name in sorted({name for name in of_items if name and of_items.count(name) > 1}):
+            yield problem_line(f"{section}.name", name, "there twice", "give each its own")
+
+
+def _missing(study: StudyConfig) -> Iterator[str]:
+    for field, remedy in {
+        "config": "name the base config",
+        "arms": "list at least one `- name: ...`",
+        "seeds": "list at least one seed",
+        "metrics": "list at least one `- key: ...` to compare",
+    }.items():
+        if not getattr(study, field):
+            yield problem_line(field, getattr(study, field), "nothing there", remedy)
+
+
+def _numbers(study: StudyConfig) -> Iterator[str]:
+    found = {
+        "data_parallel": [study.data_parallel],
+        "selections.seq_len_tokens": [study.selections.seq_len_tokens],
+    }
+    for number, each in enumerate(study.evaluations):
+        for name in ("context_lengths", "k_base", "ruler"):
+            found[f"evaluations.{number}.{name}"] = getattr(each, name)
+        for name in ("max_tokens", "task_examples"):
+            found[f"evaluations.{number}.{name}"] = [getattr(each, name)]
+    for number, metric in enumerate(study.metrics):
+        found[f"metrics.{number}.at_tokens"] = metric.at_tokens
+    for field, values in found.items():
+        parts = [part for part in field.split(".") if not part.isdigit()]
+        least = 0 if ".".join(parts) in AT_LEAST_ZERO else 1
+        for value in values:
+            if value < least:
+                yield problem_line(field, value, f"below {least}", f"give {least} or more")
+    for value in study.selections.layers:
+        if value < 0:
+            yield problem_line("selections.layers", value, "below 0", "count layers from 0")
+
+
+def _arms(study: StudyConfig) -> Iterator[str]:
+    seeds = {"seeds": study.seeds} | {
+        f"arms.{number}.seeds": arm.seeds for number, arm in enumerate(study.arms)
+    }
+    for field, values in seeds.items():
+        if any(value < 0 for value in values):
+            yield problem_line(field, values, "a seed below 0", "give 0 or more")
+        if len(set(values)) < len(values):
+            yield problem_line(field, values, "a seed twice", "give each run its own")
+    for number, arm in enumerate(study.arms):
+        for key, value in arm.set.items():
+            if key.strip() in SET_BY_THE_STUDY:
+                wrong, remedy = (
+                    "the study sets it",
+                    "remove it; `seeds`, `name` and `dir` of the study say it",
+                )
+                yield problem_line(f"arms.{number}.set.{key}", value, wrong, remedy)
+
+
+def _metrics(study: StudyConfig) -> Iterator[str]:
+    for number, metric in enumerate(study.metrics):
+        where = f"metrics.{number}"
+        if not metric.key:
+            yield problem_line(f"{where}.key", metric.key, "nothing there", "name what is compared")
+        if metric.source == "evaluation" and not study.evaluations:
+            wrong = "the study evaluates nothing"
+            yield problem_line(f"{where}.source", metric.source, wrong, "list `evaluations`")
+        if has_points(metric) and metric.source != "training":
+            wrong = "it has one value of each run"
+            remedy = "remove at_tokens and equal_time, or give source: training"
+            yield problem_line(f"{where}.source", metric.source, wrong, remedy)
+        if metric.statistic != "value" and (has_points(metric) or metric.source != "training"):
+            wrong = "it is of all logged steps of a training"
+            remedy = "remove at_tokens and equal_time, or give statistic: value"
+            yield problem_line(f"{where}.statistic", metric.statistic, wrong, remedy)
+
+
+def missing_texts(study: StudyConfig) -> list[str]:
+    """Local texts of evaluations that are not there, which would be found only once a run has been trained."""
+    return [
+        problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
+        for number, each in enumerate(study.evaluations)
+        for name, place in each.data.items()
+        if "://" not in place and not Path(place.removeprefix(WIKITEXT)).exists()
+    ]
+
+
+def has_points(metric: MetricConfig) -> bool:
+    return bool(metric.at_tokens) or metric.equal_time

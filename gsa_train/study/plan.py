@@ -1,0 +1,143 @@
+"""What is finished, what is next, what is refused: decided by the states of the jobs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gsa_train.run import exit_codes
+from gsa_train.run.stop_signals import reason_in_words
+from gsa_train.study.jobs import Job
+from gsa_train.study.states import JobState
+
+
+class StudyError(ValueError):
+    """The study cannot be started, as it is or here."""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Every job is in one of these, each in the order of the study."""
+
+    finished: tuple[Job, ...]
+    failed: tuple[tuple[Job, str], ...]
+    """With why. They are not tried again by themselves."""
+    due: tuple[Job, ...]
+    """To be started, or gone on with; of each run its training first."""
+    blocked: tuple[Job, ...]
+    """Not to be done, as the training that they need has failed."""
+
+
+def plan_study(
+    states: Sequence[JobState], failures: Mapping[str, str], retry_failed: bool = False
+) -> StudyPlan:
+    """Sort the jobs.
+
+    Args:
+        failures: job -> why it failed.
+        retry_failed: what failed is due again.
+
+    Raises:
+        StudyError: a job that began with another config or another command; names each field.
+    """
+    changed = [f"{state.job.run.folder}: {change}" for state in states for change in state.changed]
+    if changed:
+        raise StudyError(
+            "\n  ".join([
+                "the study asks for something else than what its runs began with. Put the field back, give the arm "
+                "another name, or remove the folder:",
+                *changed,
+            ])
+        )  # fmt: skip
+    finished, failed, due, blocked = [], [], [], []
+    without_training: set[str] = set()
+    for state in states:
+        job, reason = state.job, failures.get(state.job.key)
+        if state.finished:
+            finished.append(job)
+        elif reason is not None and not retry_failed:
+            failed.append((job, reason))
+            if job.kind == "train":
+                without_training.add(job.run.name)
+        elif job.run.name in without_training:
+            blocked.append(job)
+        else:
+            due.append(job)
+    return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked))
+
+
+def next_job(due: Sequence[Job], running: Collection[Job], free_devices: int | None) -> Job | None:
+    """The first of the due jobs that can start now: its training is over, and there are enough devices.
+
+    Args:
+        due: without those that are running.
+        free_devices: None on CPUs, where one job runs at a time.
+    """
+    if free_devices is None and running:
+        return None
+    unfinished = {job.run.name for job in (*due, *running) if job.kind == "train"}
+    for job in due:
+        if job.kind != "train" and job.run.name in unfinished:
+            continue
+        if free_devices is None or job.devices <= free_devices:
+            return job
+    return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process of a job ended."""
+
+    code: int
+    """Of the process, negative for a signal; of the main rank where that is known."""
+    complete: bool
+    """The job's result is there."""
+    progressed: bool
+    """There is a newer checkpoint than when it began."""
+    stopping: bool
+    """The study had asked it to stop."""
+    monitor_stop: bool = False
+    """The monitor stopped the run at a spike."""
+    last_words: str = ""
+    """The last line that it printed."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    what: str
+    """`finished`, `again` (start it again now), `interrupted` (the next start of the study goes on), or `failed`."""
+    reason: str = ""
+
+
+def judge(ended: Ended) -> Verdict:
+    """What follows of how a job ended."""
+    code, said = ended.code, f": {ended.last_words}" if ended.last_words else ""
+    if ended.complete:
+        return Verdict("finished")
+    if ended.monitor_stop or code == exit_codes.STOPPED_BY_MONITOR:
+        return Verdict("failed", f"diverged: the monitor stopped it at a spike{said}")
+    if code == exit_codes.REFUSED:
+        return Verdict("failed", f"refused, exit code {code}{said}")
+    if code == exit_codes.SAVE_FAILED:
+        return Verdict("failed", f"checkpoints cannot be written, exit code {code}{said}")
+    if ended.stopping:  # torchrun ends with 1, whatever its ranks did
+        return Verdict("interrupted", "stopped")
+    stopped = code == exit_codes.STOPPED
+    how = f"killed by {reason_in_words(-code)}" if code < 0 else "stopped" if stopped else f"exit code {code}"
+    if ended.progressed:
+        return Verdict("again", f"{how} after a new checkpoint")
+    if stopped or code < 0:
+        return Verdict("interrupted", f"{how} before a new checkpoint")
+    if code == 0:
+        return Verdict("failed", "it ended with exit code 0 and left no result")
+    return Verdict("failed", f"exit code {code}{said}")
+
+
+def newest_checkpoint(run_folder: Path) -> str:
+    """Empty where there is none."""
+    path = run_folder / "checkpoints" / "latest"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,123 @@
+"""What a study's folders say of its jobs: finished, changed, failed. The run folders are the memory of a study; beside
+them it keeps only which jobs failed, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gsa_train.config import ConfigError, config_from_yaml
+from gsa_train.study.jobs import Job
+from gsa_train.study.study_file import StudyRun
+
+FAILURES = "failures.jsonl"
+"""In the study's folder: each failure of a job, and that it was over."""
+PLACE_FIELDS = ("run.dir",)
+"""Of no meaning to what a run computes: it differs where the study is started from another folder."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    job: Job
+    finished: bool
+    changed: tuple[str, ...] = ()
+    """What the study now asks otherwise than when the job began, `field: before -> now`."""
+
+
+def read_state(job: Job) -> JobState:
+    if job.kind == "train":
+        return JobState(job, is_complete(job.run), tuple(changed_fields(job.run)))
+    if job.kind == "evaluate":
+        return JobState(job, job.result.is_file(), tuple(_changed_evaluation(job)))
+    return JobState(job, job.result.is_file())
+
+
+def is_complete(run: StudyRun) -> bool:
+    """Whether summary.json says that all of the run's steps are done."""
+    return bool(read_json(run.folder / "summary.json").get("steps") == run.steps)
+
+
+def changed_fields(run: StudyRun) -> Iterator[str]:
+    """Of the config with which the run was started last, beside the one that the study asks for."""
+    path = run.folder / "config.yaml"
+    if not path.is_file():
+        return
+    try:
+        began = config_from_yaml(path.read_text(encoding="utf-8"), path)
+    except (ConfigError, UnicodeDecodeError) as error:
+        yield f"config.yaml cannot be read ({' '.join(str(error).split())})"
+        return
+    before, now = (dict(_fields(dataclasses.asdict(config))) for config in (began, run.config))
+    for field in {**before, **now}:
+        if field not in PLACE_FIELDS and before.get(field) != now.get(field):
+            yield f"{field}: {before.get(field)} -> {now.get(field)}"
+
+
+def _fields(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _fields(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, list) and any(isinstance(each, dict) for each in tree):
+        for number, value in enumerate(tree):
+            yield from _fields(value, f"{where}.{number}")
+    else:
+        yield where, tree
+
+
+def _changed_evaluation(job: Job) -> Iterator[str]:
+    """By the command line in its results, apart from where the run's folder is."""
+    command = read_json(job.result).get("command")
+    if not isinstance(command, str):
+        return
+    before = _options(shlex.split(command)[1:])
+    now = _options(job.command[job.command.index("--run") :])
+    if before != now:
+        yield f"evaluation {job.name}: {shlex.join(before)} -> {shlex.join(now)}"
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Without `--run DIR`, which comes first."""
+    return list(words[2:])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is none, or a damaged one, which the next start of the job writes again."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ---- failures
+
+
+def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
+    """Append that this job failed; with None that it no longer counts as failed."""
+    path = study_folder / FAILURES
+    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+    line = json.dumps({"job": key, "reason": reason, "unix_seconds": time.time()}, ensure_ascii=False)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * is_cut + line + "\n")
+
+
+def read_failures(study_folder: Path) -> dict[str, str]:
+    """Job -> why it failed. A line that a kill cut off is left out."""
+    path = study_folder / FAILURES
+    failures: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            note = json.loads(line)
+            key, reason = note["job"], note["reason"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        failures.pop(key, None)
+        if reason is not None:
+            failures[key] = reason
+    return failures

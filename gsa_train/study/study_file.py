@@ -1,0 +1,156 @@
+"""From a study file to the runs that it asks for, with every mistake collected."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.file_checks import check_files
+from gsa_train.config.load import Problems, build, problem_line, read_yaml
+from gsa_train.config.study import ArmConfig, StudyConfig
+from gsa_train.study.checks import missing_texts, mistakes, seeds_of
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    config_path: str
+    """As `launch/pretrain.py --config` takes it."""
+    overrides: tuple[str, ...]
+    """`key=value`, all that the command line has."""
+    config: Config
+    """Of both."""
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.dir) / self.config.run.name
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.config.phases)
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.config.train.global_batch_size * self.config.train.seq_len_tokens
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    config: StudyConfig
+    runs: tuple[StudyRun, ...]
+    """All arms with the first seed, then all with the second: a study that is stopped early can be compared."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.dir) / self.config.name
+
+    @property
+    def title(self) -> str:
+        return self.config.title or self.config.name
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool = True) -> Study:
+    """The study of a YAML file.
+
+    Args:
+        overrides: `section.field=value` of all arms, before those of the arm.
+        need_data: also check that the text of each run is there.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the file, or with an arm's config, a line each.
+    """
+    tree = read_yaml(path)
+    problems = Problems(StudyConfig)
+    study = build(StudyConfig, _with_lists_as_text(tree), problems)
+    if not problems.lines:
+        problems.lines += mistakes(study)
+        problems.lines += missing_texts(study) if need_data else []
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    config_path = base_config(path, study.config)
+    runs: dict[str, list[StudyRun]] = {}
+    wrong: dict[str, list[str]] = {}
+    for arm in study.arms:
+        try:
+            runs[arm.name] = _runs_of(arm, study, config_path, overrides, need_data)
+        except ConfigError as error:
+            for line in error.problems:
+                wrong.setdefault(line, []).append(arm.name)
+    if wrong:
+        everywhere = {line for line, arms in wrong.items() if len(arms) == len(study.arms) > 1}
+        said = ("all arms" if line in everywhere else _arms_in_words(arms) for line, arms in wrong.items())
+        raise ConfigError(path, [f"{arms}: {line}" for arms, line in zip(said, wrong, strict=True)])
+    by_seed = zip_longest(*(runs[arm.name] for arm in study.arms))
+    return Study(Path(path), study, tuple(run for of_seed in by_seed for run in of_seed if run is not None))
+
+
+def _arms_in_words(names: Sequence[str]) -> str:
+    return f"{'arm' if len(names) == 1 else 'arms'} {', '.join(names)}"
+
+
+def base_config(study_path: str | Path, config: str) -> str:
+    """The file beside the study file, if there is one of this name; else the words as they are."""
+    beside = Path(study_path).parent / config
+    return str(beside) if beside.is_file() else config
+
+
+def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """A list of an arm's fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
+    arms = tree.get("arms")
+    for arm in arms if isinstance(arms, list) else []:
+        fields = arm.get("set") if isinstance(arm, dict) else None
+        if isinstance(fields, dict):
+            lists = {key: value for key, value in fields.items() if isinstance(value, list)}
+            fields.update({key: json.dumps(value, ensure_ascii=False) for key, value in lists.items()})
+    return tree
+
+
+def _runs_of(
+    arm: ArmConfig, study: StudyConfig, config_path: str, of_all_arms: Sequence[str], need_data: bool
+) -> list[StudyRun]:
+    """A run for each seed; the configs differ in nothing else, so one is read and checked."""
+    fields = (*of_all_arms, *(f"{key}={value}" for key, value in arm.set.items()))
+    folder = str(Path(study.dir) / study.name)
+    config = load_config(config_path, [*fields, f"run.dir={folder}"])
+    parallel = config.parallel
+    ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
+    found = [*check_config(config, max(ranks, 1)), *_wrong_layers(config, study)]
+    if need_data:
+        found += [*check_files(config), *check_packages(config)]
+    if found:
+        raise ConfigError(config_path, found)
+    runs = []
+    for seed in seeds_of(arm, study):
+        name = f"{arm.name}-seed{seed}"
+        of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
+        own = replace(
+            config, run=replace(config.run, seed=seed, name=name), data=replace(config.data, seed=seed)
+        )
+        runs.append(StudyRun(arm.name, seed, config_path, (*fields, *of_seed), own, ranks))
+    return runs
+
+
+def _wrong_layers(config: Config, study: StudyConfig) -> list[str]:
+    """Of `selections`, which would be found only once the run has been trained."""
+    layers = config.model.num_layers
+    beyond = [layer for layer in study.selections.layers if layer >= layers]
+    if not beyond or config.gsa.attention == "dense" or study.selections.seq_len_tokens == 0:
+        return []
+    wrong = f"the model has layers 0 to {layers - 1}"
+    return [problem_line("selections.layers", beyond, wrong, "name some of these")]

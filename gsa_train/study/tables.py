@@ -1,0 +1,238 @@
+"""A study's results as tables: of the arms, of each run, and of the runs themselves; as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from gsa_train.metrics.progress import compact, duration
+from gsa_train.model.flops import count_parameters
+from gsa_train.study.spread import Spread, close_pairs, spread_of, written
+from gsa_train.study.study_file import Study, StudyRun
+from gsa_train.study.values import Column, RunValues, columns_of
+
+Rows = list[list[str]]
+"""The first one is the head."""
+
+
+@dataclass(frozen=True)
+class Results:
+    study: Study
+    values: tuple[RunValues, ...]
+    """Of each run, in the order of the study."""
+    columns: tuple[Column, ...]
+    failures: Mapping[str, str]
+    """Job -> why it failed."""
+
+    @property
+    def arms(self) -> list[str]:
+        return [arm.name for arm in self.study.config.arms]
+
+    def runs_of(self, arm: str) -> list[StudyRun]:
+        return sorted((run for run in self.study.runs if run.arm == arm), key=lambda run: run.seed)
+
+    def spread(self, arm: str, column: Column) -> Spread:
+        return spread_of(column.values.get(run.name) for run in self.runs_of(arm))
+
+    def state(self, each: RunValues) -> str:
+        if each.complete:
+            return "finished"
+        if (reason := self.failures.get(f"{each.run.name} train")) is not None:
+            return f"failed: {reason}"
+        if not each.records:
+            return "not begun"
+        return f"after step {each.records[-1]['step']} of {each.run.steps}"
+
+
+def read_results(study: Study, failures: Mapping[str, str]) -> Results:
+    values = tuple(RunValues(run) for run in study.runs)
+    return Results(study, values, tuple(columns_of(study, values)), failures)
+
+
+def arm_rows(results: Results) -> Rows:
+    """An arm a row, a metric a column: mean and standard deviation over its finished runs."""
+    head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
+    return [head, *([arm, *_facts(results, arm), *_means(results, arm)] for arm in results.arms)]
+
+
+def _facts(results: Results, arm: str) -> list[str]:
+    runs = results.runs_of(arm)
+    count = count_parameters(runs[0].config.model, runs[0].config.gsa)
+    finished = sum(each.complete for each in results.values if each.run.arm == arm)
+    return [compact(count.total), str(finished) if finished == len(runs) else f"{finished} of {len(runs)}"]
+
+
+def _means(results: Results, arm: str) -> list[str]:
+    return [written(results.spread(arm, column)) for column in results.columns]
+
+
+def value_rows(results: Results) -> Rows:
+    """A run a row: each number of which the means are made."""
+    head = ["run", *(column.title for column in results.columns)]
+    rows = []
+    for each in results.values:
+        if each.complete:
+            numbers = (column.values.get(each.run.name) for column in results.columns)
+            rows.append([each.run.name, *("–" if value is None else f"{value:.6g}" for value in numbers)])
+    return [head, *rows]
+
+
+def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
+    """A run a row: where it is, and what it ran.
+
+    Args:
+        folder_of: folders are told as seen from this one; None: as the study has them.
+    """
+    head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
+    rows = []
+    for each in results.values:
+        folder = relative(each.run.folder, folder_of) if folder_of else str(each.run.folder)
+        last = each.starts[-1] if each.starts else {}
+        tokens = compact(each.tokens[-1][1]) if each.tokens else "–"
+        seconds = duration(each.seconds[-1][1]) if each.seconds else "–"
+        config = f"{folder}/config.yaml" if each.starts else "–"
+        rows.append([
+            each.run.name, results.state(each), tokens, seconds, str(last.get("device", "–")), folder, config,
+            ", ".join(map(short, commits_of(each))) or "–",
+        ])  # fmt: skip
+    return [head, *rows]
+
+
+def commits_of(each: RunValues) -> list[str]:
+    """Of its starts, each once; `+`: with changes that were not committed."""
+    return list(dict.fromkeys(start.get("commit") or "unknown" for start in each.starts))
+
+
+def short(commit: str) -> str:
+    return commit[:12] + "+" * commit.endswith("+")
+
+
+def close_lines(results: Results) -> list[str]:
+    """Which arms no column tells apart."""
+    return [
+        f"{column.title}: {line}"
+        for column in results.columns
+        for line in close_pairs({arm: results.spread(arm, column) for arm in results.arms})
+    ]
+
+
+def notes(results: Results) -> list[str]:
+    """What a reader should know: arms of one seed, metrics that no run has, runs that are not in the means."""
+    lines = []
+    single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
+    if single:
+        lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
+    missing = [each for each in results.values if not each.complete]
+    if missing:
+        lines.append(
+            f"{len(missing)} of {len(results.values)} runs are not finished and in no mean: "
+            + ", ".join(f"{each.run.name} ({results.state(each)})" for each in missing)
+            + "."
+        )
+    for what, found in (("commits", _commits(results)), ("devices", _devices(results))):
+        if len(found) > 1:
+            lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
+    other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
+    lines += [f"Failed: {line}" for line in other]
+    for column in results.columns:
+        if any(each.complete for each in results.values) and not _known(column):
+            lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
+    return lines
+
+
+def _commits(results: Results) -> set[str]:
+    return {short(commit) for each in results.values if each.complete for commit in commits_of(each)}
+
+
+def _devices(results: Results) -> set[str]:
+    return {str(start.get("device")) for each in results.values if each.complete for start in each.starts}
+
+
+def _known(column: Column) -> bool:
+    return any(value is not None for value in column.values.values())
+
+
+def _meant(results: Results, column: Column) -> str:
+    keys = {key for each in results.values for record in each.records for key in record}
+    keys |= {key for each in results.values for key in each.summary}
+    close = get_close_matches(column.key, sorted(keys - {column.key}), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def relative(path: Path, folder: Path) -> str:
+    return os.path.relpath(path.resolve(), folder.resolve())
+
+
+# ---- files
+
+
+def markdown(results: Results, folder: Path | None = None) -> str:
+    """All tables.
+
+    Args:
+        folder: run folders are linked as seen from this one; None: they are named, as where they will not be.
+    """
+    head, *rows = run_rows(results, folder)
+    for row in rows:
+        for place in (head.index("folder"), head.index("config")):
+            path = row[place]
+            row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
+    parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
+    parts += [_list(close_lines(results)), _list(notes(results))]
+    parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
+    parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+SPREAD = (
+    "Mean ± standard deviation over the seeds. Training time counts each step with the median of its phase."
+)
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def markdown_table(rows: Rows) -> str:
+    head, *body = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def arms_csv(results: Results) -> str:
+    """Of each arm and column n, mean and deviation, in full."""
+    rows: list[Sequence[object]] = [("arm", "metric", "key", "at", "n", "mean", "deviation", "not_finite")]
+    for column in results.columns:
+        for arm in results.arms:
+            found = results.spread(arm, column)
+            numbers = ("" if value is None else repr(value) for value in (found.mean, found.deviation))
+            rows.append((arm, column.title, column.key, column.at, found.n, *numbers, found.not_finite))
+    return _csv(rows)
+
+
+def values_csv(results: Results) -> str:
+    """Of each finished run and column the value, in full, with folder, config and commit."""
+    rows: list[Sequence[object]] = [
+        ("arm", "seed", "metric", "key", "at", "value", "folder", "config", "commits")
+    ]
+    for column in results.columns:
+        for each in results.values:
+            value = column.values.get(each.run.name)
+            if value is None:
+                continue
+            folder, run = each.run.folder, each.run
+            commits = " ".join(commits_of(each))
+            where = (folder.as_posix(), (folder / "config.yaml").as_posix(), commits)
+            rows.append((run.arm, run.seed, column.title, column.key, column.at, repr(value), *where))
+    return _csv(rows)
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,195 @@
+"""What a study compares, read out of the folders of its runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gsa_train.config.study import MetricConfig
+from gsa_train.metrics.progress import compact, duration
+from gsa_train.metrics.record_format import Record, read_records
+from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots
+from gsa_train.run.starts import read_starts
+from gsa_train.study.jobs import evaluations_of
+from gsa_train.study.states import is_complete, read_json
+from gsa_train.study.study_file import Study, StudyRun
+
+Points = Sequence[tuple[float, float]]
+"""(x, y), x rising."""
+
+
+class RunValues:
+    """Of a run at any time; before it has logged anything, empty."""
+
+    def __init__(self, run: StudyRun) -> None:
+        self.run = run
+        has_records = (run.folder / "metrics.jsonl").is_file() and bool(
+            read_records(run.folder / "metrics.jsonl")
+        )
+        self.records = [flat(record) for record in records_of(run.folder)] if has_records else []
+        self.complete = is_complete(run)
+        self.starts = read_starts(run.folder)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return read_json(self.run.folder / "summary.json")
+
+    @cached_property
+    def tokens(self) -> Points:
+        """(step, tokens trained on)"""
+        return token_knots(self.records)
+
+    @cached_property
+    def seconds(self) -> Points:
+        """(step, seconds of training)"""
+        return time_knots(self.records)
+
+    def curve(self, key: str, over: Points) -> list[tuple[float, float]]:
+        """(tokens or seconds, value) of each record with the key."""
+        points = [
+            (interpolate(over, record["step"]), float(record[key]))
+            for record in self.records
+            if is_number(record.get(key))
+        ]
+        return [(x, y) for x, y in points if x is not None]
+
+    def statistic(self, key: str, statistic: str) -> float | None:
+        """The largest, or the median, over the logged steps; NaN where one of them is."""
+        values = [
+            float(record[key])
+            for record in self.records
+            if "event" not in record and is_number(record.get(key))
+        ]
+        if not values or any(map(math.isnan, values)):
+            return math.nan if values else None
+        return max(values) if statistic == "max" else statistics.median(values)
+
+    def of_evaluation(self, name: str, key: str) -> float | None:
+        """`data.validation.loss` of the evaluation's results; None where there is none."""
+        found: Any = read_json(self.run.folder / "evaluations" / name / "results.json")
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return float(found) if is_number(found) else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """(step, seconds of training so far) at the ends of the phases, between which time grows evenly with the steps.
+
+    Each step counts the median `step_seconds` of its phase: compilation, a busy machine, validation, saves and
+    restarts are not in it.
+    """
+    steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
+    if not steps:
+        return []
+    starts = [(0, steps[0]["phase"]), *phase_starts(steps)[1:]]
+    ends = [start for start, _ in starts[1:]] + [steps[-1]["step"]]
+    knots = [(0.0, 0.0)]
+    for (start, name), end in zip(starts, ends, strict=True):
+        seconds = statistics.median(record["step_seconds"] for record in steps if record["phase"] == name)
+        knots.append((float(end), knots[-1][1] + (end - start) * seconds))
+    return knots
+
+
+def interpolate(points: Points, x: float) -> float | None:
+    """y at x, on the straight line between its neighbours; None outside of the points.
+
+    Of several points at one x, as a step and the validation after it, the last counts.
+    """
+    known = dict(points)
+    if x in known:
+        return known[x]
+    below = max((each for each in known if each < x), default=None)
+    above = min((each for each in known if each > x), default=None)
+    if below is None or above is None:
+        return None
+    share = (x - below) / (above - below)
+    return (1 - share) * known[below] + share * known[above]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of each run."""
+
+    title: str
+    key: str
+    at: str
+    """Where it is read, in words."""
+    is_timing: bool
+    """It depends on how fast the machine was: two runs of one config differ."""
+    values: Mapping[str, float | None]
+    """Run -> value, of the finished runs."""
+
+
+def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
+    """The study's metrics of its finished runs. Equal tokens and equal time are those that all of them have."""
+    finished = [values for values in all_values if values.complete and values.tokens]
+    columns = []
+    for metric in study.config.metrics:
+        title = metric.label or metric.key
+        if metric.source == "summary":
+            found = {each.run.name: _number(each.summary.get(metric.key)) for each in finished}
+            columns.append(Column(title, metric.key, "at the end", False, found))
+        elif metric.source == "evaluation":
+            columns += _of_evaluations(study, metric, title, finished)
+        elif metric.statistic != "value":
+            found = {each.run.name: each.statistic(metric.key, metric.statistic) for each in finished}
+            at = "largest of all steps" if metric.statistic == "max" else "median of all steps"
+            columns.append(Column(title, metric.key, at, is_timing(metric.key), found))
+        elif finished:
+            columns += _at_points(metric, title, finished)
+    return columns
+
+
+def _of_evaluations(
+    study: Study, metric: MetricConfig, title: str, finished: Sequence[RunValues]
+) -> list[Column]:
+    names = dict.fromkeys(
+        name
+        for each in study.config.evaluations
+        for run in study.runs
+        for name, _ in evaluations_of(each, run)
+    )
+    columns = []
+    for name in names:
+        found = {each.run.name: each.of_evaluation(name, metric.key) for each in finished}
+        columns.append(Column(f"{title}, {name}", metric.key, f"evaluation {name}", False, found))
+    return columns
+
+
+def _at_points(metric: MetricConfig, title: str, finished: Sequence[RunValues]) -> list[Column]:
+    columns = []
+    most = min(each.tokens[-1][1] for each in finished)
+    for tokens in metric.at_tokens or (most,):
+        found = {each.run.name: interpolate(each.curve(metric.key, each.tokens), tokens) for each in finished}
+        at = f"at {compact(tokens)} tokens"
+        columns.append(Column(f"{title}, {at}", metric.key, at, is_timing(metric.key), found))
+    if metric.equal_time and all(each.seconds for each in finished):
+        seconds = min(each.seconds[-1][1] for each in finished)
+        found = {
+            each.run.name: interpolate(each.curve(metric.key, each.seconds), seconds) for each in finished
+        }
+        at = f"at {duration(seconds)} of training"
+        columns.append(Column(f"{title}, {at}", metric.key, at, True, found))
+    return columns
+
+
+TIMING_WORDS = ("seconds", "per_second", "mfu", "data_wait", "slowest_rank")
+
+
+def is_timing(key: str) -> bool:
+    return any(word in key for word in TIMING_WORDS)
+
+
+def _number(value: Any) -> float | None:
+    """Of summary.json, which has what is not finite as text."""
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return float(value) if is_number(value) else None

@@ -1,0 +1,161 @@
+"""A study that SIGKILL hits at random moments reports what an undisturbed one reports."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from gsa_train.config import config_to_yaml, load_config
+from gsa_train.metrics.record_format import read_records
+from gsa_train.run.starts import read_starts
+from helpers.forked_study import ForkedStudy
+from helpers.runs import CONFIG, REPOSITORY, TINY
+
+STEPS = 10
+PHASE = {"name": "only", "steps": STEPS, "train": "all", "lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 2}
+ARMS = {
+    "gated": {"gsa.attention": "dense"},
+    "gsa": {"gsa.attention": "sparse", "phases": [{**PHASE, "attention": "sparse"}]},
+}
+SEED = 28
+"""Of the moments; each step of a moment is waited for, so that they are real moments of real runs."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    phases = json.dumps([{**PHASE, "attention": "dense"}])
+    own = (f"phases={phases}", "checkpoint.every_steps=2", "evaluate.every_steps=5", "evaluate.max_blocks=4")
+    tiny = [each for each in TINY if not each.startswith("phases.")]
+    config = load_config(
+        REPOSITORY / CONFIG, [*tiny, *own, "train.micro_batch_size=4", "model.hidden_size=32"]
+    )
+    path = tmp_path_factory.mktemp("base") / "base.yaml"
+    path.write_text(config_to_yaml(config))
+    return path
+
+
+def write_study(folder: Path, base: Path) -> Path:
+    metrics = [
+        {"key": "loss", "at_tokens": [1000, 2000]},
+        {"key": "validation_loss"},
+        {"key": "val_perplexity", "source": "summary"},
+        {"key": "grad_norm", "statistic": "max"},
+    ]
+    study = {
+        "name": "two",
+        "dir": str(folder),
+        "config": str(base),
+        "seeds": [1],
+        "arms": [{"name": name, "set": fields} for name, fields in ARMS.items()],
+        "metrics": metrics,
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(study))
+    return path
+
+
+def start(study: Path) -> ForkedStudy:
+    return ForkedStudy(["--study", str(study), "--gpus", "none"], study.with_name("study.log"))
+
+
+def rows_of(study: Path, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    with (study.parent / "two" / "report" / name).open() as file:
+        return [{column: row[column] for column in columns} for row in csv.DictReader(file)]
+
+
+def tables(study: Path) -> list[list[dict[str, str]]]:
+    """Without folders and commits."""
+    return [
+        rows_of(study, "arms.csv", ("arm", "metric", "at", "n", "mean", "deviation", "not_finite")),
+        rows_of(study, "values.csv", ("arm", "seed", "metric", "at", "value")),
+    ]
+
+
+def steps_logged(study: Path, arm: str) -> int:
+    path = study.parent / "two" / f"{arm}-seed1" / "metrics.jsonl"
+    return max((record["step"] for record in read_records(path)), default=0) if path.exists() else 0
+
+
+def wait_until(condition: Callable[[], object], running: ForkedStudy) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert running.poll() is None, running.log.read_text()
+        assert time.monotonic() < deadline, running.log.read_text()
+        time.sleep(0.005)
+
+
+def arm_under_way(running: ForkedStudy) -> psutil.Process:
+    (arm,) = psutil.Process(running.pid).children()
+    return arm
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    study = write_study(tmp_path_factory.mktemp("undisturbed"), base)
+    assert start(study).wait() == 0
+    return study
+
+
+def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(
+    base: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    study, moments = write_study(tmp_path, base), random.Random(SEED)
+
+    running = start(study)  # an arm dies: it goes on by itself behind a checkpoint, else by the next start
+    at = moments.randint(1, STEPS - 4)
+    wait_until(lambda: steps_logged(study, "gated") >= at, running)
+    arm_under_way(running).kill()
+    if moments.random() < 0.5:
+        wait_until(lambda: "killed by SIGKILL" in running.log.read_text(), running)
+    running.send_signal(signal.SIGKILL)  # and then the runner
+    assert running.wait() == -signal.SIGKILL
+    assert not (study.parent / "two" / "report").exists()
+
+    running = start(study)
+    at = moments.randint(1, STEPS - 4)
+    wait_until(lambda: steps_logged(study, "gsa") >= at, running)
+    arm = arm_under_way(running)
+    running.send_signal(signal.SIGKILL)  # the runner alone: its arm saves and ends
+    assert running.wait() == -signal.SIGKILL
+
+    running = start(study)  # at once, while the arm may still be at it
+    at = min(STEPS - 1, steps_logged(study, "gsa") + 1)
+    wait_until(lambda: not arm.is_running() and steps_logged(study, "gsa") >= at, running)
+    running.send_signal(signal.SIGINT)
+    assert running.wait() in (0, 75)  # 0: it was about to end
+
+    running = start(study)
+    assert running.wait() == 0, running.log.read_text()
+    assert tables(study) == tables(undisturbed)
+    arms, values = tables(study)
+    assert [row["n"] for row in arms] == ["1"] * 2 * 5
+    assert len(values) == len({row["value"] for row in values}) == 2 * 5, "the arms differ"
+
+
+def test_a_finished_study_starts_nothing_again(undisturbed: Path) -> None:
+    folders = [undisturbed.parent / "two" / f"{arm}-seed1" for arm in ARMS]
+    before = [read_starts(folder) for folder in folders]
+    assert [len(starts) for starts in before] == [1, 1]
+    assert start(undisturbed).wait() == 0
+    assert [read_starts(folder) for folder in folders] == before
+
+
+def test_a_study_with_another_config_than_its_runs_began_with_is_refused(undisturbed: Path) -> None:
+    changed = undisturbed.with_name("changed.yaml")
+    tree = yaml.safe_load(undisturbed.read_text())
+    tree["arms"][1]["set"]["gsa.k_base"] = 17
+    changed.write_text(yaml.safe_dump(tree))
+    running = ForkedStudy(["--study", str(changed), "--gpus", "none"], changed.with_name("changed.log"))
+    assert running.wait() == 2
+    said = running.log.read_text()
+    assert "gsa-seed1: gsa.k_base: 16 -> 17" in said
+    assert "gated-seed1" not in said

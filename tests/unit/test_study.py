@@ -1,0 +1,520 @@
+"""Studies: the study file, what is finished, next and refused, and what is made of the runs' records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.commands.study import main
+from gsa_train.config import ConfigError, config_to_yaml
+from gsa_train.model.flops import count_parameters
+from gsa_train.run import exit_codes
+from gsa_train.study.cost import arm_costs
+from gsa_train.study.jobs import Job, jobs_of
+from gsa_train.study.plan import Ended, StudyError, judge, next_job, plan_study
+from gsa_train.study.spread import Spread, close_pairs, closer_than_spread, spread_of, written
+from gsa_train.study.states import (
+    FAILURES,
+    JobState,
+    changed_fields,
+    is_complete,
+    note_failure,
+    read_failures,
+    read_state,
+)
+from gsa_train.study.study_file import Study, StudyRun, load_study
+from gsa_train.study.tables import arms_csv, close_lines, markdown, notes, read_results, run_rows, values_csv
+from gsa_train.study.values import interpolate, time_knots
+
+ROOT = Path(__file__).parents[2]
+BASE = {
+    "phases": [
+        {"name": "dense", "steps": 6, "attention": "dense", "train": "base"},
+        {"name": "sparse", "steps": 4},
+    ],
+    "train": {"seq_len_tokens": 64, "global_batch_size": 4},
+    "gsa": {"k_min": 8, "k_base": 16, "k_max": 32},
+}
+TOKENS_A_STEP = 256
+STUDY: dict[str, Any] = {
+    "name": "small",
+    "config": "base.yaml",
+    "seeds": [1, 2],
+    "arms": [{"name": "one"}, {"name": "two", "set": {"phases.0.lr": "1e-4"}}],
+    "metrics": [{"key": "loss", "equal_time": True}],
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, "dir": str(folder / "runs"), **changes}))
+    return path
+
+
+def load(folder: Path, **changes: Any) -> Study:
+    return load_study(write(folder, **changes))
+
+
+# ---- the file
+
+
+def test_the_runs_are_all_arms_with_the_first_seed_then_with_the_next(tmp_path: Path) -> None:
+    arms = [{"name": "one"}, {"name": "two", "seeds": [7]}]
+    study = load(tmp_path, arms=arms)
+    assert [run.name for run in study.runs] == ["one-seed1", "two-seed7", "one-seed2"]
+    first = study.runs[0]
+    assert (first.config.run.seed, first.config.data.seed) == (1, 1)
+    assert first.folder == tmp_path / "runs" / "small" / "one-seed1"
+    assert (first.steps, first.tokens, first.ranks) == (10, 10 * TOKENS_A_STEP, 1)
+
+
+def test_lists_of_an_arm_replace_those_of_the_base(tmp_path: Path) -> None:
+    phases = [{"name": "only", "steps": 3, "lr": 0.01}]
+    study = load(tmp_path, arms=[{"name": "one", "set": {"phases": phases}}])
+    (phase,) = study.runs[0].config.phases
+    assert (phase.name, phase.steps, phase.lr) == ("only", 3, 0.01)
+
+
+def test_overrides_of_all_arms_come_before_those_of_the_arm(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    one, two = load_study(path, ["phases.0.lr=0.5", "data.train_dir=/text"], need_data=False).runs[:2]
+    assert (one.config.phases[0].lr, two.config.phases[0].lr) == (0.5, 1e-4)
+    assert one.config.data.train_dir == "/text"
+
+
+def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
+    arms = [{"name": "wide", "set": {"parallel.tensor": 2}}]
+    (run,) = load(tmp_path, arms=arms, seeds=[1], data_parallel=2).runs
+    assert run.ranks == 4
+    (job,) = jobs_of(load(tmp_path, arms=arms, seeds=[1], data_parallel=2))
+    assert "--nproc_per_node=4" in job.command
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sedes": [1]}, "sedes = {...}: unknown key; did you mean seeds?"),
+        (
+            {"arms": [{"name": "one", "sett": {}}]},
+            "arms.0.sett = {...}: unknown key; did you mean arms.0.set?",
+        ),
+        ({"metrics": [{"kye": "loss"}]}, "metrics.0.kye = loss: unknown key; did you mean metrics.0.key?"),
+        (
+            {"arms": [{"name": "one", "set": {"gsa.k_bsae": 3}}]},
+            "arm one: gsa.k_bsae = 3: unknown key; did you mean",
+        ),
+        ({"arms": [{"name": "one", "set": {"run.seed": 3}}]}, "arms.0.set.run.seed = 3: the study sets it"),
+        ({"arms": [{"name": "one"}, {"name": "one"}]}, "arms.name = one: there twice"),
+        ({"arms": [{"name": "a-b"}]}, "arms.0.name = a-b: not a plain name"),
+        ({"arms": []}, "arms = []: nothing there"),
+        ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice"),
+        ({"seeds": [-1]}, "seeds = [-1]: a seed below 0"),
+        (
+            {"metrics": [{"key": "val_loss", "source": "summary", "at_tokens": [5]}]},
+            "metrics.0.source = summary",
+        ),
+        ({"metrics": [{"key": "loss", "statistic": "max", "equal_time": True}]}, "metrics.0.statistic = max"),
+        ({"metrics": [{"key": "data.x.loss", "source": "evaluation"}]}, "the study evaluates nothing"),
+        ({"evaluations": [{"name": "e", "k_base": [0]}]}, "evaluations.0.k_base = 0: below 1"),
+        (
+            {"evaluations": [{"name": "e", "data": {"a": "/no/where"}}]},
+            "evaluations.0.data.a = /no/where: not there",
+        ),
+        (
+            {"selections": {"seq_len_tokens": 64, "layers": [9]}},
+            "all arms: selections.layers = [9]: the model has",
+        ),
+        ({"config": "no.yaml"}, "all arms: cannot be read"),
+        ({"data_parallel": 0}, "data_parallel = 0: below 1"),
+    ],
+)
+def test_a_mistake_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, **changes)
+    assert said in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_the_command_refuses_a_mistake_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["study.py", "--study", str(write(tmp_path, sedes=[1]))])
+    assert main() == exit_codes.REFUSED
+    assert "did you mean seeds?" in capsys.readouterr().err
+
+
+def test_evaluations_take_each_length_and_each_budget_of_arms_with_an_indexer(tmp_path: Path) -> None:
+    arms = [
+        {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
+        {"name": "sparse"},
+    ]
+    evaluations = [
+        {"name": "far", "data": {"books": "/tmp"}, "context_lengths": [64, 128], "k_base": [4, 64]}
+    ]
+    study = load(tmp_path, arms=arms, seeds=[1], evaluations=evaluations)
+    jobs = jobs_of(study)
+    assert [(job.run.arm, job.kind, job.name) for job in jobs] == [
+        ("dense", "train", ""),
+        *(("dense", "evaluate", f"far-L{length}") for length in (64, 128)),
+        ("sparse", "train", ""),
+        *(("sparse", "evaluate", f"far-L{length}-k{k}") for length in (64, 128) for k in (4, 64)),
+    ]
+    words = jobs[-1].command[jobs[-1].command.index("--name") :]
+    assert words == (
+        "--name", "far-L128-k64", "--data", "books=/tmp", "--context-length", "128",
+        "gsa.k_base=64", "gsa.k_min=8", "gsa.k_max=64",
+    )  # fmt: skip
+
+
+# ---- planning
+
+
+def job(run: StudyRun, kind: Any = "train", devices: int = 1) -> Job:
+    return Job(run, kind, "", ("true",), devices)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[StudyRun, ...]:
+    return load(tmp_path).runs
+
+
+def test_what_is_finished_is_not_repeated_and_what_failed_waits_to_be_asked(runs: Sequence[StudyRun]) -> None:
+    done, broken, new, evaluation = job(runs[0]), job(runs[1]), job(runs[2]), job(runs[1], "evaluate")
+    states = [
+        JobState(done, True),
+        JobState(broken, False),
+        JobState(evaluation, False),
+        JobState(new, False),
+    ]
+    failures = {broken.key: "exit code 1", done.key: "an old one"}
+    plan = plan_study(states, failures)
+    assert (plan.finished, plan.failed) == ((done,), ((broken, "exit code 1"),))
+    assert (plan.due, plan.blocked) == ((new,), (evaluation,))
+    again = plan_study(states, failures, retry_failed=True)
+    assert (again.due, again.failed, again.blocked) == ((broken, evaluation, new), (), ())
+
+
+def test_a_changed_config_is_refused_by_its_fields(runs: Sequence[StudyRun]) -> None:
+    states = [JobState(job(runs[0]), True, ("phases.0.lr: 0.1 -> 0.2",)), JobState(job(runs[1]), False)]
+    with pytest.raises(StudyError, match=r"one-seed1: phases\.0\.lr: 0\.1 -> 0\.2"):
+        plan_study(states, {})
+
+
+def test_jobs_start_in_order_where_devices_are_free_and_training_is_over(runs: Sequence[StudyRun]) -> None:
+    wide, narrow, after = job(runs[0], devices=4), job(runs[1]), job(runs[1], "evaluate")
+    assert next_job([wide, narrow, after], [], 8) == wide
+    assert next_job([wide, narrow, after], [], 2) == narrow
+    assert next_job([wide, after], [narrow], 1) is None, "its training is under way"
+    assert next_job([wide, after], [], 1) == after
+    assert next_job([narrow], [wide], None) is None, "on CPUs one after another"
+    assert next_job([narrow], [], None) == narrow
+
+
+ENDED = Ended(code=1, complete=False, progressed=False, stopping=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "reason"),
+    [
+        ({"code": 0, "complete": True}, "finished", ""),
+        ({"complete": True, "stopping": True}, "finished", ""),
+        ({"code": 0}, "failed", "left no result"),
+        ({"last_words": "CUDA out of memory"}, "failed", "exit code 1: CUDA out of memory"),
+        ({"progressed": True}, "again", "exit code 1 after a new checkpoint"),
+        ({"code": 2, "progressed": True}, "failed", "refused, exit code 2"),
+        ({"code": 3, "progressed": True}, "failed", "checkpoints cannot be written"),
+        ({"code": 13, "progressed": True}, "failed", "diverged"),
+        ({"code": 1, "monitor_stop": True}, "failed", "diverged"),
+        ({"code": 75, "stopping": True}, "interrupted", "stopped"),
+        ({"code": 1, "stopping": True}, "interrupted", "stopped"),
+        ({"code": 75, "progressed": True}, "again", "stopped after a new checkpoint"),
+        ({"code": -9, "progressed": True}, "again", "killed by SIGKILL after a new checkpoint"),
+        ({"code": -9}, "interrupted", "killed by SIGKILL before a new checkpoint"),
+    ],
+)
+def test_how_a_job_ended_decides_what_follows(changes: Mapping[str, Any], what: str, reason: str) -> None:
+    verdict = judge(dataclasses.replace(ENDED, **changes))
+    assert verdict.what == what
+    assert reason in verdict.reason
+
+
+# ---- states
+
+
+def log_run(run: StudyRun, records: Sequence[dict[str, Any]], summary: dict[str, Any] | None = None) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    start = {"unix_seconds": 1.0, "commit": "0123456789abcdef", "device": "NVIDIA H200", "step": 0}
+    (run.folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    if summary is not None:
+        (run.folder / "summary.json").write_text(json.dumps({"steps": run.steps, **summary}))
+
+
+def record(step: int, loss: float | str, seconds: float = 1.0, **others: Any) -> dict[str, Any]:
+    phase = "dense" if step <= 6 else "sparse"
+    tokens = step * TOKENS_A_STEP
+    return {"step": step, "phase": phase, "loss": loss, "tokens": tokens, "step_seconds": seconds, **others}
+
+
+def test_a_run_is_finished_when_its_summary_has_all_steps(runs: Sequence[StudyRun]) -> None:
+    run = runs[0]
+    assert not is_complete(run)
+    log_run(run, [record(2, 5.0)])
+    assert not is_complete(run)
+    (run.folder / "summary.json").write_text('{"steps": 9}')
+    assert not is_complete(run)
+    (run.folder / "summary.json").write_text('{"steps": 10, ')
+    assert not is_complete(run), "a damaged one is written again"
+    (run.folder / "summary.json").write_text('{"steps": 10}')
+    assert is_complete(run)
+
+
+def test_changed_fields_are_named_wherever_they_are(tmp_path: Path) -> None:
+    before = load(tmp_path).runs[0]
+    log_run(before, [])
+    assert list(changed_fields(before)) == []
+    now = load(
+        tmp_path, arms=[{"name": "one", "set": {"phases.1.steps": 5, "data.source_weights.a": 2}}]
+    ).runs[0]
+    assert list(changed_fields(now)) == ["phases.1.steps: 4 -> 5", "data.source_weights: {} -> None",
+                                         "data.source_weights.a: None -> 2.0"]  # fmt: skip
+    moved = dataclasses.replace(before.config, run=dataclasses.replace(before.config.run, dir="elsewhere"))
+    (before.folder / "config.yaml").write_text(config_to_yaml(moved))
+    assert list(changed_fields(before)) == [], "the same folder, seen from elsewhere"
+    (before.folder / "config.yaml").write_text("gsa: [")
+    assert "cannot be read" in next(iter(changed_fields(before)))
+
+
+def test_an_evaluation_of_the_same_name_and_another_length_is_a_change(tmp_path: Path) -> None:
+    study = load(tmp_path, evaluations=[{"name": "end", "max_tokens": 100}])
+    (evaluation, *_) = (job for job in jobs_of(study) if job.kind == "evaluate")
+    assert not read_state(evaluation).finished
+    evaluation.result.parent.mkdir(parents=True)
+    command = "gsa-evaluate --run somewhere/else --name end --max-tokens "
+    evaluation.result.write_text(json.dumps({"command": command + "100"}))
+    assert read_state(evaluation) == JobState(evaluation, True)
+    evaluation.result.write_text(json.dumps({"command": command + "200"}))
+    (change,) = read_state(evaluation).changed
+    assert "--max-tokens 200 -> --name end --max-tokens 100" in change
+
+
+def test_failures_are_kept_and_forgotten(tmp_path: Path) -> None:
+    assert read_failures(tmp_path) == {}
+    note_failure(tmp_path, "one-seed1 train", "exit code 1")
+    note_failure(tmp_path, "two-seed1 train", "diverged")
+    note_failure(tmp_path, "one-seed1 train", None)
+    with (tmp_path / FAILURES).open("a") as file:
+        file.write('{"job": "cut')  # by a kill
+    assert read_failures(tmp_path) == {"two-seed1 train": "diverged"}
+    note_failure(tmp_path, "three-seed1 train", "refused")
+    assert read_failures(tmp_path) == {"two-seed1 train": "diverged", "three-seed1 train": "refused"}
+
+
+# ---- aggregation
+
+
+def test_mean_and_deviation_by_hand() -> None:
+    assert spread_of([1.0, 2.0, 6.0]) == Spread(3, 3.0, math.sqrt(7.0), 0)  # (4 + 1 + 9) / 2
+    assert spread_of([4.0]) == Spread(1, 4.0, None, 0)
+    assert spread_of([None]) == Spread(0, None, None, 0)
+    assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
+
+
+def test_arms_are_close_where_their_means_differ_by_no_more_than_the_pooled_deviation() -> None:
+    one, other = (
+        spread_of([1.0, 3.0]),
+        spread_of([2.0, 4.0, 6.0]),
+    )  # deviations sqrt(2) and 2: pooled sqrt(10 / 3)
+    assert closer_than_spread(one, spread_of([3.0, 5.0])) is False  # 2 apart, pooled sqrt(2)
+    assert closer_than_spread(one, other) is False  # 2 apart, pooled 1.826
+    assert closer_than_spread(one, Spread(3, 3.8, 2.0, 0)) is True  # 1.8 apart
+    assert closer_than_spread(one, spread_of([2.0])) is None
+    (line,) = close_pairs({"a": one, "b": Spread(3, 3.8, 2.0, 0), "c": spread_of([9.0])})
+    assert line.startswith("a and b are closer than their spread (1.8 apart")
+
+
+@pytest.mark.parametrize(
+    ("spread", "text"),
+    [
+        (Spread(3, 3.52149, 0.01234, 0), "3.521 ± 0.012"),
+        (Spread(2, 12345.6, 678.9, 1), "12350 ± 680; 1 diverged"),
+        (Spread(2, 95.26, 12.9, 0), "95 ± 13"),
+        (Spread(2, 2.0, 0.0, 0), "2 ± 0"),
+        (Spread(1, 3.521494, None, 0), "3.5215"),
+        (Spread(0, None, None, 2), "2 diverged"),
+        (Spread(0, None, None, 0), "–"),
+    ],
+)
+def test_numbers_have_the_digits_that_count(spread: Spread, text: str) -> None:
+    assert written(spread) == text
+
+
+def test_interpolation_is_on_the_line_between_neighbours() -> None:
+    points = [(100.0, 5.0), (200.0, 4.0), (400.0, 3.0)]
+    assert interpolate(points, 200) == 4.0
+    assert interpolate(points, 250) == 3.75
+    assert interpolate(points, 99) is None
+    assert interpolate(points, 401) is None
+    unknown = interpolate([(1.0, math.nan), (3.0, 1.0)], 2)
+    assert unknown is not None
+    assert math.isnan(unknown)
+
+
+def test_training_time_counts_each_step_with_the_median_of_its_phase() -> None:
+    seconds = {2: 90.0, 4: 1.0, 6: 2.0, 8: 3.0, 10: 5.0}  # the first compiles
+    records = [record(step, 1.0, each) for step, each in seconds.items()]
+    events = [{"event": "validation", "step": 10, "phase": "sparse", "validation_loss": 1.0}]
+    assert time_knots([*records, *events]) == [(0.0, 0.0), (6.0, 12.0), (10.0, 28.0)]
+    assert time_knots([]) == []
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Study:
+    """Arm one takes 1 s a step, arm two 2 s; the loss falls by the step; one run of arm two is not finished."""
+    metrics = [
+        {"key": "loss", "at_tokens": [5 * TOKENS_A_STEP]},
+        {"key": "loss", "equal_time": True},
+        {"key": "val_loss", "source": "summary", "label": "validation"},
+        {"key": "recal"},
+    ]
+    study = load(tmp_path, metrics=metrics)
+    offsets = {"one-seed1": 0.0, "one-seed2": 1.0, "two-seed1": 0.5}
+    for run in study.runs:
+        pace = 1.0 if run.arm == "one" else 2.0
+        offset = offsets.get(run.name)
+        last = 10 if offset is not None else 6
+        records = [
+            record(step, 20.0 - step + (offset or 0.0), pace, recall=0.5) for step in range(2, last + 1, 2)
+        ]
+        log_run(run, records, None if offset is None else {"val_loss": 8.0 + offset})
+    return study
+
+
+def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
+    results = read_results(compared, {"two-seed2 train": "exit code 1: out of memory"})
+    at_tokens, at_the_end, at_time, validation, unknown = results.columns
+    assert at_tokens.values == {"one-seed1": 15.0, "one-seed2": 16.0, "two-seed1": 15.5}
+    assert at_the_end.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 10.5}
+    # all have 10 s: of arm two these are 5 steps
+    assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
+    assert at_time.at == "at 10s of training"
+    assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
+    assert [column.is_timing for column in results.columns] == [False, False, True, False, False]
+    assert set(unknown.values.values()) == {None}
+    assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
+    assert [results.state(each) for each in results.values] == [
+        "finished", "finished", "finished", "failed: exit code 1: out of memory",
+    ]  # fmt: skip
+    said = "\n".join(notes(results))
+    assert "1 of 4 runs are not finished and in no mean: two-seed2" in said
+    assert "No run has recal (at 2.56k tokens); did you mean recall?" in said
+    assert "several" not in said
+    with (compared.runs[0].folder / "starts.jsonl").open("a") as file:
+        file.write(
+            '{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n'
+        )
+    said = "\n".join(notes(read_results(compared, {})))
+    assert "of several commits: 0123456789ab, fedcba987654+." in said
+    assert "of several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
+    assert close_lines(results) == [], "of one arm only a single seed is there"
+
+
+def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path) -> None:
+    results = read_results(compared, {})
+    text = markdown(results, tmp_path / "report")
+    assert "| one | " in text
+    assert "8.50 ± 0.71" in text
+    assert "[config](../runs/small/one-seed1/config.yaml)" in text
+    line = next(each for each in values_csv(results).splitlines() if each.startswith("one,2,validation"))
+    folder = tmp_path / "runs/small/one-seed2"
+    assert line == f"one,2,validation,val_loss,at the end,9.0,{folder},{folder}/config.yaml,0123456789abcdef"
+    assert f"one,validation,val_loss,at the end,2,8.5,{math.sqrt(0.5)!r},0" in arms_csv(results)
+    assert run_rows(results)[4][1] == "after step 6 of 10"
+
+
+def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
+    run = compared.runs[0]
+    log_run(run, [record(2, 18.0), record(10, "NaN")], {"val_loss": "NaN"})
+    results = read_results(compared, {})
+    validation = next(column for column in results.columns if column.title == "validation")
+    assert results.spread("one", validation) == Spread(1, 9.0, None, 1)
+
+
+def test_the_report_is_one_page_with_all_links(
+    compared: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, tables = compared.folder / "report", tmp_path / "tables"
+    words = ["study.py", "--study", str(compared.path), "--report", "--tables", str(tables)]
+    monkeypatch.setattr("sys.argv", words)
+    assert main() == 0
+    assert {path.name for path in tables.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
+    text = (tables / "tables.md").read_text()
+    assert f"`{compared.runs[0].folder}/config.yaml`" in text
+    assert "](" not in text, "no links to folders that are not there"
+    page = (out / "index.html").read_text()
+    assert {path.name for path in out.iterdir()} == {"index.html", "tables.md", "arms.csv", "values.csv"}
+    for run in compared.runs:
+        assert f'id="run-{run.name}"' in page
+        assert f'href="../{run.name}/config.yaml"' in page
+    assert "0123456789ab" in page
+    assert "loss by tokens" in page
+    assert "loss by training time" in page
+    assert "http://" not in page.split("</head>")[1].replace("http://www.w3.org", "")
+
+
+def test_the_cost_is_that_of_the_dry_run(compared: Study) -> None:
+    values = read_results(compared, {}).values
+    one, two = arm_costs(values, "NVIDIA H200", 0.25)
+    assert (one.runs, one.finished, two.finished) == (2, 2, 1)
+    assert one.tokens == 2 * 10 * TOKENS_A_STEP
+    assert one.gpu_hours == pytest.approx(one.operations / (989e12 * 0.25) / 3600)
+    assert one.gpu_hours_left == 0
+    assert two.gpu_hours is not None
+    assert two.gpu_hours_left == pytest.approx(two.gpu_hours / 2 * 0.4)
+    (unknown, _) = arm_costs(values, "NVIDIA H200", None)
+    assert (unknown.gpu_hours, unknown.source) == (None, "unknown: give --mfu")
+    log_run(compared.runs[0], [record(2, 1.0, mfu=0.2), record(10, 1.0, mfu=0.4)], {})
+    (measured, _) = arm_costs(read_results(compared, {}).values, "NVIDIA H200", None)
+    assert measured.source == "measured in one-seed1"
+    assert measured.gpu_hours == pytest.approx(one.gpu_hours * 0.25 / 0.3)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    if "arms" in yaml.safe_load(path.read_text()):
+        load_study(path, need_data=False)
+
+
+def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
+    (shown,) = re.findall(
+        r"^```\n(name: .*?)^```", (ROOT / "docs/how_to/studies.md").read_text(), re.M | re.S
+    )
+    (tmp_path / "demo_base.yaml").write_text((ROOT / "studies/demo_base.yaml").read_text())
+    (tmp_path / "study.yaml").write_text(shown)
+    study, shipped = (
+        load_study(tmp_path / "study.yaml", need_data=False),
+        load_study(ROOT / "studies/demo.yaml"),
+    )
+    assert [run.overrides for run in study.runs] == [run.overrides for run in shipped.runs]
+
+
+def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_parameters() -> None:
+    study = load_study(ROOT / "studies" / "four_models.yaml", need_data=False)
+    assert len(study.runs) == 7 * 3
+    assert {run.tokens for run in study.runs} == {240 * 131072}
+    parameters = {run.arm: count_parameters(run.config.model, run.config.gsa).total for run in study.runs}
+    assert parameters["standard"] == pytest.approx(94e6, rel=0.01)
+    narrow = [count for arm, count in parameters.items() if arm.endswith("_narrow")]
+    half_a_width = 4 * 3 * 768 * 12  # widths are multiples of 8
+    assert narrow == [pytest.approx(parameters["standard"], abs=half_a_width)] * 3

@@ -1,0 +1,232 @@
+"""The runner of a study, its jobs small shell scripts: what it starts, stops, starts again and remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.commands import study as command
+from gsa_train.run import exit_codes
+from gsa_train.study import jobs as study_jobs
+from gsa_train.study import processes
+from gsa_train.study import runner as study_runner
+from gsa_train.study.jobs import Job
+from gsa_train.study.plan import StudyError
+from gsa_train.study.processes import check_devices, child_environment, find_gpus
+from gsa_train.study.runner import StudyRunner, lock_study
+from gsa_train.study.states import read_failures
+from gsa_train.study.study_file import Study, StudyRun, load_study
+
+FINISH = 'mkdir -p "{folder}" && echo \'{{"steps": 10}}\' > "{folder}/summary.json"'
+EVALUATE = 'mkdir -p "{folder}/evaluations/end" && echo "{{}}" > "{folder}/evaluations/end/results.json"'
+UNTIL_STOPPED = 'trap "exit 75" TERM; while :; do sleep 0.05; done'
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"phases": [{"name": "sparse", "steps": 10}]}))
+    content: dict[str, Any] = {
+        "name": "small", "dir": str(tmp_path / "runs"), "config": "base.yaml", "seeds": [1],
+        "arms": [{"name": "one"}, {"name": "two"}, {"name": "three"}], "metrics": [{"key": "loss"}],
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    study = load_study(tmp_path / "study.yaml", need_data=False)
+    study.folder.mkdir(parents=True)
+    return study
+
+
+def scripted(run: StudyRun, script: str, kind: Any = "train") -> Job:
+    words = ("/bin/sh", "-c", script.format(folder=run.folder))
+    return Job(run, kind, "end" if kind == "evaluate" else "", words, 1)
+
+
+def test_a_failed_arm_is_remembered_and_the_others_go_on(study: Study) -> None:
+    one, two, _ = study.runs
+    due = [
+        scripted(one, "echo all is well; echo out of memory >&2; exit 1"),
+        scripted(one, EVALUATE, "evaluate"),
+        scripted(two, FINISH),
+        scripted(two, EVALUATE, "evaluate"),
+    ]
+    StudyRunner(study.folder, due, None).run()
+    assert read_failures(study.folder) == {"one-seed1 train": "exit code 1: out of memory"}
+    assert [job.result.exists() for job in due] == [False, False, True, True]
+
+
+def test_the_reason_is_what_this_start_printed(study: Study) -> None:
+    (run, *_) = study.runs
+    for script, reason in (
+        ("echo out of memory; exit 1", "exit code 1: out of memory"),
+        ("exit 1", "exit code 1"),
+    ):
+        StudyRunner(study.folder, [scripted(run, script)], None).run()
+        assert read_failures(study.folder) == {"one-seed1 train": reason}
+
+
+def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:
+    meet = (  # each waits for the other: one after another they would never end
+        'mkdir -p "{folder}"; echo "$CUDA_VISIBLE_DEVICES" > "{folder}/gpu"; '
+        'while ! [ -e "{folder}/../OTHER-seed1/gpu" ]; do sleep 0.02; done; ' + FINISH
+    )
+    one, two, three = study.runs
+    due = [scripted(one, meet.replace("OTHER", "two")), scripted(two, meet.replace("OTHER", "one"))]
+    last = scripted(three, 'mkdir -p "{folder}"; echo "$CUDA_VISIBLE_DEVICES" > "{folder}/gpu"; ' + FINISH)
+    StudyRunner(study.folder, [*due, last], ["4", "6"]).run()
+    first, second, third = ((run.folder / "gpu").read_text().strip() for run in study.runs)
+    assert {first, second} == {"4", "6"}
+    assert third in ("4", "6")
+
+
+def test_a_job_that_fails_behind_a_new_checkpoint_starts_again(study: Study) -> None:
+    twice = (
+        'if [ -e "{folder}/checkpoints/latest" ]; then ' + FINISH + '; else mkdir -p "{folder}/checkpoints"; '
+        'echo step_2 > "{folder}/checkpoints/latest"; exit 1; fi'
+    )
+    job = scripted(study.runs[0], twice)
+    StudyRunner(study.folder, [job], None).run()
+    assert job.result.exists()
+    assert read_failures(study.folder) == {}
+
+
+def test_ctrl_c_stops_what_is_under_way_and_starts_nothing_more(study: Study) -> None:
+    one, two, _ = study.runs
+    due = [scripted(one, UNTIL_STOPPED.replace("while", "kill -INT $PPID; while")), scripted(two, FINISH)]
+    runner = StudyRunner(study.folder, due, None)
+    runner.run()
+    assert (runner.stop_reason, runner.killed) == ("Ctrl-C", False)
+    assert runner.interrupted == [(due[0], "stopped")]
+    assert read_failures(study.folder) == {}
+    assert not due[1].result.exists()
+
+
+def test_a_second_ctrl_c_ends_them_at_once(study: Study) -> None:
+    stubborn = scripted(study.runs[0], 'trap "" TERM; while :; do kill -INT $PPID; sleep 0.1; done')
+    runner = StudyRunner(study.folder, [stubborn], None)
+    runner.run()
+    assert runner.killed
+    assert runner.interrupted == [(stubborn, "stopped")]
+
+
+def test_the_time_limit_stops_as_ctrl_c_does(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = StudyRunner(study.folder, [scripted(study.runs[0], UNTIL_STOPPED)], None)
+    start = processes.start_process
+
+    def start_and_let_time_pass(*arguments: Any) -> subprocess.Popen[bytes]:
+        runner.deadline = 0.0
+        return start(*arguments)
+
+    monkeypatch.setattr(processes, "start_process", start_and_let_time_pass)
+    runner.run()
+    assert (runner.stop_reason, len(runner.interrupted)) == ("the time limit", 1)
+
+
+def test_a_job_waits_for_the_process_that_still_writes_its_folder(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = scripted(study.runs[0], FINISH)
+    job.run.folder.mkdir()
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    words = [sys.executable, "-c", hold, str(job.run.folder / "lock")]
+    said: list[str] = []
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+
+        def say(text: str) -> None:
+            said.append(text)
+            if "waits for the process" in text:
+                holder.kill()
+                holder.wait()
+
+        monkeypatch.setattr(study_runner, "say", say)
+        StudyRunner(study.folder, [job], None).run()
+    assert job.result.exists()
+    assert ["waits for the process" in line for line in said] == [True, False, False]
+
+
+def test_a_job_is_told_to_stop_when_the_study_is_killed(tmp_path: Path) -> None:
+    ready, told = tmp_path / "ready", tmp_path / "told"
+    script = f'trap "touch {told}; exit 75" TERM; touch {ready}; while :; do sleep 0.05; done'
+    code = (
+        "import os, sys, time; from pathlib import Path; from gsa_train.study.processes import start_process\n"
+        "start_process(['/bin/sh', '-c', sys.argv[1]], os.environ, Path(sys.argv[2])); time.sleep(3600)"
+    )
+    words = [sys.executable, "-c", code, script, str(tmp_path / "log")]
+    with subprocess.Popen(words) as parent:
+        wait_for(ready)
+        parent.kill()
+    wait_for(told)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def test_the_main_ranks_exit_code_is_told_where_torchrun_hides_it(study: Study) -> None:
+    job = scripted(study.runs[0], 'echo 3 > "$GSA_SUBMISSION/exit_code"; echo disk is full; exit 1')
+    StudyRunner(study.folder, [job], None).run()
+    (reason,) = read_failures(study.folder).values()
+    assert reason == "checkpoints cannot be written, exit code 3: disk is full"
+
+
+def test_a_study_is_run_by_one_process_at_a_time(study: Study) -> None:
+    lock = "import sys; from gsa_train.study.runner import *; from pathlib import Path; lock_study(Path(sys.argv[1]))"
+    with lock_study(study.folder):
+        words = [sys.executable, "-c", lock, str(study.folder)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "another process runs the study" in done.stderr
+    lock_study(study.folder).close()
+
+
+def test_the_gpus_are_those_that_a_child_would_see(study: Study) -> None:
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    environment = child_environment({"CUDA_VISIBLE_DEVICES": "3,5", "HOME": "/h"}, ["5"], Path("/notes"))
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["HOME"]) == ("5", "/h")
+    wide = dataclasses.replace(scripted(study.runs[0], FINISH), devices=4)
+    check_devices([wide], None)
+    with pytest.raises(StudyError, match="one-seed1 needs 4 GPUs"):
+        check_devices([wide], ["0", "1"])
+    assert command.gpus_at_hand("none") is None
+    assert command.gpus_at_hand("1,0") == ["1", "0"]
+    with pytest.raises(StudyError, match="--gpus 1,1: name each GPU once"):
+        command.gpus_at_hand("1,1")
+
+
+def test_the_command_tells_failures_again_and_tries_them_again_when_asked(
+    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(run: StudyRun) -> tuple[str, ...]:
+        script = f'echo {run.arm} >> "{study.folder}/started"; '
+        return scripted(run, script + ("echo no luck; exit 1" if run.arm == "two" else FINISH)).command
+
+    monkeypatch.setattr(study_jobs, "train_command", train)
+    words = ["study.py", "--study", str(study.path), "--gpus", "none"]
+    started = study.folder / "started"
+    for more, expected in (
+        ([], "one two three"),
+        ([], "one two three"),
+        (["--retry-failed"], "one two three two"),
+    ):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        assert command.main() == exit_codes.FAILED
+        said = capsys.readouterr().out
+        assert "2 of 3 jobs are finished, 1 failed" in said
+        assert "failed: two-seed1 train: exit code 1: no luck" in said
+        assert started.read_text().split() == expected.split()
+    monkeypatch.setattr("sys.argv", [*words, "--retry-failed"])
+    monkeypatch.setattr(study_jobs, "train_command", lambda run: scripted(run, FINISH).command)
+    assert command.main() == 0
+    monkeypatch.setattr("sys.argv", words)
+    assert command.main() == 0
+    assert "3 of 3 jobs are finished, 0 due" in capsys.readouterr().out
