@@ -214,7 +214,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     section_fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    section = _converter(cls)
+    section = _converter(cls)  # type: ignore[arg-type]  # mypy looks at the hash of its instances
     for key, value in tree.items():
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)

@@ -89,7 +89,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
             source.hf, config=hf_config, dtype=dtype or "auto", attn_implementation=attention
         )
         length = hf_config.max_position_embeddings
-        about = {"hf": str(source.hf.absolute())}
+        about: dict[str, Any] = {"hf": str(source.hf.absolute())}
         subject = Subject(to_device(loaded, device), _tokenizer(source.hf), length, False, None, None, about)
     else:
 
