@@ -80,9 +80,9 @@ TINY_MODEL = (
     "train.seq_len_tokens=64",
 )
 TINY = (*SMALL, *TINY_MODEL, "train.micro_batch_size=2")
-"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is the
-same, and on CPUs a step takes a fraction of the time. `SMALL` is for what depends on the model's sizes, such as kernels of
-GPUs."""
+"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
+the same, and on CPUs a step takes a fraction of the time. `SMALL` is for what depends on the model's sizes, such as
+kernels of GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
