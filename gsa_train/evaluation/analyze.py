@@ -139,5 +139,5 @@ def _write_numbers(folder: Path, results: dict[str, Any], maps: HeadMaps) -> Non
     content = json.dumps(results, indent=1, ensure_ascii=False, default=dataclasses.asdict)
     (folder / "results.json").write_text(content + "\n", encoding="utf-8")
     arrays = {"weights": maps.weights, "full": maps.full, "scores": maps.scores, "selected": maps.selected}
-    present = {name: array.numpy() for name, array in arrays.items() if array is not None}
+    present: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}
     np.savez_compressed(folder / "maps.npz", **present)

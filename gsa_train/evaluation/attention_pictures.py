@@ -70,7 +70,7 @@ def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
         title, (19, 6.4) if maps.selected is not None else (8.2, 7.6), 1 if maps.selected is None else 3
     )
     weight = LogNorm(LEAST_WEIGHT, 1)
-    panels: list[tuple[str, Any, torch.Tensor, str]] = [
+    panels: list[tuple[str, Any, Any, str]] = [
         ("What the head attends to", weight, pooled(maps.full, visible, side), "attention weight")
     ]
     if maps.selected is not None and maps.scores is not None:
@@ -162,7 +162,9 @@ def _printable(token: str) -> str:
 def draw_sink(record: AttentionRecord, title: str) -> Figure:
     """A table of layers and heads, and the mean of each layer."""
     shares = np.array(record.sink)
-    figure, (table, bars) = _figure(title, _size_of_table(*shares.shape, beside=4.5), 2, [3, 2])
+    figure, (table, bars) = _figure(
+        title, _size_of_table(len(shares), shares.shape[1], beside=4.5), 2, [3, 2]
+    )
     _draw_table(figure, table, shares, "head", "share of attention", percent=True)
     table.set_title(
         f"By layer and head: mean over queries that see at least {record.least_keys} keys", fontsize=11

@@ -81,6 +81,29 @@ def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> N
     assert of["sequence_start_attention"] == pytest.approx([math.fsum(shares) / (packed * heads)], rel=1e-5)
 
 
+def test_packing_leaves_the_sink_of_a_whole_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same document 1, 2, 4 and 8 times in a sequence, through all layers, selections included."""
+    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
+    monkeypatch.setattr(attention_statistics, "LEAST_KEYS", 8)
+    document = torch.randint(
+        1, 32, (1, LENGTH), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
+    document[0, -1] = EOS
+    found = []
+    for documents in (1, 2, 4, 8):
+        config = tiny_config(
+            gsa={"k_base": 5, "k_min": 3, "k_max": 7, "indexer_rope": True},
+            train={"seq_len_tokens": documents * LENGTH, "micro_batch_size": 1, "global_batch_size": 1},
+        )
+        blocks = torch.cat([document.repeat(1, documents), document[:, :1]], 1)
+        stats = measured(config, SPARSE, [to_micro_batch(blocks, EOS, attend_across_documents=False)])
+        found.append([each for name in stats if "first_token_attention" in name for each in stats[name]])
+    assert len(found[0]) >= 2 * (1 + 4)
+    assert min(found[0]) > 0.01
+    for each in found[1:]:
+        assert each == pytest.approx(found[0], rel=1e-4)
+
+
 def read(stats: LayerStats) -> dict[str, list[Any]]:
     single_rank()
     return stats.reduce(torch.zeros(0, dtype=torch.float64), [], [])[0]
