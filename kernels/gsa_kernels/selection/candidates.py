@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-import triton
 
 from gsa_kernels import limits
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
@@ -70,7 +69,7 @@ def select_by_candidates(
     batch, device = inputs.batch, inputs.device
     end = inputs.position(rows.stop - 1) + 1
     sample_scores = torch.empty(
-        (batch, len(rows), triton.cdiv(end, limits.CANDIDATE_SAMPLE_STRIDE * 16) * 16),
+        (batch, len(rows), limits.ceil_div(end, limits.CANDIDATE_SAMPLE_STRIDE * 16) * 16),
         dtype=torch.float32,
         device=device,
     )
@@ -78,7 +77,7 @@ def select_by_candidates(
         sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=limits.CANDIDATE_SAMPLE_STRIDE
     )
     tile_rows = score_tiles(inputs).rows
-    num_tiles = triton.cdiv(len(rows), tile_rows)
+    num_tiles = limits.ceil_div(len(rows), tile_rows)
     guesses = Guesses(
         torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device),
         torch.zeros((batch, num_tiles), dtype=torch.int32, device=device),
@@ -87,7 +86,7 @@ def select_by_candidates(
         guess_thresholds(criteria, sample_scores, sampled, rows.start, of_block, block, guesses)
     del sample_scores
 
-    sums = (batch, len(rows), triton.cdiv(end, columns_per_program(inputs)), 2)
+    sums = (batch, len(rows), limits.ceil_div(end, columns_per_program(inputs)), 2)
     room = limits.candidate_room(criteria.rule.k_max)
     candidates = Candidates(
         sums=torch.empty(sums, dtype=torch.float32, device=device),

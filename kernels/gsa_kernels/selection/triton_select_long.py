@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.selection.criteria import Criteria, Outputs
 from gsa_kernels.selection.triton_search import (
     INT_MIN,
@@ -100,11 +101,11 @@ def select_long_rows(
 
 
 def _padded_groups(num_keys: int) -> int:
-    return triton.cdiv(triton.cdiv(num_keys, GROUP), 16) * 16
+    return ceil_div(ceil_div(num_keys, GROUP), 16) * 16
 
 
 def _list_length(k_max: int) -> int:
-    return max(triton.next_power_of_2(k_max), _SMALLEST_LIST)
+    return max(next_power_of_2(k_max), _SMALLEST_LIST)
 
 
 @triton.jit(
