@@ -172,3 +172,8 @@ GATHERED_GRADIENT_BYTES = 2**30
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """number / divisor, rounded up; triton.cdiv takes the host microseconds, for it is made for kernels, too."""
+    return -(-number // divisor)

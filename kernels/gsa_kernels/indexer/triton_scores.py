@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_kernel_dtype, check_shape, count_queries, kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
-from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS
+from gsa_kernels.limits import INDEXER_HEAD_SIZES, INDEXER_HEADS, SCORED_KEYS, ceil_div, next_power_of_2
 from gsa_kernels.triton_stacks import load_stacked_queries, split_stack
 from gsa_kernels.types import Geometry, Indexer
 
@@ -47,7 +47,7 @@ class ScoreInputs:
     """
 
     indexer: Indexer
-    """Detached, with queries [B, R, HI, DI]."""
+    """With queries [B, R, HI, DI]."""
     document_starts: torch.Tensor | None
     """int32 [B, R]"""
     query_stride: int
@@ -80,7 +80,7 @@ class ScoreInputs:
 
 
 def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
-    """Check dtypes, devices and what the kernels can do; detach, and make contiguous what the kernel reads.
+    """Check dtypes, devices and what the kernels can do; make contiguous what the kernels read. Without gradients.
 
     Row r of the indexer's queries and head weight logits is query r * selection_block of the L queries from
     `query_start` on, R = ceil(L / selection_block); its keys have all Lk = query_start + L positions.
@@ -109,9 +109,11 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
             raise ValueError(
                 f"document_starts is on {starts.device} and the indexer on {queries.device}; pass one device"
             )
-    tensors: dict[str, Any] = {name: x.detach().contiguous() for name, x in _tensors(indexer).items()}
+    strided: dict[str, Any] = {
+        name: x.contiguous() for name, x in _tensors(indexer).items() if not x.is_contiguous()
+    }
     return ScoreInputs(
-        replace(indexer, **tensors),
+        replace(indexer, **strided) if strided else indexer,  # which would check all that it holds again
         None if starts is None else starts[:, ::stride].contiguous(),
         stride,
         geometry.query_start,
@@ -137,7 +139,7 @@ def check_indexer_dtypes(indexer: Indexer) -> None:
 def _tensors(indexer: Indexer) -> dict[str, torch.Tensor]:
     """What the scores are made of, without the biases that are None."""
     names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
-    return {name: getattr(indexer, name) for name in names if getattr(indexer, name) is not None}
+    return {name: x for name in names if (x := getattr(indexer, name)) is not None}
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
@@ -167,8 +169,8 @@ def write_scores(
     rows, columns = row_stop - row_start, out.shape[2]
     stacked = can_stack(inputs)
     tiles = STACKED_TILES if stacked else score_tiles(inputs)
-    key_tiles = triton.cdiv(inputs.position(row_stop - 1) // key_stride + 1, tiles.cols)
-    grid = (triton.cdiv(key_tiles, tiles.per_program), triton.cdiv(rows, tiles.rows), batch)
+    key_tiles = ceil_div(inputs.position(row_stop - 1) // key_stride + 1, tiles.cols)
+    grid = (ceil_div(key_tiles, tiles.per_program), ceil_div(rows, tiles.rows), batch)
     _scores_kernel[grid](
         *score_tensors(inputs),
         inputs.document_starts,
@@ -210,7 +212,7 @@ def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
     return {
         "HI": heads,
         "DI": dim,
-        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_D": next_power_of_2(dim),
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_COLS": tiles.cols,
         "TILES": tiles.per_program,

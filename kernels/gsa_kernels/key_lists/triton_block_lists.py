@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import TILE_QUERIES
+from gsa_kernels.limits import TILE_QUERIES, ceil_div
 from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
@@ -37,7 +37,7 @@ def block_key_lists(packed_mask: torch.Tensor, length: int, most_keys: int, geom
     device = packed_mask.device
     queries = min(selection_block, TILE_QUERIES)
     tiles_per_block = selection_block // queries
-    tiles = triton.cdiv(length, queries)
+    tiles = ceil_div(length, queries)
     num_keys = query_start + length
     window_room = min(local_window + selection_block - 1, num_keys)
     max_count = min(min(most_keys, num_keys) + window_room, num_keys)
@@ -84,7 +84,7 @@ def block_key_lists(packed_mask: torch.Tensor, length: int, most_keys: int, geom
 
 
 def _aligned(entries: int) -> int:
-    return triton.cdiv(entries, _ALIGNMENT) * _ALIGNMENT
+    return ceil_div(entries, _ALIGNMENT) * _ALIGNMENT
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import TILE_QUERIES
+from gsa_kernels.limits import TILE_QUERIES, ceil_div
 
 _WORDS = 128  # of each row that a program turns: 4096 keys
 
@@ -61,7 +61,7 @@ def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> 
         query_start: position of query 0
     """
     batch, num_rows, num_words = packed_mask.shape
-    tiles, pieces = triton.cdiv(num_rows, TILE_QUERIES), triton.cdiv(num_words, _WORDS)
+    tiles, pieces = ceil_div(num_rows, TILE_QUERIES), ceil_div(num_words, _WORDS)
     counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=packed_mask.device)
     first_diagonal = rows.start // TILE_QUERIES + (query_start + TILE_QUERIES - 1) // TILE_QUERIES
     _count_kernel[(pieces, tiles, batch)](

@@ -18,6 +18,7 @@ import triton.language as tl
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_build import copy_to_device
+from gsa_kernels.limits import ceil_div, next_power_of_2
 
 _ENTRIES = 1024
 
@@ -106,26 +107,26 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
         raise ValueError(f"{tiles} tiles have {num_rows} rows; pass a range of tiles with less than 2^31")
     device = lists.keys.device
     num_keys = batch * lists.num_keys
-    columns = triton.cdiv(tiles, 32)
+    columns = ceil_div(tiles, 32)
     # Bit i % 32 of marks[s, i // 32]: tile i names key s. The bits before it, of which `before` counts those in
     # the words before, are its place among the hits of s.
     marks = torch.zeros(num_keys, columns, dtype=torch.int32, device=device)
     before = torch.empty_like(marks)
     starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)
     rows = torch.empty(max(num_rows, 1), dtype=torch.int32, device=device)
-    grid = (tiles, triton.cdiv(max(lists.max_count, 1), _ENTRIES))
+    grid = (tiles, ceil_div(max(lists.max_count, 1), _ENTRIES))
     entry_args = (lists.keys, lists.key_starts, lists.counts, first_tile, tiles_per_sequence, lists.num_keys)
     _mark_kernel[grid](*entry_args, marks, columns, ENTRIES=_ENTRIES, num_warps=4)
-    keys = max(1, 1024 // triton.next_power_of_2(columns))
+    keys = max(1, 1024 // next_power_of_2(columns))
     counts = torch.empty(num_keys, dtype=torch.int32, device=device)
-    _count_kernel[(triton.cdiv(num_keys, keys),)](
+    _count_kernel[(ceil_div(num_keys, keys),)](
         marks,
         before,
         counts,
         num_keys,
         columns,
         KEYS=keys,
-        COLUMNS=triton.next_power_of_2(columns),
+        COLUMNS=next_power_of_2(columns),
         num_warps=4,
     )
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])

@@ -7,6 +7,7 @@ import triton.language as tl
 from gsa_kernels.checks import check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import ceil_div
 
 _ENTRIES = 1024
 
@@ -22,7 +23,7 @@ def packed_mask_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
     """
     check_shape("rows", rows, "[R]", (None,))
     batch, tiles = lists.counts.shape
-    columns = triton.cdiv(lists.num_keys, 32)
+    columns = ceil_div(lists.num_keys, 32)
     packed_mask = torch.zeros(batch, len(rows), columns, dtype=torch.int32, device=lists.keys.device)
     if len(rows) == 0:
         return packed_mask

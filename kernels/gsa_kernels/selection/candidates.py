@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-import triton
 
 from gsa_kernels import limits
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_tiles, write_scores
@@ -71,7 +70,7 @@ def select_by_candidates(
     batch, device = inputs.batch, inputs.device
     end = inputs.position(rows.stop - 1) + 1
     sample_scores = torch.empty(
-        (batch, len(rows), triton.cdiv(end, limits.CANDIDATE_SAMPLE_STRIDE * 16) * 16),
+        (batch, len(rows), limits.ceil_div(end, limits.CANDIDATE_SAMPLE_STRIDE * 16) * 16),
         dtype=torch.float32,
         device=device,
     )
@@ -79,7 +78,7 @@ def select_by_candidates(
         sampled_inputs, rows.start, rows.stop, sample_scores, key_stride=limits.CANDIDATE_SAMPLE_STRIDE
     )
     tile_rows = score_tiles(inputs).rows
-    num_tiles = triton.cdiv(len(rows), tile_rows)
+    num_tiles = limits.ceil_div(len(rows), tile_rows)
     guesses = Guesses(
         torch.empty((batch, len(rows), 3), dtype=torch.float32, device=device),
         torch.zeros((batch, num_tiles), dtype=torch.int32, device=device),
@@ -88,8 +87,13 @@ def select_by_candidates(
         guess_thresholds(criteria, sample_scores, sampled, rows.start, of_block, block, guesses)
     del sample_scores
 
+<<<<<<< HEAD
     sums = (batch, len(rows), triton.cdiv(end, columns_per_program(inputs)), 2)
     room = limits.candidate_room(criteria.rule.most_keys)
+=======
+    sums = (batch, len(rows), limits.ceil_div(end, columns_per_program(inputs)), 2)
+    room = limits.candidate_room(criteria.rule.k_max)
+>>>>>>> w-host
     candidates = Candidates(
         sums=torch.empty(sums, dtype=torch.float32, device=device),
         entries=torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device),

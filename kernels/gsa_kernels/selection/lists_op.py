@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from gsa_kernels.checks import check_at_least
 from gsa_kernels.devices import launching_on
@@ -18,7 +17,7 @@ from gsa_kernels.key_lists.triton_build import (
     fill_lists,
     join_lists,
 )
-from gsa_kernels.limits import CANDIDATES_FROM, SELECTION_CHUNK_BYTES
+from gsa_kernels.limits import CANDIDATES_FROM, SELECTION_CHUNK_BYTES, ceil_div
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.op import Selector
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
@@ -105,7 +104,7 @@ def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_sta
     """
     check_at_least("length", length, 1)
     check_at_least("query_start", query_start, 0)
-    columns = triton.cdiv(query_start + length, 32)
+    columns = ceil_div(query_start + length, 32)
     if (
         packed_mask.dtype != torch.int32
         or packed_mask.ndim != 3
@@ -128,7 +127,7 @@ def _mask_buffers(selector: Selector) -> list[torch.Tensor]:
 
 
 def _columns(inputs: ScoreInputs, rows: range) -> int:
-    return triton.cdiv(inputs.query_start + rows.stop, 32)
+    return ceil_div(inputs.query_start + rows.stop, 32)
 
 
 def _mask_of(buffer: torch.Tensor, selector: Selector, rows: range) -> torch.Tensor:

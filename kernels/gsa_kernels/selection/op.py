@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
 
 from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.triton_scores import ScoreInputs, score_inputs, score_tiles, write_scores
-from gsa_kernels.limits import MOST_CANDIDATES, REGISTER_KEYS, SELECTION_CHUNK_BYTES, candidate_room
+from gsa_kernels.limits import MOST_CANDIDATES, REGISTER_KEYS, SELECTION_CHUNK_BYTES, candidate_room, ceil_div
 from gsa_kernels.selection.candidates import (
     candidate_rows,
     sample_keys,
@@ -123,7 +122,7 @@ class Selector:
         self.first_guessed = num_rows
         if enough and candidates_from is not None:
             below = max(inputs.rows_below(candidates_from), 0)
-            self.first_guessed = min(triton.cdiv(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)
+            self.first_guessed = min(ceil_div(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)
         self.row_chunk_bytes = row_chunk_bytes
         scored = list(
             row_chunks(batch, self.first_guessed, self.tile_rows, row_chunk_bytes, stride, inputs.query_start)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 
 import torch
-import triton
 
 from gsa_kernels.indexer.triton_scores import ScoreInputs
+from gsa_kernels.limits import ceil_div
 
 SMALLEST_BLOCK = 2048
 """Keys; smaller blocks gain less than their launch costs."""
@@ -66,4 +66,4 @@ def score_columns(inputs: ScoreInputs, rows: range) -> int:
 
 
 def _rounded_columns(last_position: int) -> int:
-    return triton.cdiv(last_position + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+    return ceil_div(last_position + 1, _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

@@ -20,6 +20,7 @@ from gsa_kernels.indexer.triton_scores import (
     score_tiles,
     tile_scores,
 )
+from gsa_kernels.limits import ceil_div
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
@@ -71,11 +72,11 @@ def write_candidates(
     room = candidates.entries.shape[2]
     assert inputs.query_stride == 1, "row r stands at query_start + r"
     assert room >= _COLUMNS, "a full list takes one more tile's candidates at its start"
-    num_spans = triton.cdiv(inputs.position(rows.stop - 1) + 1, columns_per_program(inputs))
+    num_spans = ceil_div(inputs.position(rows.stop - 1) + 1, columns_per_program(inputs))
     # Two kernels, since what tiles with many equal scores need costs the others a third of their time.
     for is_tied, spans in ((False, 1), (True, _TIED_SPANS)):
         # Row tiles first: programs that run side by side add to different counts.
-        grid = (triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_spans, spans), inputs.batch)
+        grid = (ceil_div(len(rows), tiles.rows), ceil_div(num_spans, spans), inputs.batch)
         _candidates_kernel[grid](
             *score_tensors(inputs),
             inputs.document_starts,

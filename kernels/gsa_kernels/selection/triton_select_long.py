@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.selection.criteria import Criteria, Outputs
 from gsa_kernels.selection.triton_search import (
     INT_MIN,
@@ -101,11 +102,11 @@ def select_long_rows(
 
 
 def _padded_groups(num_keys: int) -> int:
-    return triton.cdiv(triton.cdiv(num_keys, GROUP), 16) * 16
+    return ceil_div(ceil_div(num_keys, GROUP), 16) * 16
 
 
 def _list_length(most_keys: int) -> int:
-    return max(triton.next_power_of_2(most_keys), _SMALLEST_LIST)
+    return max(next_power_of_2(most_keys), _SMALLEST_LIST)
 
 
 @triton.jit(

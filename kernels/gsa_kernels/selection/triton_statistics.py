@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.devices import launching_on
+from gsa_kernels.limits import next_power_of_2
 from gsa_kernels.selection.triton_search import count_bits
 
 _COLUMNS = 1024
@@ -53,7 +54,7 @@ def statistics_of_packed_mask(
                 groups,
                 columns,
                 group,
-                COLUMNS=min(_COLUMNS, triton.next_power_of_2(columns)),
+                COLUMNS=min(_COLUMNS, next_power_of_2(columns)),
                 ASM=packed_mask.is_cuda,
                 num_warps=4,
             )
