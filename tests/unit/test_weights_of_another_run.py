@@ -273,7 +273,8 @@ def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
 def test_every_field_of_the_attention_has_been_thought_of() -> None:
     """A new field that gives weights another meaning must not pass: it belongs in MEANING, or here."""
     shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
-    reads = {"adaptive_k", "k_base", "k_min", "k_max", "local_window", "selection_block"}  # how much is read
+    # how much is read
+    reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "selection_block"}
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     known = set(MEANING["gsa"]) | shapes | reads | trains | runs
