@@ -96,6 +96,11 @@ def test_the_effective_length_is_the_longest_with_a_mean_of_85_6(tokenizer: Toke
     found = score_ruler(forgets, tokenizer, options)
     assert found["mean"] == {"1000": 100.0, "1500": 100.0, "6000": 0.0}
     assert found["effective_length"] == 1500
+    needles = [(each["tokens"], each["task"], each["score"]) for each in found["needles"]]
+    expected = [
+        (length, task, 100.0 * (length < 6000)) for length in (1000, 1500, 6000) for task in options.tasks
+    ]
+    assert needles == expected
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -121,6 +126,16 @@ def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Materia
     assert len(TASKS) == 13
     assert len(set(FIRST)) == len(FIRST)
     assert len(set(NOUNS)) == len(NOUNS)
+
+
+def test_the_depth_of_a_single_needle(tokenizer: Tokenizer, material: Material) -> None:
+    for name in ("niah_single_1", "niah_single_2", "niah_multikey_3"):
+        made = samples(name, LENGTH, 3, 0, tokenizer, material)
+        for sample in made:
+            assert sample.depth is not None
+            place = sample.prompt.index(sample.answers[0]) / len(sample.prompt)
+            assert place == pytest.approx(sample.depth, abs=0.06)
+    assert samples("niah_multivalue", LENGTH, 1, 0, tokenizer, material)[0].depth is None
 
 
 def test_scores_of_answers() -> None:

@@ -1,0 +1,51 @@
+"""Tasks between training steps on a CUDA device: training does not notice; the scores are those of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_train.commands import evaluate as command
+from helpers.request_files import choice_requests, gold_requests, write_requests
+from helpers.runs import SMALL, numbers_of, start
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_run_with_tasks_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [
+        write_requests(tmp_path / "colours" / "rc", choice_requests()),
+        write_requests(tmp_path / "gold" / "bpb", gold_requests()),
+    ]
+    tasks = f"evaluate.tasks=[{','.join(map(str, places))}]"
+    often = ("evaluate.tasks_every_steps=5", "evaluate.tasks_max_time_percent=100")
+    scored = start(tmp_path, *SMALL, tasks, *often, name="scored", real=True).wait()
+    without = start(tmp_path, *SMALL, name="without", real=True).wait()
+    memory = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
+    expected = numbers_of(without.records(), keys=memory)
+    assert numbers_of(scored.records(), without=("tasks",), keys=memory) == expected
+    records = [record for record in scored.records() if record.get("event") == "tasks"]
+    assert [record["step"] for record in records] == [5, 10, 15, 20]
+    assert 0 < records[-1]["eval_time_share"] < 1
+
+    words = [
+        "--run",
+        str(scored.folder),
+        "--name",
+        "tasks",
+        "--tasks",
+        str(places[0]),
+        "--tasks",
+        str(places[1]),
+    ]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
+    assert command.main() == 0
+    found = json.loads((scored.folder / "evaluations" / "tasks" / "results.json").read_text())["requests"]
+    for name, value in records[-1]["eval_bits_per_byte"].items():
+        assert found[name]["bits_per_byte"] == pytest.approx(value, rel=2e-2), name  # bf16, two packings
