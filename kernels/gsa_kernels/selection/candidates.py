@@ -87,13 +87,8 @@ def select_by_candidates(
         guess_thresholds(criteria, sample_scores, sampled, rows.start, of_block, block, guesses)
     del sample_scores
 
-<<<<<<< HEAD
-    sums = (batch, len(rows), triton.cdiv(end, columns_per_program(inputs)), 2)
-    room = limits.candidate_room(criteria.rule.most_keys)
-=======
     sums = (batch, len(rows), limits.ceil_div(end, columns_per_program(inputs)), 2)
-    room = limits.candidate_room(criteria.rule.k_max)
->>>>>>> w-host
+    room = limits.candidate_room(criteria.rule.most_keys)
     candidates = Candidates(
         sums=torch.empty(sums, dtype=torch.float32, device=device),
         entries=torch.empty((batch, num_tiles * tile_rows, room), dtype=torch.int64, device=device),
