@@ -171,7 +171,9 @@ def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path
     for name, words in kinds.items():
         monkeypatch.setattr("sys.argv", ["evaluate.py", "--name", name, *map(str, words)])
         assert evaluate.main() == 0, name
-    monkeypatch.setattr("sys.argv", ["analyze.py", "--run", str(demo.folder), "--name", "own", "--max-tokens", "48"])
+    monkeypatch.setattr(
+        "sys.argv", ["analyze.py", "--run", str(demo.folder), "--name", "own", "--max-tokens", "48"]
+    )
     assert analyze.main() == 0
     assert contents(demo.folder) == before
     assert {path.name for path in (demo.folder / "evaluations").iterdir()} == kinds.keys()
