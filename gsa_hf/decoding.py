@@ -1,10 +1,11 @@
 """One token of each sequence through a model, for `Generator`: by the model's own forward pass, or fused.
 
-`FusedDecoder` multiplies with joined projections, writes into a static cache in place and reads nothing back from the
+`FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a static cache in place and reads nothing back from the
 device, so that its step can be captured in a CUDA graph. Letters in shapes are those of indexer_gsa.py; H query heads,
 Hkv key-value heads, D their size, d the hidden size.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,10 +14,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
+from . import row_layers
 from .indexer_gsa import rotate
 from .kernel_pass_gsa import kernel_module
 from .kernels_gsa import applied_indexer, kernel_rule
 from .modeling_gsa import CACHE_ARGUMENT, GSAForCausalLM
+
+logger = logging.getLogger(__name__)
+
+PRODUCTS = ("auto", "torch", "rows")
+"""By what `FusedDecoder` multiplies."""
 
 
 class ModelDecoder:
@@ -225,16 +232,20 @@ class FusedDecoder:
     stands there, which the host knows without asking the device.
     """
 
-    def __init__(self, model: GSAForCausalLM, compile: bool = False) -> None:
+    def __init__(self, model: GSAForCausalLM, compile: bool = False, products: str = "auto") -> None:
         """
         Args:
             model: `attn_implementation` "gsa", or all its layers dense. Its weights are those of now: projections are
                 copied.
-            compile: fuse what is not a matrix product or attention by torch.compile; the first step takes longer
+            compile: with torch's products, fuse what is between them by torch.compile; the first step takes longer
+            products: "torch"; "rows", kernels for few sequences; "auto", the faster one of the two by measurement. `open`
+                writes which into the attribute `products`, and into the log.
 
         Raises:
-            ValueError: the model has sparse layers and another `attn_implementation`.
+            ValueError: the model has sparse layers and another `attn_implementation`, or products is none of these.
         """
+        if products not in PRODUCTS:
+            raise ValueError(f"products is {products!r}; pass one of {PRODUCTS}")
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
         implementation = model.config._attn_implementation
         if sparse and implementation != "gsa":
@@ -243,15 +254,18 @@ class FusedDecoder:
             )
         self.model, self.config = model, model.config
         self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
-        fuse = partial(torch.compile, fullgraph=True, dynamic=False) if compile else lambda each: each
-        self._enter: Callable[..., Projected] = fuse(enter)
-        self._pass_on: Callable[..., tuple[torch.Tensor, Projected]] = fuse(pass_on)
-        self._finish: Callable[..., torch.Tensor] = fuse(finish)
+        self._compile, self._wanted_products = compile, products
+        self.products = products
         self.visible_from_mask = True
         """False: dense layers take all slots of the cache for filled, which benchmarks fill."""
 
     def open(self, batch: int, room: int) -> None:
-        """An empty cache of `room` slots for each of `batch` sequences."""
+        """An empty cache of `room` slots for each of `batch` sequences.
+
+        Raises:
+            ValueError: products "rows" was asked for, and the kernels do not take this model or batch.
+        """
+        self._choose_products(batch)
         config, weight = self.config, self.model.model.embed_tokens.weight
         self.batch, self.room = batch, room
         self.cache = StaticCache(config=config, max_cache_len=room)
@@ -289,6 +303,24 @@ class FusedDecoder:
             for place, (_, each) in enumerate(self.layers):
                 if each.row:
                     self._selections[place] = state.new_selection(batch, kept, device=weight.device)
+
+    def _choose_products(self, batch: int) -> None:
+        weight = self.model.lm_head.weight
+        obstacle = row_layers.why_not(self.layers, weight.dtype, batch)
+        if self._wanted_products == "rows" and obstacle is not None:
+            raise ValueError(f"products is 'rows', which do not take {obstacle}; pass 'auto' or 'torch'")
+        rows = self._wanted_products == "rows"
+        if self._wanted_products == "auto":
+            faster = batch <= kernel_module("limits").ROW_PRODUCT_FASTER_ROWS
+            rows = obstacle is None and faster and weight.is_cuda and weight.dtype == torch.bfloat16
+        self.products = "rows" if rows else "torch"
+        logger.info("decoding %d sequences, products by %s", batch, self.products)
+        self._enter: Callable[..., Any] = row_layers.enter
+        self._pass_on: Callable[..., tuple[torch.Tensor, Any]] = row_layers.pass_on
+        self._finish: Callable[..., torch.Tensor] = row_layers.finish
+        if not rows:
+            fuse = partial(torch.compile, fullgraph=True, dynamic=False) if self._compile else lambda each: each
+            self._enter, self._pass_on, self._finish = fuse(enter), fuse(pass_on), fuse(finish)
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """As `ModelDecoder.prefill`. The cache is open, and forgets what it held."""

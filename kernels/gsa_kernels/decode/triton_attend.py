@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
@@ -40,9 +40,12 @@ def attend_to_indices(
     local_window: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor,
-    chained: bool,
+    chain: tuple[bool, bool],
 ) -> None:
-    """Arguments as in `decode_attend`, checked by it. `chained`: start before the kernel in front has ended."""
+    """Arguments as in `decode_attend`, checked by it. `chain`: whether to start before the kernel in front has ended,
+    and whether that one is the selection's: then q and the gate, which older kernels wrote, are read before the wait.
+    """
+    chained, behind_selection = chain
     batch, heads, dim = q.shape
     k, v, selection = cache.k, cache.v, cache.selection
     max_length, kv_heads = k.shape[1:3]
@@ -82,6 +85,7 @@ def attend_to_indices(
         HAS_GATE=gate_logits is not None,
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
+        BEHIND_SELECTION=behind_selection,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({"launch_pdl": True} if chained else {}),
@@ -136,13 +140,16 @@ def _attend_kernel(
     HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
+    BEHIND_SELECTION: tl.constexpr,
 ):
     """One program: one part of the keys of one key-value head of one sequence."""
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    # What no kernel of the chain writes is loaded while the one in front still runs.
+    # What the kernel in front does not write is loaded while it still runs.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
+    if CHAINED and not BEHIND_SELECTION:
+        gdc_wait()
     rows = tl.arange(0, ROWS)
     row_ok = rows < GROUP
     dims = tl.arange(0, D)
@@ -165,7 +172,8 @@ def _attend_kernel(
         k_ptr += start * stride_kl
         v_ptr += start * stride_vl
     window_first = tl.maximum(length - local_window, 0)
-    if CHAINED:
+    if CHAINED and BEHIND_SELECTION:
+        # The selection's kernels have waited for all before them, and so for who wrote q.
         gdc_wait()
     top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
     count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
@@ -190,6 +198,8 @@ def _attend_kernel(
         total = total * rescale + tl.sum(probs, 1)
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
+    if CHAINED:
+        gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh
     if SPLITS == 1:

@@ -73,7 +73,13 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _load_rows(
-    weight_ptr, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr
+    weight_ptr,
+    row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """[TILE, WIDTH]: rows from `row` on, columns from START on, zeros beyond the weight."""
     rows = row + tl.arange(0, TILE)
@@ -143,6 +149,13 @@ def _one_row_kernel(
         scale = tl.rsqrt(squares / COLUMNS + eps)
 
     for tile in range(start, tl.cdiv(ROWS, TILE), step):
+        # Everything is asked for before the first use.
+        rows = tile * TILE + tl.arange(0, TILE)
+        added = tl.zeros([TILE], tl.float32)
+        if bias_ptr is not None:
+            added += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            added += tl.load(residual_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
         if LOOPS:  # the next tile; beyond the last one nothing is read
             following = (tile + step) * TILE
             next_w = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST)
@@ -161,11 +174,7 @@ def _one_row_kernel(
             if SECOND:
                 gated += tl.sum(up_second.to(tl.float32) * x_second[None, :], axis=1)
             out = out * tl.sigmoid(out) * (gated * scale)
-        rows = tile * TILE + tl.arange(0, TILE)
-        if bias_ptr is not None:
-            out += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            out += tl.load(residual_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+        out += added
         tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
         if LOOPS:
             w = next_w
