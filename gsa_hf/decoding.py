@@ -1,8 +1,8 @@
 """One token of each sequence through a model, for `Generator`: by the model's own forward pass, or fused.
 
-`FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a static cache in place and reads nothing back from the
-device, so that its step can be captured in a CUDA graph. Letters in shapes are those of indexer_gsa.py; H query heads,
-Hkv key-value heads, D their size, d the hidden size.
+`FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a
+static cache in place and reads nothing back from the device, so that its step can be captured in a CUDA graph. Letters
+in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
 """
 
 import logging
@@ -238,8 +238,8 @@ class FusedDecoder:
             model: `attn_implementation` "gsa", or all its layers dense. Its weights are those of now: projections are
                 copied.
             compile: with torch's products, fuse what is between them by torch.compile; the first step takes longer
-            products: "torch"; "rows", kernels for few sequences; "auto", the faster one of the two by measurement. `open`
-                writes which into the attribute `products`, and into the log.
+            products: "torch"; "rows", kernels for few sequences; "auto", the faster one by measurement. `open` writes
+                which into the attribute `products`, and into the log.
 
         Raises:
             ValueError: the model has sparse layers and another `attn_implementation`, or products is none of these.
@@ -319,7 +319,9 @@ class FusedDecoder:
         self._pass_on: Callable[..., tuple[torch.Tensor, Any]] = row_layers.pass_on
         self._finish: Callable[..., torch.Tensor] = row_layers.finish
         if not rows:
-            fuse = partial(torch.compile, fullgraph=True, dynamic=False) if self._compile else lambda each: each
+            fuse = (
+                partial(torch.compile, fullgraph=True, dynamic=False) if self._compile else lambda each: each
+            )
             self._enter, self._pass_on, self._finish = fuse(enter), fuse(pass_on), fuse(finish)
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The layers of `FusedDecoder`'s step by gsa_kernels' products of few rows: nine launches for a sparse layer that selects.
+"""Layers of `FusedDecoder`'s step by gsa_kernels' products of few rows: nine launches where a sparse layer selects.
 
 Each starts while the one in front of it ends, so that the weights stream without a gap. Functions of the same names and
 arguments as in decoding.py, where what they calculate is written in plain torch.
@@ -29,17 +29,13 @@ def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
     return None
 
 
-def enter(
-    h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any
-) -> Any:
+def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """Two launches: the joined product; norms, rotation, gate G2 and the writes into the cache."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
-    columns = formats.EntrySizes(
-        q, k, value_gate, gate, index_weights, sizes.head_dim, index_key, sizes.eps
-    )
+    columns = formats.EntrySizes(q, k, value_gate, gate, index_weights, sizes.head_dim, index_key, sizes.eps)
     norms = None
     if layer.q_norm is not None and layer.k_norm is not None:
         norms = (layer.q_norm, layer.k_norm)

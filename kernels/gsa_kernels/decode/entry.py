@@ -74,7 +74,9 @@ def enter_token(
                 "pass one dtype on one device"
             )
         if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous")
+            raise ValueError(
+                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
+            )
     q = projected.new_empty(batch, sizes.q // sizes.head_dim, sizes.head_dim)
     index_queries = None
     if sizes.index_heads:

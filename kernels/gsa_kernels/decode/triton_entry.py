@@ -258,7 +258,9 @@ def _enter_index(
 
 
 @triton.jit
-def _prefetch(ptr, share, SHARES: tl.constexpr, BYTES: tl.constexpr, LINE: tl.constexpr, THREADS: tl.constexpr):
+def _prefetch(
+    ptr, share, SHARES: tl.constexpr, BYTES: tl.constexpr, LINE: tl.constexpr, THREADS: tl.constexpr
+):
     """One of SHARES parts of the first BYTES of a tensor, in whole lines, a line a thread at a time."""
     if BYTES >= LINE:
         lanes = tl.arange(0, THREADS)
