@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import Angles, EntryCache, EntrySizes
 
-_LINE = 1024
+_LINE = 4096
 """Bytes that a thread asks the L2 cache for at a time."""
 _WARPS = 1
 _AHEAD_PROGRAMS = 64
@@ -269,7 +269,7 @@ def _prefetch(
             line = tl.minimum(first + lanes, lines - 1)
             address = ptr.to(tl.int64) + line.to(tl.int64) * LINE
             tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.b32 $0, 0;",
+                "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.b32 $0, 0;",
                 "=r,l",
                 [address],
                 dtype=tl.int32,
