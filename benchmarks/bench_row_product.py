@@ -1,27 +1,36 @@
 """Products of one and of 16 rows, as decoding takes them: `row_product` in many tilings, and cuBLAS.
 
     python benchmarks/bench_row_product.py [--batches 1 16] [--only gate_up] [--seconds 140]
+    python benchmarks/bench_row_product.py --step [--length 131072] [--ahead-mib 0 8 16 24 32]
 
 Weights of configs/gsa_1.7b.yaml, one for each of its layers, multiplied one after the other in a CUDA graph, so that
 none comes from the L2 cache; the output layer, larger than that cache, alone. us: of one product. cuBLAS is the product
 alone; ours has the norm in front of it, the gate, the residual. `chain`: the four products of a layer, each on the
 result of the one before, in all layers, with the default tilings and with those that were fastest here.
+
+--step: instead, one sequence's step of the whole model, by how much of the next weights is brought into the L2 cache
+beside attention; and when the kernels of one layer start and end. A kernel that waits for the one in front counts.
 """
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_generate
 import harness
 import torch
 import yaml
+from torch.profiler import ProfilerActivity, profile
 from triton.errors import TritonError
 
+from gsa_kernels.decode import entry
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.reference import row_product as wanted_product
@@ -212,12 +221,55 @@ def measure_chain(
         report.row(chain_of_a_layer=name, batch=batch, us=us, gb_per_s=moved / us / 1e3)
 
 
+def measure_steps(report: harness.Report, arguments: argparse.Namespace) -> None:
+    """Both models of `bench_generate` that have an indexer, with our products."""
+    for name in bench_generate.PROMISES:
+        layers = arguments.shapes["model"]["num_layers"]
+        decoder = bench_generate.open_decoder(name, 1, arguments.length, layers, arguments, "cuda")
+        runs: dict[str, Callable[[], object]] = {}
+        for mib in arguments.ahead_mib:
+            entry.AHEAD_BYTES = mib * 2**20
+            steps = bench_generate.capture(report, f"{name}, {mib} MiB ahead", decoder, nullcontext)
+            runs |= {f"{mib} MiB, {kind}": step for kind, step in steps.items()}
+        times = harness.measure(runs, budget_ms=100, flush_l2=False, compiled=True)
+        for what, timing in times.items():
+            report.row(model=name, ahead=what, step_ms=timing.ms, low_ms=timing.low)
+        show_layer(name, next(reversed(runs.values())))
+        del decoder, runs, steps, times
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def show_layer(name: str, step: Callable[[], object]) -> None:
+    """Kernels from one entry to the next, in the middle of a step."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    kernels = [each for each in recorded.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda each: each.time_range.start)
+    entries = [place for place, each in enumerate(kernels) if "entry" in each.name]
+    if len(entries) < 2:
+        print(f"{name}: the profiler saw no kernels")
+        return
+    middle = len(entries) // 2
+    first, last = entries[middle], entries[middle + 1]
+    origin = kernels[first].time_range.start
+    print(f"{name}, one layer, us: start, end, kernel")
+    for each in kernels[first : last + 1]:
+        start, end = each.time_range.start - origin, each.time_range.end - origin
+        print(f"{start:9.2f} {end:9.2f}  {each.name[:60]}")
+
+
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--only", nargs="+", metavar="PRODUCT", help="of joined, out, gate_up, down, head")
     parser.add_argument("--budget-ms", type=float, default=30.0, help="of device time for each candidate")
     parser.add_argument("--seconds", type=float, default=140.0, help="after which no candidate is begun")
+    parser.add_argument("--step", action="store_true", help="time steps of the model instead")
+    parser.add_argument("--length", type=int, default=bench_generate.PROMISED_LENGTH, help="tokens")
+    parser.add_argument("--ahead-mib", type=int, nargs="+", default=[0, 8, 16, 24, 32])
     arguments: argparse.Namespace = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
@@ -225,6 +277,10 @@ def main() -> int:
     path = Path(harness.ROOT / "configs" / "gsa_1.7b.yaml")
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     report = harness.Report("bench_row_product", arguments)
+    if arguments.step:
+        arguments.shapes, arguments.compile, arguments.products = config, False, "rows"
+        measure_steps(report, arguments)
+        return report.finish()
     started = time.perf_counter()
     summary = []
     for place, batch in enumerate(arguments.batches):
