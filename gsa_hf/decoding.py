@@ -23,7 +23,6 @@ from .modeling_gsa import CACHE_ARGUMENT, GSAForCausalLM
 logger = logging.getLogger(__name__)
 
 PRODUCTS = ("auto", "torch", "rows")
-"""By what `FusedDecoder` multiplies."""
 
 
 class ModelDecoder:
@@ -263,7 +262,7 @@ class FusedDecoder:
         """An empty cache of `room` slots for each of `batch` sequences.
 
         Raises:
-            ValueError: products "rows" was asked for, and the kernels do not take this model or batch.
+            ValueError: the kernels that products "rows" asks for do not take this model or batch.
         """
         self._choose_products(batch)
         config, weight = self.config, self.model.model.embed_tokens.weight

@@ -85,7 +85,7 @@ def enter_token(
     """
     heads, width = sizes.head_dim, sizes.index_dim
     batch = projected.shape[0]
-    counts = (sizes.q, sizes.k, sizes.k, sizes.value_gate, sizes.gate)
+    counts: tuple[int, ...] = (sizes.q, sizes.k, sizes.k, sizes.value_gate, sizes.gate)
     if sizes.index_heads:
         counts += (width, sizes.index_heads * width, sizes.index_heads)
     q, k, v, value_gate, gate, *index = projected[:, : sum(counts)].split(counts, -1)
