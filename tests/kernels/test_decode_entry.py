@@ -63,8 +63,7 @@ def test_entry(options: dict[str, Any]) -> None:
     """Also that nothing but its slot of the cache is written."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
-    weights = torch.ones(3, 5000, device=DEVICE)
-    found = entry.enter_token(**given, cache=cache, ahead=(weights, weights))
+    found = entry.enter_token(**given, cache=cache)
     wanted = reference.enter_token(**given, cache=copy)
     # The reference rounds to bf16 after each of up to three steps.
     rtol = 1e-5 if options["dtype"] == torch.float32 else 3 * 2**-8
@@ -82,7 +81,6 @@ def test_entry(options: dict[str, Any]) -> None:
         ({"cache": None}, "cache.rows is None with an indexer"),
         ({"norms": (torch.zeros(8), torch.zeros(8))}, "norms"),
         ({"angles": reference.Angles(torch.zeros(1, 40), torch.zeros(1, 40))}, "40 channels turn"),
-        ({"ahead": (torch.zeros(1),) * 3}, "ahead has 3 tensors"),
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:

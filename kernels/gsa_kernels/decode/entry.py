@@ -1,11 +1,8 @@
 """`enter_token` (see entry_reference.py) in one launch, for decoding: between the joined projection and the selection.
 
-Launched early on Hopper; the rule that makes it safe is in row_product/op.py. While the projection ends, and while
-selection and attention, which read little, wait for each other, the memory is idle: `ahead` names the weights that are
-multiplied after attention, which spare programs bring into the L2 cache meanwhile.
+For several sequences, or with norms of q and k; joined.py has the product in it. Launched early on Hopper; the rule
+that makes it safe is in row_product/op.py.
 """
-
-from collections.abc import Sequence
 
 import torch
 
@@ -14,9 +11,6 @@ from gsa_kernels.decode.entry_reference import Angles, Entered, EntryCache, Entr
 from gsa_kernels.decode.triton_entry import launch_entry
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
-
-AHEAD_BYTES = 24 * 2**20
-"""Of weights brought into the L2 cache, of 50 MB on an H200, at most."""
 
 
 @torch.no_grad()
@@ -27,12 +21,8 @@ def enter_token(
     cache: EntryCache,
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ahead: Sequence[torch.Tensor] = (),
 ) -> Entered:
     """Arguments and result as of the reference; bf16 or fp32, all of one dtype.
-
-    Args:
-        ahead: up to two contiguous tensors, of which the first `AHEAD_BYTES` will soon be read; on Hopper
 
     Raises:
         ValueError: a shape, a size or a dtype is none that the kernel takes.
@@ -47,19 +37,14 @@ def enter_token(
         )
     if sizes.head_dim not in HEAD_SIZES:
         raise ValueError(f"the head size is {sizes.head_dim}; pass one of {HEAD_SIZES}")
-    kv_heads = sizes.k // sizes.head_dim
-    check_shape("cache.k", cache.k, "[B, Hkv, Lk, D]", (batch, kv_heads, None, sizes.head_dim))
-    check_shape("cache.v", cache.v, "[B, Hkv, Lk, D]", tuple(cache.k.shape))
-    check_shape("slot", slot, "[1]", (1,))
+    check_entry_cache(sizes, cache, slot, batch)
     channels = angles.cos.shape[-1]
     check_shape("angles.cos", angles.cos, "[B, channels]", (batch, None))
     check_shape("angles.sin", angles.sin, "[B, channels]", (batch, channels))
     if channels > sizes.head_dim or channels % 2 != 0:
         raise ValueError(f"{channels} channels turn; pass an even number of at most {sizes.head_dim}")
     if sizes.index_heads:
-        _check_index(batch, sizes, angles, cache)
-    if len(ahead) > 2:
-        raise ValueError(f"ahead has {len(ahead)} tensors; pass at most 2")
+        _check_index_angles(batch, sizes.index_dim, angles)
     named = {"cache.k": cache.k, "cache.v": cache.v, "cache.rows": cache.rows}
     if norms is not None:
         named |= {"norms[0]": norms[0], "norms[1]": norms[1]}
@@ -90,7 +75,6 @@ def enter_token(
             slot,
             norms,
             (q, index_queries),
-            _cut(ahead) if can_chain(projected) else (),
             can_chain(projected),
         )
     start = sizes.q + 2 * sizes.k + sizes.value_gate
@@ -102,8 +86,15 @@ def enter_token(
     return Entered(q, gate, index_queries, projected[:, None, sizes.width - sizes.index_heads : sizes.width])
 
 
-def _check_index(batch: int, sizes: EntrySizes, angles: Angles, cache: EntryCache) -> None:
+def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, batch: int) -> None:
+    """Shapes of what `enter_token` writes to, and of the indexer's heads."""
+    kv_heads = sizes.k // sizes.head_dim
+    check_shape("cache.k", cache.k, "[B, Hkv, Lk, D]", (batch, kv_heads, None, sizes.head_dim))
+    check_shape("cache.v", cache.v, "[B, Hkv, Lk, D]", tuple(cache.k.shape))
+    check_shape("slot", slot, "[1]", (1,))
     heads, dim = sizes.index_heads, sizes.index_dim
+    if not heads:
+        return
     if heads not in DECODE_INDEXER_HEADS or dim not in INDEXER_HEAD_SIZES:
         raise ValueError(
             f"the indexer has {heads} heads of size {dim}; pass 1 to {DECODE_INDEXER_HEADS[-1]} of "
@@ -113,10 +104,13 @@ def _check_index(batch: int, sizes: EntrySizes, angles: Angles, cache: EntryCach
         raise ValueError("cache.rows is None with an indexer; pass its rows [B, Lk, width]")
     width = cache.rows.shape[-1]
     check_shape("cache.rows", cache.rows, "[B, Lk, width]", (batch, cache.k.shape[2], None))
-    if width != dim and width < (1 + heads) * dim + heads:
+    if width != dim and width < sizes.index_width:
         raise ValueError(
-            f"cache.rows has {width} columns; pass {dim}, for the key alone, or at least {(1 + heads) * dim + heads}"
+            f"cache.rows has {width} columns; pass {dim}, for the key alone, or at least {sizes.index_width}"
         )
+
+
+def _check_index_angles(batch: int, dim: int, angles: Angles) -> None:
     if (angles.index_cos is None) != (angles.index_sin is None):
         raise ValueError("one of angles.index_cos and angles.index_sin is None; pass both or none")
     if angles.index_cos is not None and angles.index_sin is not None:
@@ -125,14 +119,3 @@ def _check_index(batch: int, sizes: EntrySizes, angles: Angles, cache: EntryCach
         check_shape("angles.index_sin", angles.index_sin, "[B, channels]", (batch, channels))
         if channels > dim or channels % 2 != 0:
             raise ValueError(f"{channels} channels of the indexer turn; pass an even number of at most {dim}")
-
-
-def _cut(ahead: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, int], ...]:
-    """Tensors with their bytes, the sum of which is at most AHEAD_BYTES."""
-    left = AHEAD_BYTES
-    cut = []
-    for tensor in ahead:
-        taken = min(tensor.nbytes, left)
-        left -= taken
-        cut.append((tensor, taken))
-    return tuple(cut)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from gsa_kernels.checks import check_shape
+from gsa_kernels.row_product.reference import Norm, row_product
 
 
 class EntrySizes(NamedTuple):
@@ -30,8 +31,12 @@ class EntrySizes(NamedTuple):
     @property
     def width(self) -> int:
         """Columns that are used; the projection may have more."""
-        index = (1 + self.index_heads) * self.index_dim + self.index_heads if self.index_heads else 0
-        return self.q + 2 * self.k + self.value_gate + self.gate + index
+        return self.q + 2 * self.k + self.value_gate + self.gate + self.index_width
+
+    @property
+    def index_width(self) -> int:
+        """Of these, the indexer's."""
+        return (1 + self.index_heads) * self.index_dim + self.index_heads if self.index_heads else 0
 
 
 class Angles(NamedTuple):
@@ -43,6 +48,35 @@ class Angles(NamedTuple):
     index_cos: torch.Tensor | None = None
     """[B, channels] of the indexer; None: it is not rotated."""
     index_sin: torch.Tensor | None = None
+
+
+class AngleTable(NamedTuple):
+    """Angles of all positions, and how many tokens there are: those of the new tokens are not gathered by torch."""
+
+    values: torch.Tensor
+    """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p, then those of the
+    indexer; both channels of a pair have the same. So a sequence's new token has the row of its length."""
+    lengths: torch.Tensor
+    """int32 [B], the new token included; at most the positions."""
+    channels: int
+    index_channels: int
+    """0: the indexer is not rotated."""
+
+    def angles(self) -> Angles:
+        """Of the new tokens."""
+        counts = (self.channels, self.channels, self.index_channels, self.index_channels)
+        cos, sin, index_cos, index_sin = self.values.index_select(0, self.lengths).split(counts, -1)
+        return Angles(cos, sin, index_cos, index_sin) if self.index_channels else Angles(cos, sin)
+
+
+class JoinedProduct(NamedTuple):
+    """All that a layer multiplies with its normalised input, and the norm."""
+
+    weight: torch.Tensor
+    """[N, d], rows as the columns of EntrySizes; N may be larger."""
+    norm: Norm
+    bias: torch.Tensor | None = None
+    """[N]"""
 
 
 class EntryCache(NamedTuple):
@@ -115,6 +149,19 @@ def enter_token(
     check_shape("row", row, "[B, width]", (batch, rows.shape[-1]))
     rows.index_copy_(1, slot, row[:, None])
     return Entered(q, heads_gate, index_queries[:, None], index_weights[:, None])
+
+
+def enter_row(
+    x: torch.Tensor,
+    product: JoinedProduct,
+    sizes: EntrySizes,
+    table: AngleTable,
+    cache: EntryCache,
+    slot: torch.Tensor,
+) -> Entered:
+    """The joined product of x [B, d], and `enter_token`."""
+    projected = row_product(x, product.weight, product.norm, product.bias)
+    return enter_token(projected, sizes, table.angles(), cache, slot)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

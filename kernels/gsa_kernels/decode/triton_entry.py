@@ -1,5 +1,4 @@
-"""One program for each query head, for each key-value head, and for the indexer, of each sequence; spare programs that
-bring weights into the L2 cache."""
+"""One program for each query head, for each key-value head, and for the indexer, of each sequence."""
 
 import torch
 import triton
@@ -8,10 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import Angles, EntryCache, EntrySizes
 
-_LINE = 4096
-"""Bytes that a thread asks the L2 cache for at a time."""
 _WARPS = 1
-_AHEAD_PROGRAMS = 64
 
 
 def launch_entry(
@@ -22,7 +18,6 @@ def launch_entry(
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     out: tuple[torch.Tensor, torch.Tensor | None],
-    ahead: tuple[tuple[torch.Tensor, int], ...],
     chained: bool,
 ) -> None:
     """Arguments as in `enter_token`, checked by it. `out`: q and the indexer's queries."""
@@ -31,11 +26,9 @@ def launch_entry(
     heads, kv_heads, dim = sizes.q // sizes.head_dim, sizes.k // sizes.head_dim, sizes.head_dim
     has_index = sizes.index_heads > 0
     units = heads + kv_heads + has_index
-    first, second = (*ahead, (None, 0), (None, 0))[:2]
-    spare = _AHEAD_PROGRAMS if ahead else 0
     rows = cache.rows if has_index else None
     norm_q, norm_k = norms or (None, None)
-    _entry_kernel[(units + spare, batch)](
+    _entry_kernel[(units, batch)](
         projected,
         angles.cos,
         angles.sin,
@@ -49,8 +42,6 @@ def launch_entry(
         cache.k,
         cache.v,
         rows,
-        first[0],
-        second[0],
         projected.stride(0),
         *cache.k.stride()[:3],
         *cache.v.stride()[:3],
@@ -69,12 +60,6 @@ def launch_entry(
         INDEX_CHANNELS=0 if angles.index_cos is None else angles.index_cos.shape[-1],
         WIDTH=rows.shape[-1] if rows is not None else 0,
         BLOCK_W=triton.next_power_of_2(rows.shape[-1]) if rows is not None else 1,
-        UNITS=units,
-        SPARE=spare,
-        FIRST_BYTES=first[1],
-        SECOND_BYTES=second[1],
-        LINE=_LINE,
-        THREADS=32 * _WARPS,
         CHAINED=chained,
         num_warps=_WARPS,
         **({"launch_pdl": True} if chained else {}),
@@ -96,8 +81,6 @@ def _entry_kernel(
     k_ptr,
     v_ptr,
     rows_ptr,
-    ahead_ptr,
-    further_ptr,
     stride_p,
     stride_kb,
     stride_kh,
@@ -121,25 +104,13 @@ def _entry_kernel(
     INDEX_CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    UNITS: tl.constexpr,
-    SPARE: tl.constexpr,
-    FIRST_BYTES: tl.constexpr,
-    SECOND_BYTES: tl.constexpr,
-    LINE: tl.constexpr,
-    THREADS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: one head, the indexer, or a share of the weights to bring into the L2 cache."""
+    """One program: one head, or the indexer."""
     if CHAINED:
         gdc_launch_dependents()
     unit = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    if unit >= UNITS:
-        # It does not wait, the others do.
-        if batch == 0:
-            _prefetch(ahead_ptr, unit - UNITS, SPARE, FIRST_BYTES, LINE, THREADS)
-            _prefetch(further_ptr, unit - UNITS, SPARE, SECOND_BYTES, LINE, THREADS)
-        return
     slot = tl.load(slot_ptr)
     projected_ptr += batch * stride_p
     dims = tl.arange(0, D)
@@ -255,24 +226,3 @@ def _enter_index(
         start: tl.constexpr = (1 + HI) * DI
         weights = tl.load(index_ptr + columns, mask=(columns >= start) & (columns < start + HI), other=0.0)
         tl.store(row_ptr + columns, weights, mask=(columns >= start) & (columns < WIDTH))
-
-
-@triton.jit
-def _prefetch(
-    ptr, share, SHARES: tl.constexpr, BYTES: tl.constexpr, LINE: tl.constexpr, THREADS: tl.constexpr
-):
-    """One of SHARES parts of the first BYTES of a tensor, in whole lines, a line a thread at a time."""
-    if BYTES >= LINE:
-        lanes = tl.arange(0, THREADS)
-        lines: tl.constexpr = BYTES // LINE
-        for first in range(share * THREADS, lines, SHARES * THREADS):
-            line = tl.minimum(first + lanes, lines - 1)
-            address = ptr.to(tl.int64) + line.to(tl.int64) * LINE
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.b32 $0, 0;",
-                "=r,l",
-                [address],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )

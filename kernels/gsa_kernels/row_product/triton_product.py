@@ -91,7 +91,7 @@ def _load_rows(
 
 
 @triton.jit
-def _load_piece(vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
+def load_piece(vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
     """fp32 [WIDTH] of a vector, zeros beyond its end."""
     columns = START + tl.arange(0, WIDTH)
     return tl.load(vector_ptr + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
@@ -130,15 +130,15 @@ def _one_row_kernel(
         if SECOND:
             up_second = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND)
     if norm_ptr is not None:
-        norm = _load_piece(norm_ptr, COLUMNS, 0, FIRST)
+        norm = load_piece(norm_ptr, COLUMNS, 0, FIRST)
         if SECOND:
-            norm_second = _load_piece(norm_ptr, COLUMNS, FIRST, SECOND)
+            norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND)
     if CHAINED:
         gdc_wait()
 
-    x = _load_piece(x_ptr, COLUMNS, 0, FIRST)
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST)
     if SECOND:
-        x_second = _load_piece(x_ptr, COLUMNS, FIRST, SECOND)
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND)
     scale = 1.0
     if norm_ptr is not None:
         squares = tl.sum(x * x)
