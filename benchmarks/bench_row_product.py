@@ -1,15 +1,15 @@
 """Products of one and of 16 rows, as decoding takes them: `row_product` in many tilings, and cuBLAS.
 
     python benchmarks/bench_row_product.py [--batches 1 16] [--only gate_up] [--seconds 140]
-    python benchmarks/bench_row_product.py --step [--length 131072] [--ahead-mib 0 8 16 24 32]
+    python benchmarks/bench_row_product.py --step [--length 131072]
 
 Weights of configs/gsa_1.7b.yaml, one for each of its layers, multiplied one after the other in a CUDA graph, so that
 none comes from the L2 cache; the output layer, larger than that cache, alone. us: of one product. cuBLAS is the product
 alone; ours has the norm in front of it, the gate, the residual. `chain`: the four products of a layer, each on the
 result of the one before, in all layers, with the default tilings and with those that were fastest here.
 
---step: instead, one sequence's step of the whole model, by how much of the next weights is brought into the L2 cache
-beside attention; and when the kernels of one layer start and end. A kernel that waits for the one in front counts.
+--step: instead, one sequence's step of the whole model by other tilings of the joined product and of attention; and when
+the kernels of one layer start and end. A kernel that waits for the one in front counts.
 """
 
 import argparse
@@ -17,11 +17,12 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_generate
 import harness
@@ -30,7 +31,8 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 from triton.errors import TritonError
 
-from gsa_kernels.decode import entry
+from gsa_hf.decoding import FusedDecoder
+from gsa_kernels.decode import joined, state, triton_attend
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.reference import row_product as wanted_product
@@ -221,34 +223,91 @@ def measure_chain(
         report.row(chain_of_a_layer=name, batch=batch, us=us, gb_per_s=moved / us / 1e3)
 
 
+JOINED = {
+    "joined 4 pairs": Tiling(4),
+    "joined 4 pairs, 8 warps, 264 programs": Tiling(4, 8, 264),
+    "joined 2 pairs": Tiling(2),
+    "joined 2 pairs, 396 programs": Tiling(2, programs=396),
+}
+PARTS = (16, 64)
+DEFAULT, LATE = "default", "no keys before the wait"
+
+
+def variants(shared: bool) -> list[str]:
+    """Of steps that keep a selection only: those of attention that reads keys before it waits."""
+    kept = [LATE, "tiles of 64 keys"] if shared else []
+    return [DEFAULT, *JOINED, *kept, *(f"{parts} parts" for parts in PARTS)]
+
+
+def as_variant(decoder: FusedDecoder, variant: str) -> ExitStack:
+    """While it is open, the decoder's steps are captured so."""
+    changed = ExitStack()
+    if variant in JOINED:
+        changed.enter_context(mock.patch.object(joined, "DEFAULT_TILING", JOINED[variant]))
+    if variant == "tiles of 64 keys":
+        changed.enter_context(mock.patch.object(triton_attend, "SETTLED_TILE", triton_attend.Tile(64, 4, 1)))
+    if variant == LATE:
+        made = decoder._layer_cache
+        late = mock.patch.object(decoder, "_layer_cache", lambda *given: made(*given[:3], False))
+        changed.enter_context(late)
+    for parts in PARTS:
+        if variant == f"{parts} parts":
+            workspace, config = decoder._workspace, decoder.config
+            assert workspace is not None
+            other = state.new_workspace(
+                1,
+                workspace.scores.shape[1],
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_size=config.head_dim,
+                device=workspace.scores.device,
+                splits=parts,
+            )
+            changed.enter_context(mock.patch.object(decoder, "_workspace", other))
+    return changed
+
+
 def measure_steps(report: harness.Report, arguments: argparse.Namespace) -> None:
-    """Both models of `bench_generate` that have an indexer, with our products."""
+    """Both models of `bench_generate` that have an indexer, with our products. A variant that does not run is named."""
+    started = time.perf_counter()
     for name in bench_generate.PROMISES:
         layers = arguments.shapes["model"]["num_layers"]
         decoder = bench_generate.open_decoder(name, 1, arguments.length, layers, arguments, "cuda")
+        shared = decoder.config.index_block_size > 1
         runs: dict[str, Callable[[], object]] = {}
-        for mib in arguments.ahead_mib:
-            entry.AHEAD_BYTES = mib * 2**20
-            steps = bench_generate.capture(report, f"{name}, {mib} MiB ahead", decoder, nullcontext)
-            runs |= {f"{mib} MiB, {kind}": step for kind, step in steps.items()}
-        times = harness.measure(runs, budget_ms=100, flush_l2=False, compiled=True)
+        held = []
+        for variant in variants(shared):
+            if time.perf_counter() - started > arguments.seconds and variant != DEFAULT:
+                print(f"{name}, {variant}: left out (--seconds)")
+                continue
+            try:
+                with as_variant(decoder, variant):
+                    steps = bench_generate.capture(report, f"{name}, {variant}", decoder, nullcontext)
+                    held.append(decoder._workspace)  # a graph keeps no tensor alive
+            except (TritonError, RuntimeError) as error:
+                print(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                continue
+            runs |= {f"{variant}, {kind}": step for kind, step in steps.items()}
+        times = harness.measure(runs, budget_ms=60, flush_l2=False, compiled=True)
         for what, timing in times.items():
-            report.row(model=name, ahead=what, step_ms=timing.ms, low_ms=timing.low)
-        show_layer(name, next(reversed(runs.values())))
-        del decoder, runs, steps, times
+            report.row(model=name, variant=what, step_ms=timing.ms, low_ms=timing.low)
+        for what, step in runs.items():
+            if what.startswith((DEFAULT, LATE)):
+                show_layer(f"{name}, {what}", step)
+        del decoder, runs, steps, times, held
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def show_layer(name: str, step: Callable[[], object]) -> None:
-    """Kernels from one entry to the next, in the middle of a step."""
+    """Kernels from one joined product to the next, in the middle of a step."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         for _ in range(3):
             step()
         torch.cuda.synchronize()
     kernels = [each for each in recorded.events() if each.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda each: each.time_range.start)
-    entries = [place for place, each in enumerate(kernels) if "entry" in each.name]
+    entries = [place for place, each in enumerate(kernels) if "_joined_kernel" in each.name]
     if len(entries) < 2:
         print(f"{name}: the profiler saw no kernels")
         return
@@ -266,11 +325,14 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--only", nargs="+", metavar="PRODUCT", help="of joined, out, gate_up, down, head")
     parser.add_argument("--budget-ms", type=float, default=30.0, help="of device time for each candidate")
-    parser.add_argument("--seconds", type=float, default=140.0, help="after which no candidate is begun")
+    parser.add_argument(
+        "--seconds", type=float, help="after which no candidate is begun; 140, or 40 with --step"
+    )
     parser.add_argument("--step", action="store_true", help="time steps of the model instead")
     parser.add_argument("--length", type=int, default=bench_generate.PROMISED_LENGTH, help="tokens")
-    parser.add_argument("--ahead-mib", type=int, nargs="+", default=[0, 8, 16, 24, 32])
     arguments: argparse.Namespace = parser.parse_args()
+    if arguments.seconds is None:
+        arguments.seconds = 40.0 if arguments.step else 140.0
     harness.require_cuda()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)

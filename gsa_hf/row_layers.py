@@ -1,7 +1,9 @@
-"""Layers of `FusedDecoder`'s step by gsa_kernels' products of few rows: nine launches where a sparse layer selects.
+"""Layers of `FusedDecoder`'s step by gsa_kernels' products of few rows.
+
+Where a sparse layer selects, it has eight launches for one sequence without norms of q and k, else nine.
 
 Each starts while the one in front of it ends, so that the weights stream without a gap. Functions of the same names and
-arguments as in decoding.py, where what they calculate is written in plain torch.
+arguments as in joined_layers.py, where what they calculate is written in plain torch.
 """
 
 from typing import Any
@@ -29,24 +31,29 @@ def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
     return None
 
 
+def enters_at_once(layers: list[Any], batch: int) -> bool:
+    """Whether `enter` of all layers is one launch, which takes the rotary angles from a table."""
+    even = all(sizes.index_head_dim % 2 == 0 or sizes.row == 0 for _, sizes in layers)
+    return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
+
+
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
-    """Two launches: the joined product; norms, rotation, gate G2 and the writes into the cache."""
+    """The joined product; norms, rotation, gate G2 and the writes into the cache. Two launches, or with a table of all
+    angles one."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
-    projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
     columns = formats.EntrySizes(q, k, value_gate, gate, index_weights, sizes.head_dim, index_key, sizes.eps)
+    buffers = formats.EntryCache(*cache)
+    if isinstance(rotary, formats.AngleTable):
+        product = formats.JoinedProduct(layer.joined, norm, layer.bias)
+        return kernel_module("decode.joined").enter_row(h, product, columns, rotary, buffers, slot)
+    projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
     norms = None
     if layer.q_norm is not None and layer.k_norm is not None:
         norms = (layer.q_norm, layer.k_norm)
     return kernel_module("decode.entry").enter_token(
-        projected,
-        columns,
-        formats.Angles(*rotary),
-        formats.EntryCache(*cache),
-        slot,
-        norms,
-        (layer.out, layer.gate_up),
+        projected, columns, formats.Angles(*rotary), buffers, slot, norms
     )
 
 

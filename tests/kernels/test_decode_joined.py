@@ -9,7 +9,9 @@ from covering import covered
 pytest.importorskip("triton")
 
 from gsa_kernels.decode import entry_reference as reference
-from gsa_kernels.decode import joined
+from gsa_kernels.decode import joined, state
+from gsa_kernels.decode.op import decode_attend
+from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.tiling import Tiling
 
@@ -29,7 +31,7 @@ def make(
     wide: bool,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
-    """Arguments but for the cache, and the cache. heads: of queries, of keys, their size; indexer: heads, their size."""
+    """Arguments but for the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
     generator = torch.Generator().manual_seed(hidden + channels[0])
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -47,7 +49,9 @@ def make(
     )
     rows = sizes.width + 5
     product = reference.JoinedProduct(
-        normal(rows, hidden) * hidden**-0.5, Norm(1 + 0.1 * normal(hidden), 1e-5), normal(rows) if bias else None
+        normal(rows, hidden) * hidden**-0.5,
+        Norm(1 + 0.1 * normal(hidden), 1e-5),
+        normal(rows) if bias else None,
     )
     turned, index_turned = channels if index_heads else (channels[0], 0)
     halves = [normal(ROOM + 1, count // 2) for count in (turned, turned, index_turned, index_turned)]
@@ -104,8 +108,61 @@ def test_joined_product(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("tiling", [None, Tiling(4), Tiling(4, 8, programs=264)], ids=str)
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_sizes_of_a_model(tiling: Tiling | None, marked: None) -> None:
-    options = {"hidden": 2048, "heads": (16, 4, 128), "gates": (True, True), "indexer": (4, 64), "channels": (128, 64)}
+    options = {
+        "hidden": 2048,
+        "heads": (16, 4, 128),
+        "gates": (True, True),
+        "indexer": (4, 64),
+        "channels": (128, 64),
+    }
     check(options | {"bias": False, "wide": True, "dtype": torch.bfloat16}, tiling)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+def test_a_chain_of_steps_that_keep_their_selection(marked: None) -> None:
+    """In one graph, launched early: attention reads old keys before it waits, and the new token's, other ones each
+    time, after it. Few keys are selected, so that the new one counts."""
+    options: dict[str, Any] = {
+        "hidden": 2048,
+        "heads": (16, 4, 128),
+        "gates": (True, True),
+        "indexer": (4, 64),
+    }
+    given, cache = make(**options, channels=(128, 0), bias=False, wide=False, dtype=torch.bfloat16)
+    room = 3000
+    k, v = torch.randn(2, 1, 4, room, 128, device=DEVICE, dtype=torch.bfloat16)
+    cache = cache._replace(k=k, v=v, rows=torch.randn(1, room, 64, device=DEVICE, dtype=torch.bfloat16))
+    lengths = torch.tensor([room], dtype=torch.int32, device=DEVICE)
+    table = given["table"]._replace(values=torch.ones(room + 1, 256, device=DEVICE, dtype=torch.bfloat16))
+    given |= {"table": table._replace(lengths=lengths), "slot": torch.tensor([room - 1], device=DEVICE)}
+    selection = state.new_selection(1, 2048, device=DEVICE)
+    selection.indices.copy_(torch.arange(2048, device=DEVICE)[None])
+    selection.counts.fill_(20)
+    workspace = state.new_workspace(1, room, heads=16, kv_heads=4, head_size=128, device=DEVICE)
+    layer = state.LayerCache(
+        k.transpose(1, 2), v.transpose(1, 2), lengths, selection, workspace, None, settled=True
+    )
+    weights = torch.randn(8, 2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5
+
+    def run(chained: bool) -> torch.Tensor:
+        x = given["x"]
+        for place in range(60):
+            entered = joined.enter_row(**(given | {"x": x}), cache=cache)
+            assert entered.gate is not None
+            out = decode_attend(entered.q, layer, 2, entered.gate)
+            x = row_product(out.flatten(1), weights[place % 8], residual=x)
+            if not chained:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = run(chained=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(chained=True)
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)
 
 
 def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:

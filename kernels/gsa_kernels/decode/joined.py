@@ -55,7 +55,9 @@ def enter_row(
         raise ValueError(f"the indexer's head size is {sizes.index_dim}; pass an even number")
     check_entry_cache(sizes, cache, slot, batch=1)
     channels, index_channels = table.channels, table.index_channels
-    check_shape("table.values", table.values, "[positions + 1, angles]", (None, 2 * channels + 2 * index_channels))
+    check_shape(
+        "table.values", table.values, "[positions + 1, angles]", (None, 2 * channels + 2 * index_channels)
+    )
     check_shape("table.lengths", table.lengths, "[1]", (1,))
     for name, count, size in (
         ("channels", channels, sizes.head_dim),

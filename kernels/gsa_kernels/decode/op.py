@@ -5,7 +5,8 @@ is allocated, so that a call can be captured in a CUDA graph and replayed while 
 the grids cover the whole cache. The definitions are `decode_top_k` and `decode_attention`. Results are deterministic.
 
 On Hopper each kernel is in place before the one in front of it ends, the caller's included, and waits for it: the rule
-is in row_product/op.py. `lengths` and `starts` are read before the wait.
+is in row_product/op.py. `lengths` and `starts` are read before the wait; with `cache.settled` also, where the selection
+is kept, it and what it and the window name of keys and values, but for each sequence's newest token.
 
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose

@@ -96,7 +96,13 @@ def _sections(sizes: EntrySizes, tile: int) -> tuple[int, int, int, int, int]:
     index = (1 + sizes.index_heads) * sizes.index_dim if sizes.index_heads else 0
     values = sizes.value_gate or sizes.k // 2
     ends = [0]
-    for pairs in ((sizes.q + sizes.k) // 2, values, sizes.gate // 2, index // 2, (sizes.index_heads + 1) // 2):
+    for pairs in (
+        (sizes.q + sizes.k) // 2,
+        values,
+        sizes.gate // 2,
+        index // 2,
+        (sizes.index_heads + 1) // 2,
+    ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
 
@@ -311,9 +317,29 @@ def _joined_kernel(
                 tl.store(gate_ptr + second - GATES, b.to(gate_ptr.dtype.element_ty), mask=second < end)
         else:
             if HI:
-                _put_index(a, first - INDEX, end - INDEX, index_queries_ptr, index_weights_ptr, rows_ptr, HI, DI, WIDTH)
-                _put_index(b, second - INDEX, end - INDEX, index_queries_ptr, index_weights_ptr, rows_ptr, HI, DI, WIDTH)
-                if WIDTH > DI:
+                _put_index(
+                    a,
+                    first - INDEX,
+                    end - INDEX,
+                    index_queries_ptr,
+                    index_weights_ptr,
+                    rows_ptr,
+                    HI,
+                    DI,
+                    WIDTH,
+                )
+                _put_index(
+                    b,
+                    second - INDEX,
+                    end - INDEX,
+                    index_queries_ptr,
+                    index_weights_ptr,
+                    rows_ptr,
+                    HI,
+                    DI,
+                    WIDTH,
+                )
+                if WIDTH > DI:  # noqa: SIM102 - decided when the kernel is compiled
                     if tile == TILES - 1:  # zeros behind the head weights
                         REST: tl.constexpr = (1 + HI) * DI + HI
                         behind = REST + tl.arange(0, BLOCK_REST)

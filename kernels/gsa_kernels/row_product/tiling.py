@@ -27,5 +27,7 @@ def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:
     """For x [batch, columns] and a result of `count` columns."""
     if batch > 1:
         return Tiling(rows=32 if count >= 4096 and not gated else 16)
+    if count >= 65536:  # an output layer
+        return Tiling(rows=2)
     rows = 4 if columns > 4096 else 8
     return Tiling(rows=rows // 2 if gated else rows)
