@@ -3,10 +3,12 @@
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768]
 
 Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled with random contents: standard (dense,
-no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder`: the
-same joined projections, compiled by torch, steps in CUDA graphs. `standard` takes the fastest of torch's SDPA backends
-for one query with grouped heads, with the mask that a static cache needs or, where its slots are all filled as here,
-without. `GSA shared` counts one step that selects in 32. All models take turns in one run.
+no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder` with
+joined projections, steps in CUDA graphs. `standard` multiplies by torch, compiled by it, and takes the fastest of
+torch's SDPA backends for one query with grouped heads, with the mask that a static cache needs or, where its slots are
+all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch (column `products`), or as
+--products says; `standard, our products` is the standard model so. `GSA shared` counts one step that selects in 32. All
+models take turns in one run.
 
 bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
 layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.
@@ -30,10 +32,11 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
-from gsa_hf.decoding import FusedDecoder
+from gsa_hf.decoding import PRODUCTS, FusedDecoder
 from gsa_hf.generation import DecodingGraphs
 
 BLOCK, WINDOW = 32, 64
+STANDARD, OUR_STANDARD = "standard", "standard, our products"
 PROMISED_LENGTH = 131072
 PROMISES = {"GSA": 2.0, "GSA shared": 3.0}
 """Times the standard model's tokens per second, batch 1."""
@@ -60,9 +63,9 @@ class Sdpa:
 
 
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
-    """`standard`, `GSA` or `GSA shared`."""
+    """`standard`, also with our products, `GSA` or `GSA shared`."""
     model, gsa = shapes["model"], shapes["gsa"]
-    sparse, shared = name != "standard", name == "GSA shared"
+    sparse, shared = name not in (STANDARD, OUR_STANDARD), name == "GSA shared"
     return GSAConfig(
         vocab_size=model["vocab_size"],
         hidden_size=model["hidden_size"],
@@ -177,11 +180,17 @@ def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple
 
 
 def open_decoder(
-    name: str, batch: int, filled: int, layers: int, shapes: dict[str, Any], compile: bool, device: str
+    name: str,
+    batch: int,
+    filled: int,
+    layers: int,
+    arguments: argparse.Namespace,
+    device: str,
 ) -> FusedDecoder:
     """A model with full caches, where the next token goes to slot `filled`, the last but `ROOM_TOKENS`."""
-    config = model_config(name, layers, filled + ROOM_TOKENS, shapes)
-    decoder = FusedDecoder(make_model(config, device), compile)
+    config = model_config(name, layers, filled + ROOM_TOKENS, arguments.shapes)
+    products = "torch" if name == STANDARD else arguments.products
+    decoder = FusedDecoder(make_model(config, device), arguments.compile, products)
     decoder.open(batch, filled + ROOM_TOKENS)
     fill(decoder)
     decoder.tokens.random_(0, config.vocab_size)
@@ -239,8 +248,8 @@ def measure(
     room, all_layers = filled + ROOM_TOKENS, shapes["model"]["num_layers"]
     configs = {name: model_config(name, all_layers, room, shapes) for name in names}
     sdpa = None
-    if "standard" in names:
-        sdpa, us = fastest_sdpa(configs["standard"], batch, filled, room)
+    if not {STANDARD, OUR_STANDARD}.isdisjoint(names):
+        sdpa, us = fastest_sdpa(model_config(STANDARD, all_layers, room, shapes), batch, filled, room)
         listed = ", ".join(f"{name} {value:.0f}" for name, value in us.items())
         print(f"batch {batch}, {length} tokens: one layer's dense attention in us: {listed}")
         torch.cuda.empty_cache()
@@ -262,9 +271,9 @@ def measure(
         steps: Steps = {}
         for name in group:
             started = time.perf_counter()
-            decoder = open_decoder(name, batch, filled, layers, shapes, arguments.compile, "cuda")
+            decoder = open_decoder(name, batch, filled, layers, arguments, "cuda")
             attends: Callable[[], AbstractContextManager[Any]] = nullcontext
-            if name == "standard":
+            if name in (STANDARD, OUR_STANDARD):
                 assert sdpa is not None
                 decoder.visible_from_mask = sdpa.masked
                 attends = partial(sdpa_kernel, sdpa.backend)
@@ -277,7 +286,8 @@ def measure(
             print(f"{name}: ready in {time.perf_counter() - started:.1f} s, {layers} layers", flush=True)
         times |= harness.measure(steps, budget_ms=arguments.budget_ms, flush_l2=False, compiled=True)
         for name, decoder in decoders.items():
-            facts[name] = {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
+            facts[name] = {"products": decoder.products}
+            facts[name] |= {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
         del decoders, steps, decoder, captured, head, hidden
         gc.collect()
         torch.cuda.empty_cache()
@@ -294,7 +304,8 @@ def measure(
             batch=batch,
             length=length,
             model=name,
-            attention=str(sdpa) if name == "standard" else "kernels",
+            attention="kernels" if name in PROMISES else str(sdpa),
+            products=facts[name]["products"],
             layers=layers,
             keys=facts[name]["keys"],
             step_ms=per_token[name],
@@ -325,7 +336,7 @@ def measure_prefill(report: harness.Report, length: int, arguments: argparse.Nam
     """One sequence through the model's forward pass into its cache. Dense layers take the kernels' dense attention."""
     shapes = arguments.shapes
     layers = arguments.layers or shapes["model"]["num_layers"]
-    for name in ("standard", "GSA", "GSA shared"):
+    for name in (STANDARD, *PROMISES):
         config = model_config(name, layers, length + ROOM_TOKENS, shapes)
         decoder = FusedDecoder(make_model(config, "cuda"))
         decoder.open(1, length + ROOM_TOKENS)
@@ -353,7 +364,8 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[PROMISED_LENGTH, 32768], help="tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--models", nargs="+", default=["standard", "GSA", "GSA shared"])
+    parser.add_argument("--models", nargs="+", default=[STANDARD, OUR_STANDARD, *PROMISES])
+    parser.add_argument("--products", choices=PRODUCTS, default="auto", help="of all but the standard model")
     parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
     parser.add_argument("--prefill", type=int, default=32768, help="tokens; 0: leave it out")
     parser.add_argument("--budget-ms", type=float, default=400.0, help="of device time for each step")

@@ -1,22 +1,28 @@
 """One token of each sequence through a model, for `Generator`: by the model's own forward pass, or fused.
 
-`FusedDecoder` multiplies with joined projections, writes into a static cache in place and reads nothing back from the
-device, so that its step can be captured in a CUDA graph. Letters in shapes are those of indexer_gsa.py; H query heads,
-Hkv key-value heads, D their size, d the hidden size.
+`FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a
+static cache in place and reads nothing back from the device, so that its step can be captured in a CUDA graph. Letters
+in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from .indexer_gsa import rotate
+from . import joined_layers, row_layers
+from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
 from .kernels_gsa import applied_indexer, kernel_rule
 from .modeling_gsa import CACHE_ARGUMENT, GSAForCausalLM
+
+logger = logging.getLogger(__name__)
+
+PRODUCTS = ("auto", "torch", "rows")
 
 
 class ModelDecoder:
@@ -43,181 +49,6 @@ class ModelDecoder:
         ]
 
 
-class LayerWeights(NamedTuple):
-    """What a step reads of a layer."""
-
-    norm: torch.Tensor
-    joined: torch.Tensor
-    """[rows, d]: all that is multiplied with the normalised hidden state; `Sizes.parts` says which rows are what."""
-    bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    out: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    """[2 F, d]"""
-    down: torch.Tensor
-
-
-class Sizes(NamedTuple):
-    """Of one layer."""
-
-    parts: tuple[int, ...]
-    """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and of nothing."""
-    head_dim: int
-    index_head_dim: int
-    row: int
-    """Width of the indexer's rows in the cache; 0 without an indexer."""
-    eps: float
-
-
-class Buffers(NamedTuple):
-    """Of one layer's cache."""
-
-    k: torch.Tensor
-    """[B, Hkv, Lk, D]"""
-    v: torch.Tensor
-    rows: torch.Tensor | None
-    """[B, Lk, width], as `GSAIndexer.cache_row` makes them."""
-
-
-class Projected(NamedTuple):
-    """What attention takes of a layer's new tokens; keys and values are in the cache."""
-
-    q: torch.Tensor
-    """[B, H, D]"""
-    gate: torch.Tensor | None
-    """[B, H, D], before the sigmoid."""
-    index_queries: torch.Tensor | None
-    """[B, 1, HI, DI]"""
-    index_weights: torch.Tensor | None
-    """[B, 1, HI]"""
-
-
-Rotary = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
-def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
-    """The weights of a `GSADecoderLayer`, projections of one input in one tensor: a copy of these."""
-    attention, mlp = layer.self_attn, layer.mlp
-    indexer = attention.indexer
-    named = [attention.q_proj, attention.k_proj, attention.v_proj]
-    named += [attention.value_gate_proj, attention.output_gate_proj]
-    weights = [None if each is None else each.weight for each in named]
-    biases = [None if each is None else each.bias for each in named]
-    if indexer is not None:
-        weights += [indexer.wk.weight, indexer.wq.weight, indexer.weights_proj.weight]
-    else:
-        weights += [None, None, None]
-    parts = [0 if weight is None else len(weight) for weight in weights]
-    parts.append(-sum(parts) % 64)  # rows of nothing, with which matrix products are fastest
-    first = attention.q_proj.weight.detach()
-    joined = torch.cat(
-        [*(w.detach() for w in weights if w is not None), first.new_zeros(parts[-1], first.shape[1])]
-    )
-    bias = None
-    if any(each is not None for each in biases):
-        bias = first.new_zeros(sum(parts))
-        for start, each in zip(_starts(parts), biases, strict=False):
-            if each is not None:
-                bias[start : start + len(each)] = each.detach()
-    q_norm = None if attention.q_norm is None else attention.q_norm.weight.detach()
-    k_norm = None if attention.k_norm is None else attention.k_norm.weight.detach()
-    made = LayerWeights(
-        norm=layer.input_layernorm.weight.detach(),
-        joined=joined,
-        bias=bias,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        out=attention.o_proj.weight.detach(),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
-        down=mlp.down_proj.weight.detach(),
-    )
-    row = 0
-    if indexer is not None:
-        row = parts[5]
-        if config.index_block_size > 1:
-            row += parts[6] + parts[7]
-            row += -row % 16
-    return made, Sizes(tuple(parts), config.head_dim, config.index_head_dim, row, config.rms_norm_eps)
-
-
-def _starts(parts: list[int]) -> list[int]:
-    return [sum(parts[:place]) for place in range(len(parts))]
-
-
-def enter(
-    h: torch.Tensor,
-    layer: LayerWeights,
-    sizes: Sizes,
-    cache: Buffers,
-    slot: torch.Tensor,
-    rotary: Rotary,
-) -> Projected:
-    """From the residual stream [B, d] to attention. Writes keys and values into the cache at `slot`, int64 [1]."""
-    x = nn.functional.rms_norm(h, h.shape[-1:], layer.norm, sizes.eps)
-    projected = nn.functional.linear(x, layer.joined, layer.bias)
-    q, k, v, value_gate, gate, index_k, index_q, index_w, _ = projected.split(sizes.parts, -1)
-    if sizes.parts[3]:
-        v = (v.float() * torch.sigmoid(value_gate.float())).to(v.dtype)
-    q, k, v = (each.unflatten(-1, (-1, sizes.head_dim)) for each in (q, k, v))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = nn.functional.rms_norm(q, q.shape[-1:], layer.q_norm, sizes.eps)
-        k = nn.functional.rms_norm(k, k.shape[-1:], layer.k_norm, sizes.eps)
-    cos, sin, index_cos, index_sin = rotary
-    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
-    cache.k.index_copy_(2, slot, k[:, :, None])
-    cache.v.index_copy_(2, slot, v[:, :, None])
-    heads_gate = gate.unflatten(-1, (-1, sizes.head_dim)) if sizes.parts[4] else None
-    if cache.rows is None:
-        return Projected(q, heads_gate, None, None)
-    index_q = index_q.unflatten(-1, (-1, sizes.index_head_dim))
-    if index_cos is not None and index_sin is not None:
-        index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
-        index_k = rotate(index_k, index_cos, index_sin)
-    row = index_k
-    if sizes.row > sizes.parts[5]:
-        kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)
-        row = nn.functional.pad(kept, (0, sizes.row - kept.shape[-1]))
-    cache.rows.index_copy_(1, slot, row[:, None])
-    return Projected(q, heads_gate, index_q[:, None], index_w[:, None])
-
-
-def leave(h: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, sizes: Sizes) -> torch.Tensor:
-    """Attention's gated output [B, H, D] through W_O and the MLP, into the residual stream [B, d]."""
-    h = h + nn.functional.linear(attended.flatten(1), layer.out)
-    x = nn.functional.rms_norm(h, h.shape[-1:], layer.mlp_norm, sizes.eps)
-    gate, up = nn.functional.linear(x, layer.gate_up).chunk(2, -1)
-    return h + nn.functional.linear(nn.functional.silu(gate) * up, layer.down)
-
-
-def pass_on(
-    h: torch.Tensor,
-    attended: torch.Tensor,
-    left: tuple[LayerWeights, Sizes],
-    entered: tuple[LayerWeights, Sizes],
-    cache: Buffers,
-    slot: torch.Tensor,
-    rotary: Rotary,
-) -> tuple[torch.Tensor, Projected]:
-    """`leave`, and `enter` of the next layer."""
-    h = leave(h, attended, *left)
-    return h, enter(h, *entered, cache, slot, rotary)
-
-
-def finish(
-    h: torch.Tensor,
-    attended: torch.Tensor,
-    left: tuple[LayerWeights, Sizes],
-    norm: torch.Tensor,
-    head: torch.Tensor,
-) -> torch.Tensor:
-    """`leave`, and the logits [B, vocab]."""
-    h = leave(h, attended, *left)
-    return nn.functional.linear(nn.functional.rms_norm(h, h.shape[-1:], norm, left[1].eps), head)
-
-
 class FusedDecoder:
     """By joined projections and, in sparse layers, the kernels of gsa_kernels.
 
@@ -225,16 +56,20 @@ class FusedDecoder:
     stands there, which the host knows without asking the device.
     """
 
-    def __init__(self, model: GSAForCausalLM, compile: bool = False) -> None:
+    def __init__(self, model: GSAForCausalLM, compile: bool = False, products: str = "auto") -> None:
         """
         Args:
             model: `attn_implementation` "gsa", or all its layers dense. Its weights are those of now: projections are
                 copied.
-            compile: fuse what is not a matrix product or attention by torch.compile; the first step takes longer
+            compile: with torch's products, fuse what is between them by torch.compile; the first step takes longer
+            products: "torch"; "rows", kernels for few sequences; "auto", the faster one by measurement. `open` writes
+                which into the attribute `products`, and into the log.
 
         Raises:
-            ValueError: the model has sparse layers and another `attn_implementation`.
+            ValueError: the model has sparse layers and another `attn_implementation`, or products is none of these.
         """
+        if products not in PRODUCTS:
+            raise ValueError(f"products is {products!r}; pass one of {PRODUCTS}")
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
         implementation = model.config._attn_implementation
         if sparse and implementation != "gsa":
@@ -243,15 +78,18 @@ class FusedDecoder:
             )
         self.model, self.config = model, model.config
         self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
-        fuse = partial(torch.compile, fullgraph=True, dynamic=False) if compile else lambda each: each
-        self._enter: Callable[..., Projected] = fuse(enter)
-        self._pass_on: Callable[..., tuple[torch.Tensor, Projected]] = fuse(pass_on)
-        self._finish: Callable[..., torch.Tensor] = fuse(finish)
+        self._compile, self._wanted_products = compile, products
+        self.products = products
         self.visible_from_mask = True
         """False: dense layers take all slots of the cache for filled, which benchmarks fill."""
 
     def open(self, batch: int, room: int) -> None:
-        """An empty cache of `room` slots for each of `batch` sequences."""
+        """An empty cache of `room` slots for each of `batch` sequences.
+
+        Raises:
+            ValueError: the kernels that products "rows" asks for do not take this model or batch.
+        """
+        self._choose_products(batch)
         config, weight = self.config, self.model.model.embed_tokens.weight
         self.batch, self.room = batch, room
         self.cache = StaticCache(config=config, max_cache_len=room)
@@ -273,6 +111,7 @@ class FusedDecoder:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=weight.device)
         self.starts = torch.zeros_like(self.lengths)
         self.slot = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        self._table = self._angle_table()
         self._selections: dict[int, Any] = {}
         self._workspace = None
         if any(sizes.row for _, sizes in self.layers):
@@ -289,6 +128,30 @@ class FusedDecoder:
             for place, (_, each) in enumerate(self.layers):
                 if each.row:
                     self._selections[place] = state.new_selection(batch, kept, device=weight.device)
+
+    def _choose_products(self, batch: int) -> None:
+        weight = self.model.lm_head.weight
+        obstacle = row_layers.why_not(self.layers, weight.dtype, batch)
+        if self._wanted_products == "rows" and obstacle is not None:
+            raise ValueError(f"products is 'rows', which do not take {obstacle}; pass 'auto' or 'torch'")
+        rows = self._wanted_products == "rows"
+        if self._wanted_products == "auto":
+            sparse = any(layer.self_attn.is_sparse for layer in self.model.model.layers)
+            faster = sparse and batch <= kernel_module("limits").ROW_PRODUCT_FASTER_ROWS
+            rows = obstacle is None and faster and weight.is_cuda and weight.dtype == torch.bfloat16
+        self.products = "rows" if rows else "torch"
+        self._takes_table = rows and row_layers.enters_at_once(self.layers, batch)
+        logger.info("decoding %d sequences, products by %s", batch, self.products)
+        self._enter: Callable[..., Any] = row_layers.enter
+        self._pass_on: Callable[..., tuple[torch.Tensor, Any]] = row_layers.pass_on
+        self._finish: Callable[..., torch.Tensor] = row_layers.finish
+        if not rows:
+            fuse = (
+                partial(torch.compile, fullgraph=True, dynamic=False) if self._compile else lambda each: each
+            )
+            self._enter, self._pass_on, self._finish = (
+                fuse(each) for each in (joined_layers.enter, joined_layers.pass_on, joined_layers.finish)
+            )
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """As `ModelDecoder.prefill`. The cache is open, and forgets what it held."""
@@ -352,8 +215,25 @@ class FusedDecoder:
         self.lengths.add_(1)
         return logits
 
-    def _rotary(self, h: torch.Tensor) -> Rotary:
-        """Of the tokens' positions [B, channels], of heads and of the indexer's."""
+    def _angle_table(self) -> Any:
+        """Rotary angles of all slots' positions; None where they depend on the longest sequence."""
+        model = self.model.model
+        if model.rotary_emb.rope_type in ("dynamic", "longrope"):
+            return None
+        weight = model.embed_tokens.weight
+        positions = torch.arange(-1, self.room, device=weight.device)[None]
+        found = [x[0] for x in model.rotary_emb(weight, position_ids=positions)]
+        if model.indexer_rotary_emb is not None:
+            found += [x[0] for x in model.indexer_rotary_emb(weight, position_ids=positions)]
+        channels, index_channels = found[0].shape[1], found[-1].shape[1] if len(found) > 2 else 0
+        formats = kernel_module("decode.entry_reference")
+        return formats.AngleTable(torch.cat(found, -1), self.lengths, channels, index_channels)
+
+    def _rotary(self, h: torch.Tensor) -> Any:
+        """Of the tokens' positions: cosines and sines [B, channels], of heads and of the indexer's. The table of all
+        positions where a kernel takes them from there."""
+        if self._table is not None:
+            return self._table if self._takes_table else self._table.angles()
         model, positions = self.model.model, (self.lengths - 1)[:, None]
         cos, sin = (x[:, 0] for x in model.rotary_emb(h, position_ids=positions))
         if model.indexer_rotary_emb is None:
@@ -366,7 +246,9 @@ class FusedDecoder:
         leader = config.indexer_layer(place)
         assert leader is not None
         selects = leader == place and (refresh or config.index_block_size == 1)
-        held = self._layer_cache(place, leader, self.lengths)
+        # With blocks, a step that keeps selections makes none; another one, and `place`, come behind ordinary kernels.
+        settled = selects or not (refresh or config.index_block_size == 1)
+        held = self._layer_cache(place, leader, self.lengths, settled)
         window = config.index_local_window
         decode = kernel_module("decode.op")
         if not selects:
@@ -400,17 +282,17 @@ class FusedDecoder:
     ) -> None:
         kernel_module("decode.op").decode_select(
             self._applied(place, queries, weights),
-            self._layer_cache(place, place, lengths),
+            self._layer_cache(place, place, lengths, settled=False),
             kernel_rule(self.config),
             self.model.model.layers[place].self_attn.indexer.variance_ema,
             self.config.index_block_size,
         )
 
-    def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor) -> Any:
+    def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:
         k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
         selection = self._selections[leader]
         return kernel_module("decode.state").LayerCache(
-            k, v, lengths, selection, self._workspace, self.starts
+            k, v, lengths, selection, self._workspace, self.starts, settled
         )
 
     def _applied(self, place: int, queries: Any, weights: Any) -> Any:

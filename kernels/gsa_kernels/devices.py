@@ -15,6 +15,11 @@ def on_hopper(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
+def can_chain(tensor: torch.Tensor) -> bool:
+    """Programmatic dependent launch: a kernel is in place before the one in front of it ends. Hopper has it."""
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+
+
 def launching_on(tensor: torch.Tensor, name: str = "q_idx") -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's.
 

@@ -44,6 +44,15 @@ STRETCH_ROWS = 128
 """Neighbouring rows of the indexer loss that an estimate takes or leaves together: whole tiles of the loss kernels
 (sampling.py)."""
 
+ROW_PRODUCT_ROWS = range(1, 17)
+"""B of a product of few rows: 16 columns are the narrowest product that wastes none (row_product/triton_product.py)."""
+
+ROW_PRODUCT_FASTER_ROWS = 1
+"""B up to which decoding of sparse models takes them; beyond it, and in dense models, cuBLAS is faster."""
+
+ROW_PRODUCT_COLUMNS = range(16, 8193, 8)
+"""K of a product of few rows. A program holds rows of so many columns in registers, and loads 8 of them at a time."""
+
 
 # ---- choice of the format of a selection
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from gsa_hf import generation
+from gsa_hf import decoding, generation
 from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_model
 
 pytestmark = [
@@ -38,6 +38,45 @@ def test_compiled_steps_give_the_same(name: str) -> None:
     if name != "dense":
         model.set_attn_implementation("gsa")
     assert generation.Generator(model, compile=True).generate(PROMPTS, 30).tokens == wanted
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None:
+    """In fp32, where they are taken only on request; with three sequences and with one."""
+    model = make_model(name).cuda()
+    wanted = by_transformers(model, 30)
+    if name != "dense":
+        model.set_attn_implementation("gsa")
+    generator = generation.Generator(model)
+    generator.decoder = decoding.FusedDecoder(model, products="rows")
+    for count in (3, 1):
+        assert generator.generate(PROMPTS[:count], 30).tokens == wanted[:count]
+        assert generator.decoder.products == "rows"
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse", "blocks", "mixed"])
+def test_products_of_few_rows_in_bf16(name: str) -> None:
+    """One step of one sequence, behind the same prompt: logits differ by rounding, as torch's do from fp32. Budgets
+    take all keys, so that rounding changes no selection."""
+    everything = {"index_topk": 64, "index_topk_min": 64, "index_topk_max": 64}
+    exact = make_model(name, **everything).cuda()
+    if name != "dense":
+        exact.set_attn_implementation("gsa")
+    prompt, mask = generation.pad_left(PROMPTS[:1], exact.device)
+    logits = {}
+    for label, products in (("fp32", "torch"), ("bf16", "torch"), ("rows", "auto")):
+        model = exact if label == "fp32" else make_model(name, **everything).cuda().bfloat16()
+        model.set_attn_implementation(exact.config._attn_implementation)
+        decoder = decoding.FusedDecoder(model, products=products)
+        with torch.no_grad():
+            decoder.open(1, 64)
+            decoder.prefill(prompt, mask)
+            decoder.tokens.fill_(5)
+            step = generation.DecodingGraphs(decoder)
+            logits[label] = step.step(True).double().clone()
+    assert decoder.products == "rows"
+    error = {label: (logits[label] - logits["fp32"]).norm() for label in ("bf16", "rows")}
+    assert error["rows"] <= 2 * error["bf16"]
 
 
 def test_generate_itself_on_the_kernels() -> None:

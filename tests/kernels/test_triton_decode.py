@@ -196,6 +196,23 @@ def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
     check_attention(case, out, first, 2)
 
 
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> None:
+    """A token after the one whose selection is kept, with the new token in the list, in the window or in none; and an
+    unused slot. More keys than a first tile has are in a part."""
+    k_max = 70
+    rule = BudgetRule(k_max, k_max, k_max, "off")
+    case = make_case(device, [99, 12, 0], 100, gate=True, k_max=k_max, splits=splits)
+    case.step(rule, window)
+    for lengths in ([99, 12, 0], [100, 13, 0]):
+        later = case.with_new(lengths=torch.tensor(lengths, dtype=torch.int32, device=device), settled=True)
+        for cache in (case.cache.k, case.cache.v):
+            cache.nan_to_num_(3.0)
+        out = op.decode_attend(later.q, later.cache, window, later.gate)
+        check_attention(later, out, later.selected(), window)
+
+
 def test_refuses() -> None:
     device = "cuda" if CUDA else "cpu"
     case = make_case(device, [30], 30)

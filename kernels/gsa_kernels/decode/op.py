@@ -4,6 +4,10 @@ Four launches: scores, two for the selection, attention. The host reads nothing 
 is allocated, so that a call can be captured in a CUDA graph and replayed while `cache.lengths`, a device tensor, grows;
 the grids cover the whole cache. The definitions are `decode_top_k` and `decode_attention`. Results are deterministic.
 
+On Hopper each kernel is in place before the one in front of it ends, the caller's included, and waits for it: the rule
+is in row_product/op.py. `lengths` and `starts` are read before the wait; with `cache.settled` also, where the selection
+is kept, it and what it and the window name of keys and values, but for each sequence's newest token.
+
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
 sequences are at different places in their blocks refreshes each at its own time; where all are aligned, calling
@@ -21,7 +25,7 @@ from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
-from gsa_kernels.devices import launching_on
+from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
 from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
@@ -48,7 +52,7 @@ def decode_step(
             "[B, L_max]"
         )
     decode_select(indexer, cache, rule, variance_ema, geometry.selection_block)
-    return _attend(q, cache, geometry.local_window, gate_logits, out, chained=_can_chain(q))
+    return _attend(q, cache, geometry.local_window, gate_logits, out, behind_selection=True)
 
 
 @torch.no_grad()
@@ -100,7 +104,7 @@ def decode_select(
         )
     _check_cache(queries, cache, {"variance_ema": variance_ema})
 
-    chained = _can_chain(queries)
+    chained = can_chain(queries)
     # The floor of the scores is made for k_max. For a short sequence, all of whose keys are selected, it may be too
     # high, which costs time alone.
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
@@ -131,8 +135,7 @@ def decode_attend(
     Returns:
         out: [B, H, D] in the dtype of q; zeros where the length is 0
     """
-    # Not chained: it would read q while the kernel in front, which is the caller's, may still write it.
-    return _attend(q, cache, local_window, gate_logits, out, chained=False)
+    return _attend(q, cache, local_window, gate_logits, out, behind_selection=False)
 
 
 def _attend(
@@ -141,9 +144,9 @@ def _attend(
     local_window: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor | None,
-    chained: bool,
+    behind_selection: bool,
 ) -> torch.Tensor:
-    """Arguments as in `decode_attend`. chained: the kernel in front is the selection's."""
+    """Arguments as in `decode_attend`. behind_selection: the kernel in front is the selection's, not the caller's."""
     k, v, workspace = cache.k, cache.v, _workspace(cache)
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape
@@ -174,7 +177,9 @@ def _attend(
     if out is None:
         out = torch.empty_like(q)
     with launching_on(q, "the query"):
-        attend_to_indices(q, cache, workspace, min(local_window, max_length), gate_logits, out, chained)
+        window = min(local_window, max_length)
+        chained = can_chain(q)
+        attend_to_indices(q, cache, workspace, window, gate_logits, out, (chained, behind_selection))
     return out
 
 
@@ -224,8 +229,3 @@ def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, to
             raise ValueError(
                 f"{name} is on {tensor.device}, the query on {first.device}; pass one device for all"
             )
-
-
-def _can_chain(tensor: torch.Tensor) -> bool:
-    """Programmatic dependent launch: a kernel is in place before the one in front of it ends. Hopper has it."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9

@@ -101,6 +101,14 @@ class LayerCache:
     None: no sequence has any. `lengths`, the selection and blocks count from the sequence's first token, and starts +
     lengths is at most L_max."""
 
+    settled: bool = False
+    """Keys, values and indexer keys of all tokens but each sequence's newest were written before the step, and where a
+    call keeps the selection, that was too. Then kernels may read them while the kernel in front still runs.
+
+    A step is a chain of early launched kernels (row_product/op.py) and begins behind an ordinary one, which has waited
+    for all before it. So True is wrong where a call keeps a selection that a kernel of the same step makes, another
+    layer's for instance, or where the cache was copied by the kernel in front."""
+
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:
     """An empty selection (counts 0) of up to `most_keys` keys for each of `batch` sequences."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
@@ -28,6 +28,9 @@ class Tile(NamedTuple):
 ONE_TILE = (Tile(64, 4, 1), Tile(128, 4, 1))
 LONG_TILE = Tile(64, 4, 2)
 FLOAT_TILE = Tile(32, 4, 1)
+SETTLED_TILE = Tile(128, 8, 1)
+"""Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
+Eight warps hold it in registers."""
 STRIP = 16
 """Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how
 many there are: their indices are asked for beside the count."""
@@ -40,16 +43,21 @@ def attend_to_indices(
     local_window: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor,
-    chained: bool,
+    chain: tuple[bool, bool],
 ) -> None:
-    """Arguments as in `decode_attend`, checked by it. `chained`: start before the kernel in front has ended."""
+    """Arguments as in `decode_attend`, checked by it. `chain`: whether to start before the kernel in front has ended,
+    and whether that one is the selection's: then q and the gate, which older kernels wrote, are read before the wait.
+    Behind another kernel of a settled cache it is the selection, keys and values that are.
+    """
+    chained, behind_selection = chain
+    settled = cache.settled and not behind_selection
     batch, heads, dim = q.shape
     k, v, selection = cache.k, cache.v, cache.selection
     max_length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     splits = workspace.splits
     k_cap = selection.indices.shape[1]
-    tile = _tile(q.dtype, triton.cdiv(k_cap + local_window, splits * STRIP) * STRIP)
+    tile = _tile(q.dtype, triton.cdiv(k_cap + local_window, splits * STRIP) * STRIP, settled)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -82,16 +90,20 @@ def attend_to_indices(
         HAS_GATE=gate_logits is not None,
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
+        BEHIND_SELECTION=behind_selection,
+        SETTLED=settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({"launch_pdl": True} if chained else {}),
     )
 
 
-def _tile(dtype: torch.dtype, part: int) -> Tile:
+def _tile(dtype: torch.dtype, part: int, settled: bool) -> Tile:
     """For parts of up to `part` keys."""
     if dtype == torch.float32:
         return FLOAT_TILE
+    if settled:
+        return ONE_TILE[0] if part <= ONE_TILE[0].keys else SETTLED_TILE
     return next((tile for tile in ONE_TILE if part <= tile.keys), LONG_TILE)
 
 
@@ -136,27 +148,21 @@ def _attend_kernel(
     HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
+    BEHIND_SELECTION: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):
     """One program: one part of the keys of one key-value head of one sequence."""
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    # What no kernel of the chain writes is loaded while the one in front still runs.
+    # What the kernel in front does not write is loaded while it still runs.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
-    rows = tl.arange(0, ROWS)
-    row_ok = rows < GROUP
-    dims = tl.arange(0, D)
-    q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
-    q_tile = tl.load(q_ptr + rows[:, None] * stride_qh + dims[None, :], mask=row_ok[:, None], other=0.0)
-    out_rows = tl.arange(0, ROWS if SPLITS == 1 else BLOCK_G)
-    gate = tl.zeros([ROWS if SPLITS == 1 else BLOCK_G, D], tl.float32)
-    if HAS_GATE:
-        gate_ptr += batch * stride_gb + kv_head * GROUP * stride_gh
-        gate_ptrs = gate_ptr + out_rows[:, None] * stride_gh + dims[None, :]
-        gate = tl.load(gate_ptrs, mask=(out_rows < GROUP)[:, None], other=0.0).to(tl.float32)
+    if CHAINED and not (BEHIND_SELECTION or SETTLED):
+        gdc_wait()
     # Slots: the top-k, of which those inside the window are masked, then the window.
     lane = tl.arange(0, KEYS)
     slot = (lane // STRIP) * (STRIP * SPLITS) + split * STRIP + lane % STRIP
+    dims = tl.arange(0, D)
     indices_ptr += batch * k_cap
     k_ptr += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
@@ -165,31 +171,71 @@ def _attend_kernel(
         k_ptr += start * stride_kl
         v_ptr += start * stride_vl
     window_first = tl.maximum(length - local_window, 0)
-    if CHAINED:
-        gdc_wait()
-    top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
-    count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
-    slots = count + length - window_first
+    first = split * STRIP
+    newest = length - 1
+    if SETTLED:
+        # All keys and values of the first tile but the newest, whose turn is after the wait.
+        top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
+        count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+        slots = count + length - window_first
+        index, hit = _keys_of_slots(slot, top, count, slots, window_first)
+        settled_hit = hit & (index < newest)
+        settled_k = tl.load(
+            k_ptr + index[:, None] * stride_kl + dims[None, :], mask=settled_hit[:, None], other=0.0
+        )
+        settled_v = tl.load(
+            v_ptr + index[:, None] * stride_vl + dims[None, :], mask=settled_hit[:, None], other=0.0
+        )
+        if CHAINED:
+            gdc_wait()
+    rows = tl.arange(0, ROWS)
+    row_ok = rows < GROUP
+    q_ptr += batch * stride_qb + kv_head * GROUP * stride_qh
+    q_tile = tl.load(q_ptr + rows[:, None] * stride_qh + dims[None, :], mask=row_ok[:, None], other=0.0)
+    out_rows = tl.arange(0, ROWS if SPLITS == 1 else BLOCK_G)
+    gate = tl.zeros([ROWS if SPLITS == 1 else BLOCK_G, D], tl.float32)
+    if HAS_GATE:
+        gate_ptr += batch * stride_gb + kv_head * GROUP * stride_gh
+        gate_ptrs = gate_ptr + out_rows[:, None] * stride_gh + dims[None, :]
+        gate = tl.load(gate_ptrs, mask=(out_rows < GROUP)[:, None], other=0.0).to(tl.float32)
 
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    for _ in range(split * STRIP, slots, KEYS * SPLITS):
-        of_top = slot < count
-        hit = (slot < slots) & ((of_top == 0) | (top < window_first))
-        index = tl.where(of_top, top, window_first + slot - count).to(tl.int64)
+    if SETTLED:
+        is_newest = hit & (index == newest)
+        new_k = tl.load(
+            k_ptr + index[:, None] * stride_kl + dims[None, :], mask=is_newest[:, None], other=0.0
+        )
+        new_v = tl.load(
+            v_ptr + index[:, None] * stride_vl + dims[None, :], mask=is_newest[:, None], other=0.0
+        )
+        k_tile = tl.where(is_newest[:, None], new_k, settled_k)
+        v_tile = tl.where(is_newest[:, None], new_v, settled_v)
+        maximum, total, acc = _attend_to_tile(
+            q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
+        )
+        first += KEYS * SPLITS
+        slot += KEYS * SPLITS
+        top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
+    else:
+        if CHAINED and BEHIND_SELECTION:
+            # The selection's kernels have waited for all before them, and so for who wrote q.
+            gdc_wait()
+        top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
+        count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+        slots = count + length - window_first
+    for _ in range(first, slots, KEYS * SPLITS):
+        index, hit = _keys_of_slots(slot, top, count, slots, window_first)
         k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
         v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
         slot += KEYS * SPLITS
         top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        logits = tl.where(hit[None, :], logits, MASKED)
-        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
-        probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
-        rescale = tl.exp2(maximum - new_maximum)
-        total = total * rescale + tl.sum(probs, 1)
-        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
-        maximum = new_maximum
+        maximum, total, acc = _attend_to_tile(
+            q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
+        )
+    if CHAINED:
+        gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh
     if SPLITS == 1:
@@ -207,6 +253,27 @@ def _attend_kernel(
                 partial_out_ptr, partial_max_ptr, partial_sum_ptr, head * SPLITS, SPLITS, GROUP, BLOCK_G, D
             )
             _store_gated(out_all, sum_all, gate, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE)
+
+
+@triton.jit
+def _keys_of_slots(slot, top, count, slots, window_first):
+    """int64 positions, and whether the slot has one that is attended to."""
+    of_top = slot < count
+    hit = (slot < slots) & ((of_top == 0) | (top < window_first))
+    return tl.where(of_top, top, window_first + slot - count).to(tl.int64), hit
+
+
+@triton.jit
+def _attend_to_tile(q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION: tl.constexpr):
+    """The softmax's running maximum and sum, and the output, with the keys that are hit."""
+    logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    logits = tl.where(hit[None, :], logits, MASKED)
+    new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
+    probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
+    rescale = tl.exp2(maximum - new_maximum)
+    total = total * rescale + tl.sum(probs, 1)
+    acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+    return new_maximum, total, acc
 
 
 @triton.jit

@@ -9,7 +9,7 @@ turns out to be above the k-th score makes the selection slower, not wrong.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace
@@ -37,7 +37,8 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early.
+    Arguments as in `decode_select`, checked by it. `chained`: start before the kernel in front has ended, and let the
+    next one do so.
     """
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
@@ -80,6 +81,7 @@ def score_keys(
         CHAINED=chained,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if bf16 else _FLOAT_WARPS,
+        **({"launch_pdl": True} if chained else {}),
     )
 
 
@@ -128,6 +130,9 @@ def _score_kernel(
     chunk = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    if CHAINED:
+        # All programs, before any of them returns: the kernels behind rely on it (row_product/op.py).
+        gdc_wait()
     # What depends on no length comes beside it.
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI

@@ -54,6 +54,35 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
         assert first.refreshes[:9] == [False, True, True, *[False] * 6]
 
 
+@pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
+@pytest.mark.parametrize(("name", "count", "new"), [("mixed", 3, 3), ("sparse", 1, 2), ("dense", 1, 3)])
+def test_products_of_few_rows_give_the_same_tokens(
+    name: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(name)
+    wanted = [row[:new] for row in by_transformers(model, new)[:count]]
+    if name != "dense":
+        model.set_attn_implementation("gsa")
+    monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
+    generator = generation.Generator(model)
+    generator.decoder = decoding.FusedDecoder(model, products="rows")
+    assert generator.generate(PROMPTS[:count], new).tokens == wanted
+    assert generator.decoder.products == "rows"
+
+
+def test_which_products_are_taken() -> None:
+    """On a CPU, and in fp32, torch's; the kernels where they are asked for and fit."""
+    chosen = decoding.FusedDecoder(make_model("dense"))
+    chosen.open(1, 16)
+    assert chosen.products == "torch"
+    with pytest.raises(ValueError, match="products is 'row'"):
+        decoding.FusedDecoder(make_model("dense"), products="row")
+    with pytest.raises(ValueError, match="do not take a batch of 17, of at most 16"):
+        decoding.FusedDecoder(make_model("dense"), products="rows").open(17, 16)
+    with pytest.raises(ValueError, match="do not take products of 100 columns"):
+        decoding.FusedDecoder(make_model("dense", intermediate_size=100), products="rows").open(1, 16)
+
+
 def test_sampling_draws_what_transformers_draws() -> None:
     model = make_model("sparse")
     options = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}

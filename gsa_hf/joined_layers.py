@@ -1,0 +1,186 @@
+"""A layer's part of `FusedDecoder`'s step in plain torch, with joined projections; row_layers.py has it by kernels.
+
+Letters in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .indexer_gsa import rotate
+
+
+class LayerWeights(NamedTuple):
+    """What a step reads of a layer."""
+
+    norm: torch.Tensor
+    joined: torch.Tensor
+    """[rows, d]: all that is multiplied with the normalised hidden state; `Sizes.parts` says which rows are what."""
+    bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    """[2 F, d]"""
+    down: torch.Tensor
+
+
+class Sizes(NamedTuple):
+    """Of one layer."""
+
+    parts: tuple[int, ...]
+    """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and of nothing."""
+    head_dim: int
+    index_head_dim: int
+    row: int
+    """Width of the indexer's rows in the cache; 0 without an indexer."""
+    eps: float
+
+
+class Buffers(NamedTuple):
+    """Of one layer's cache."""
+
+    k: torch.Tensor
+    """[B, Hkv, Lk, D]"""
+    v: torch.Tensor
+    rows: torch.Tensor | None
+    """[B, Lk, width], as `GSAIndexer.cache_row` makes them."""
+
+
+class Projected(NamedTuple):
+    """What attention takes of a layer's new tokens; keys and values are in the cache."""
+
+    q: torch.Tensor
+    """[B, H, D]"""
+    gate: torch.Tensor | None
+    """[B, H, D], before the sigmoid."""
+    index_queries: torch.Tensor | None
+    """[B, 1, HI, DI]"""
+    index_weights: torch.Tensor | None
+    """[B, 1, HI]"""
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
+    """The weights of a `GSADecoderLayer`, projections of one input in one tensor: a copy of these."""
+    attention, mlp = layer.self_attn, layer.mlp
+    indexer = attention.indexer
+    named = [attention.q_proj, attention.k_proj, attention.v_proj]
+    named += [attention.value_gate_proj, attention.output_gate_proj]
+    weights = [None if each is None else each.weight for each in named]
+    biases = [None if each is None else each.bias for each in named]
+    if indexer is not None:
+        weights += [indexer.wk.weight, indexer.wq.weight, indexer.weights_proj.weight]
+    else:
+        weights += [None, None, None]
+    parts = [0 if weight is None else len(weight) for weight in weights]
+    parts.append(-sum(parts) % 64)  # rows of nothing, with which matrix products are fastest
+    first = attention.q_proj.weight.detach()
+    joined = torch.cat(
+        [*(w.detach() for w in weights if w is not None), first.new_zeros(parts[-1], first.shape[1])]
+    )
+    bias = None
+    if any(each is not None for each in biases):
+        bias = first.new_zeros(sum(parts))
+        for start, each in zip(_starts(parts), biases, strict=False):
+            if each is not None:
+                bias[start : start + len(each)] = each.detach()
+    q_norm = None if attention.q_norm is None else attention.q_norm.weight.detach()
+    k_norm = None if attention.k_norm is None else attention.k_norm.weight.detach()
+    made = LayerWeights(
+        norm=layer.input_layernorm.weight.detach(),
+        joined=joined,
+        bias=bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        out=attention.o_proj.weight.detach(),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+        down=mlp.down_proj.weight.detach(),
+    )
+    row = 0
+    if indexer is not None:
+        row = parts[5]
+        if config.index_block_size > 1:
+            row += parts[6] + parts[7]
+            row += -row % 16
+    return made, Sizes(tuple(parts), config.head_dim, config.index_head_dim, row, config.rms_norm_eps)
+
+
+def _starts(parts: list[int]) -> list[int]:
+    return [sum(parts[:place]) for place in range(len(parts))]
+
+
+def enter(
+    h: torch.Tensor,
+    layer: LayerWeights,
+    sizes: Sizes,
+    cache: Buffers,
+    slot: torch.Tensor,
+    rotary: Rotary,
+) -> Projected:
+    """From the residual stream [B, d] to attention. Writes keys and values into the cache at `slot`, int64 [1]."""
+    x = nn.functional.rms_norm(h, h.shape[-1:], layer.norm, sizes.eps)
+    projected = nn.functional.linear(x, layer.joined, layer.bias)
+    q, k, v, value_gate, gate, index_k, index_q, index_w, _ = projected.split(sizes.parts, -1)
+    if sizes.parts[3]:
+        v = (v.float() * torch.sigmoid(value_gate.float())).to(v.dtype)
+    q, k, v = (each.unflatten(-1, (-1, sizes.head_dim)) for each in (q, k, v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = nn.functional.rms_norm(q, q.shape[-1:], layer.q_norm, sizes.eps)
+        k = nn.functional.rms_norm(k, k.shape[-1:], layer.k_norm, sizes.eps)
+    cos, sin, index_cos, index_sin = rotary
+    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+    cache.k.index_copy_(2, slot, k[:, :, None])
+    cache.v.index_copy_(2, slot, v[:, :, None])
+    heads_gate = gate.unflatten(-1, (-1, sizes.head_dim)) if sizes.parts[4] else None
+    if cache.rows is None:
+        return Projected(q, heads_gate, None, None)
+    index_q = index_q.unflatten(-1, (-1, sizes.index_head_dim))
+    if index_cos is not None and index_sin is not None:
+        index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
+        index_k = rotate(index_k, index_cos, index_sin)
+    row = index_k
+    if sizes.row > sizes.parts[5]:
+        kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)
+        row = nn.functional.pad(kept, (0, sizes.row - kept.shape[-1]))
+    cache.rows.index_copy_(1, slot, row[:, None])
+    return Projected(q, heads_gate, index_q[:, None], index_w[:, None])
+
+
+def leave(h: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, sizes: Sizes) -> torch.Tensor:
+    """Attention's gated output [B, H, D] through W_O and the MLP, into the residual stream [B, d]."""
+    h = h + nn.functional.linear(attended.flatten(1), layer.out)
+    x = nn.functional.rms_norm(h, h.shape[-1:], layer.mlp_norm, sizes.eps)
+    gate, up = nn.functional.linear(x, layer.gate_up).chunk(2, -1)
+    return h + nn.functional.linear(nn.functional.silu(gate) * up, layer.down)
+
+
+def pass_on(
+    h: torch.Tensor,
+    attended: torch.Tensor,
+    left: tuple[LayerWeights, Sizes],
+    entered: tuple[LayerWeights, Sizes],
+    cache: Buffers,
+    slot: torch.Tensor,
+    rotary: Rotary,
+) -> tuple[torch.Tensor, Projected]:
+    """`leave`, and `enter` of the next layer."""
+    h = leave(h, attended, *left)
+    return h, enter(h, *entered, cache, slot, rotary)
+
+
+def finish(
+    h: torch.Tensor,
+    attended: torch.Tensor,
+    left: tuple[LayerWeights, Sizes],
+    norm: torch.Tensor,
+    head: torch.Tensor,
+) -> torch.Tensor:
+    """`leave`, and the logits [B, vocab]."""
+    h = leave(h, attended, *left)
+    return nn.functional.linear(nn.functional.rms_norm(h, h.shape[-1:], norm, left[1].eps), head)

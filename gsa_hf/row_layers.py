@@ -1,0 +1,88 @@
+"""Layers of `FusedDecoder`'s step by gsa_kernels' products of few rows.
+
+Where a sparse layer selects, it has eight launches for one sequence without norms of q and k, else nine.
+
+Each starts while the one in front of it ends, so that the weights stream without a gap. Functions of the same names and
+arguments as in joined_layers.py, where what they calculate is written in plain torch.
+"""
+
+from typing import Any
+
+import torch
+
+from .kernel_pass_gsa import kernel_module
+
+
+def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
+    """What keeps the kernels from taking layers of these weights and sizes; None: nothing."""
+    limits = kernel_module("limits")
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"weights of {dtype}"
+    if batch not in limits.ROW_PRODUCT_ROWS:
+        return f"a batch of {batch}, of at most {limits.ROW_PRODUCT_ROWS[-1]}"
+    for weights, sizes in layers:
+        for name in ("joined", "out", "gate_up", "down"):
+            columns = getattr(weights, name).shape[1]
+            if columns not in limits.ROW_PRODUCT_COLUMNS:
+                most, step = limits.ROW_PRODUCT_COLUMNS[-1], limits.ROW_PRODUCT_COLUMNS.step
+                return f"products of {columns} columns, of at most {most} in multiples of {step}"
+        if sizes.head_dim not in limits.HEAD_SIZES:
+            return f"heads of {sizes.head_dim}, of {limits.HEAD_SIZES}"
+    return None
+
+
+def enters_at_once(layers: list[Any], batch: int) -> bool:
+    """Whether `enter` of all layers is one launch, which takes the rotary angles from a table."""
+    even = all(sizes.index_head_dim % 2 == 0 or sizes.row == 0 for _, sizes in layers)
+    return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
+
+
+def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
+    """The joined product; norms, rotation, gate G2 and the writes into the cache. Two launches, or with a table of all
+    angles one."""
+    norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
+    formats = kernel_module("decode.entry_reference")
+    q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
+    columns = formats.EntrySizes(q, k, value_gate, gate, index_weights, sizes.head_dim, index_key, sizes.eps)
+    buffers = formats.EntryCache(*cache)
+    if isinstance(rotary, formats.AngleTable):
+        product = formats.JoinedProduct(layer.joined, norm, layer.bias)
+        return kernel_module("decode.joined").enter_row(h, product, columns, rotary, buffers, slot)
+    projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
+    norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        norms = (layer.q_norm, layer.k_norm)
+    return kernel_module("decode.entry").enter_token(
+        projected, columns, formats.Angles(*rotary), buffers, slot, norms
+    )
+
+
+def leave(h: torch.Tensor, attended: torch.Tensor, layer: Any, sizes: Any) -> torch.Tensor:
+    """Three launches: W_O with the residual, the gated product, its way back with the residual."""
+    row_product = kernel_module("row_product.op").row_product
+    norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
+    h = row_product(attended.flatten(1), layer.out, residual=h)
+    return row_product(row_product(h, layer.gate_up, norm, gated=True), layer.down, residual=h)
+
+
+def pass_on(
+    h: torch.Tensor,
+    attended: torch.Tensor,
+    left: Any,
+    entered: Any,
+    cache: Any,
+    slot: torch.Tensor,
+    rotary: Any,
+) -> tuple[torch.Tensor, Any]:
+    """`leave`, and `enter` of the next layer."""
+    h = leave(h, attended, *left)
+    return h, enter(h, *entered, cache, slot, rotary)
+
+
+def finish(
+    h: torch.Tensor, attended: torch.Tensor, left: Any, norm: torch.Tensor, head: torch.Tensor
+) -> torch.Tensor:
+    """`leave`, and the logits [B, vocab]."""
+    h = leave(h, attended, *left)
+    given = kernel_module("row_product.reference").Norm(norm, left[1].eps)
+    return kernel_module("row_product.op").row_product(h, head, given)

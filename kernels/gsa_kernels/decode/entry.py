@@ -1,0 +1,121 @@
+"""`enter_token` (see entry_reference.py) in one launch, for decoding: between the joined projection and the selection.
+
+For several sequences, or with norms of q and k; joined.py has the product in it. Launched early on Hopper; the rule
+that makes it safe is in row_product/op.py.
+"""
+
+import torch
+
+from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.decode.entry_reference import Angles, Entered, EntryCache, EntrySizes
+from gsa_kernels.decode.triton_entry import launch_entry
+from gsa_kernels.devices import can_chain, launching_on
+from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
+
+
+@torch.no_grad()
+def enter_token(
+    projected: torch.Tensor,
+    sizes: EntrySizes,
+    angles: Angles,
+    cache: EntryCache,
+    slot: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Entered:
+    """Arguments and result as of the reference; bf16 or fp32, all of one dtype.
+
+    Raises:
+        ValueError: a shape, a size or a dtype is none that the kernel takes.
+    """
+    check_shape("projected", projected, "[B, N]", (None, None))
+    batch = projected.shape[0]
+    check_kernel_dtype("projected", projected)
+    if projected.shape[1] < sizes.width or projected.stride(1) != 1:
+        raise ValueError(
+            f"projected is {tuple(projected.shape)} with stride {projected.stride()}; pass at least {sizes.width} "
+            "contiguous columns"
+        )
+    if sizes.head_dim not in HEAD_SIZES:
+        raise ValueError(f"the head size is {sizes.head_dim}; pass one of {HEAD_SIZES}")
+    check_entry_cache(sizes, cache, slot, batch)
+    channels = angles.cos.shape[-1]
+    check_shape("angles.cos", angles.cos, "[B, channels]", (batch, None))
+    check_shape("angles.sin", angles.sin, "[B, channels]", (batch, channels))
+    if channels > sizes.head_dim or channels % 2 != 0:
+        raise ValueError(f"{channels} channels turn; pass an even number of at most {sizes.head_dim}")
+    if sizes.index_heads:
+        _check_index_angles(batch, sizes.index_dim, angles)
+    named = {"cache.k": cache.k, "cache.v": cache.v, "cache.rows": cache.rows}
+    if norms is not None:
+        named |= {"norms[0]": norms[0], "norms[1]": norms[1]}
+        for name in ("norms[0]", "norms[1]"):
+            check_shape(name, named[name], "[D]", (sizes.head_dim,))  # type: ignore[arg-type]
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != projected.dtype or tensor.device != projected.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} and projected {projected.dtype} on {projected.device}; "
+                "pass one dtype on one device"
+            )
+        if tensor.stride(-1) != 1:
+            raise ValueError(
+                f"the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous"
+            )
+    q = projected.new_empty(batch, sizes.q // sizes.head_dim, sizes.head_dim)
+    index_queries = None
+    if sizes.index_heads:
+        index_queries = projected.new_empty(batch, 1, sizes.index_heads, sizes.index_dim)
+    with launching_on(projected, "projected"):
+        launch_entry(
+            projected,
+            sizes,
+            Angles(*(None if each is None else each.contiguous() for each in angles)),  # type: ignore[arg-type]
+            cache,
+            slot,
+            norms,
+            (q, index_queries),
+            can_chain(projected),
+        )
+    start = sizes.q + 2 * sizes.k + sizes.value_gate
+    gate = None
+    if sizes.gate:
+        gate = projected[:, start : start + sizes.gate].unflatten(-1, (-1, sizes.head_dim))
+    if not sizes.index_heads:
+        return Entered(q, gate, None, None)
+    return Entered(q, gate, index_queries, projected[:, None, sizes.width - sizes.index_heads : sizes.width])
+
+
+def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, batch: int) -> None:
+    """Shapes of what `enter_token` writes to, and of the indexer's heads."""
+    kv_heads = sizes.k // sizes.head_dim
+    check_shape("cache.k", cache.k, "[B, Hkv, Lk, D]", (batch, kv_heads, None, sizes.head_dim))
+    check_shape("cache.v", cache.v, "[B, Hkv, Lk, D]", tuple(cache.k.shape))
+    check_shape("slot", slot, "[1]", (1,))
+    heads, dim = sizes.index_heads, sizes.index_dim
+    if not heads:
+        return
+    if heads not in DECODE_INDEXER_HEADS or dim not in INDEXER_HEAD_SIZES:
+        raise ValueError(
+            f"the indexer has {heads} heads of size {dim}; pass 1 to {DECODE_INDEXER_HEADS[-1]} of "
+            f"{INDEXER_HEAD_SIZES[0]} to {INDEXER_HEAD_SIZES[-1]}"
+        )
+    if cache.rows is None:
+        raise ValueError("cache.rows is None with an indexer; pass its rows [B, Lk, width]")
+    width = cache.rows.shape[-1]
+    check_shape("cache.rows", cache.rows, "[B, Lk, width]", (batch, cache.k.shape[2], None))
+    if width != dim and width < sizes.index_width:
+        raise ValueError(
+            f"cache.rows has {width} columns; pass {dim}, for the key alone, or at least {sizes.index_width}"
+        )
+
+
+def _check_index_angles(batch: int, dim: int, angles: Angles) -> None:
+    if (angles.index_cos is None) != (angles.index_sin is None):
+        raise ValueError("one of angles.index_cos and angles.index_sin is None; pass both or none")
+    if angles.index_cos is not None and angles.index_sin is not None:
+        channels = angles.index_cos.shape[-1]
+        check_shape("angles.index_cos", angles.index_cos, "[B, channels]", (batch, None))
+        check_shape("angles.index_sin", angles.index_sin, "[B, channels]", (batch, channels))
+        if channels > dim or channels % 2 != 0:
+            raise ValueError(f"{channels} channels of the indexer turn; pass an even number of at most {dim}")

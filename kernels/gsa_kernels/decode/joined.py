@@ -1,0 +1,94 @@
+"""`enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
+
+Launched early on Hopper; the rule that makes it safe is in row_product/op.py.
+"""
+
+import torch
+
+from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.decode.entry import check_entry_cache
+from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
+from gsa_kernels.decode.triton_joined import DEFAULT_TILING, launch_joined
+from gsa_kernels.devices import can_chain, launching_on
+from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
+from gsa_kernels.row_product.tiling import Tiling
+
+
+@torch.no_grad()
+def enter_row(
+    x: torch.Tensor,
+    product: JoinedProduct,
+    sizes: EntrySizes,
+    table: AngleTable,
+    cache: EntryCache,
+    slot: torch.Tensor,
+    tiling: Tiling | None = None,
+) -> Entered:
+    """Arguments and result as of the reference; x [1, d], bf16 or fp32, all of one dtype. What is between the product
+    and the results is not rounded.
+
+    Args:
+        sizes: an even index_dim
+        tiling: `rows` are pairs of rows
+
+    Raises:
+        ValueError: a shape, a size or a dtype is none that the kernel takes.
+    """
+    check_shape("x", x, "[1, d]", (1, None))
+    check_kernel_dtype("x", x)
+    columns = x.shape[1]
+    if columns not in ROW_PRODUCT_COLUMNS:
+        raise ValueError(
+            f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
+            f"{ROW_PRODUCT_COLUMNS.step}"
+        )
+    weight = product.weight
+    check_shape("product.weight", weight, "[N, d]", (None, columns))
+    if weight.shape[0] < sizes.width:
+        raise ValueError(f"product.weight has {weight.shape[0]} rows; pass at least {sizes.width}")
+    check_shape("product.norm.weight", product.norm.weight, "[d]", (columns,))
+    if product.bias is not None:
+        check_shape("product.bias", product.bias, "[N]", (weight.shape[0],))
+    if sizes.head_dim not in HEAD_SIZES:
+        raise ValueError(f"the head size is {sizes.head_dim}; pass one of {HEAD_SIZES}")
+    if sizes.index_heads and sizes.index_dim % 2 != 0:
+        raise ValueError(f"the indexer's head size is {sizes.index_dim}; pass an even number")
+    check_entry_cache(sizes, cache, slot, batch=1)
+    channels, index_channels = table.channels, table.index_channels
+    check_shape(
+        "table.values", table.values, "[positions + 1, angles]", (None, 2 * channels + 2 * index_channels)
+    )
+    check_shape("table.lengths", table.lengths, "[1]", (1,))
+    for name, count, size in (
+        ("channels", channels, sizes.head_dim),
+        ("index_channels", index_channels, sizes.index_dim),
+    ):
+        if count % 2 != 0 or not 0 <= count <= size:
+            raise ValueError(f"table.{name} is {count}; pass an even number of at most {size}")
+    named = {
+        "x": x,
+        "product.weight": weight,
+        "product.norm.weight": product.norm.weight,
+        "product.bias": product.bias,
+        "table.values": table.values,
+    }
+    for name, tensor in (named | {"cache.k": cache.k, "cache.v": cache.v, "cache.rows": cache.rows}).items():
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} and x {x.dtype} on {x.device}; pass one dtype on one "
+                "device"
+            )
+        if tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous()):
+            raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
+    q = x.new_empty(1, sizes.q // sizes.head_dim, sizes.head_dim)
+    gate = torch.empty_like(q) if sizes.gate else None
+    index_queries = index_weights = None
+    if sizes.index_heads:
+        index_queries = x.new_empty(1, 1, sizes.index_heads, sizes.index_dim)
+        index_weights = x.new_empty(1, 1, sizes.index_heads)
+    launch = (DEFAULT_TILING if tiling is None else tiling, can_chain(x))
+    with launching_on(x, "x"):
+        launch_joined(x, product, sizes, table, cache, slot, (q, gate, index_queries, index_weights), launch)
+    return Entered(q, gate, index_queries, index_weights)

@@ -1,0 +1,228 @@
+"""One program for each query head, for each key-value head, and for the indexer, of each sequence."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gsa_kernels.decode.entry_reference import Angles, EntryCache, EntrySizes
+
+_WARPS = 1
+
+
+def launch_entry(
+    projected: torch.Tensor,
+    sizes: EntrySizes,
+    angles: Angles,
+    cache: EntryCache,
+    slot: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    chained: bool,
+) -> None:
+    """Arguments as in `enter_token`, checked by it. `out`: q and the indexer's queries."""
+    q, index_queries = out
+    batch = projected.shape[0]
+    heads, kv_heads, dim = sizes.q // sizes.head_dim, sizes.k // sizes.head_dim, sizes.head_dim
+    has_index = sizes.index_heads > 0
+    units = heads + kv_heads + has_index
+    rows = cache.rows if has_index else None
+    norm_q, norm_k = norms or (None, None)
+    _entry_kernel[(units, batch)](
+        projected,
+        angles.cos,
+        angles.sin,
+        angles.index_cos,
+        angles.index_sin,
+        norm_q,
+        norm_k,
+        slot,
+        q,
+        index_queries,
+        cache.k,
+        cache.v,
+        rows,
+        projected.stride(0),
+        *cache.k.stride()[:3],
+        *cache.v.stride()[:3],
+        *(rows.stride()[:2] if rows is not None else (0, 0)),
+        sizes.eps,
+        H=heads,
+        HKV=kv_heads,
+        D=dim,
+        GATED_VALUE=sizes.value_gate > 0,
+        GATE=sizes.gate,
+        CHANNELS=angles.cos.shape[-1],
+        HI=sizes.index_heads,
+        DI=sizes.index_dim,
+        BLOCK_H=triton.next_power_of_2(max(sizes.index_heads, 1)),
+        BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 1)),
+        INDEX_CHANNELS=0 if angles.index_cos is None else angles.index_cos.shape[-1],
+        WIDTH=rows.shape[-1] if rows is not None else 0,
+        BLOCK_W=triton.next_power_of_2(rows.shape[-1]) if rows is not None else 1,
+        CHAINED=chained,
+        num_warps=_WARPS,
+        **({"launch_pdl": True} if chained else {}),
+    )
+
+
+@triton.jit
+def _entry_kernel(
+    projected_ptr,
+    cos_ptr,
+    sin_ptr,
+    index_cos_ptr,
+    index_sin_ptr,
+    norm_q_ptr,
+    norm_k_ptr,
+    slot_ptr,
+    q_ptr,
+    index_queries_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    stride_p,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_rb,
+    stride_rl,
+    eps,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    GATED_VALUE: tl.constexpr,
+    GATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: one head, or the indexer."""
+    if CHAINED:
+        gdc_launch_dependents()
+    unit = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr)
+    projected_ptr += batch * stride_p
+    dims = tl.arange(0, D)
+    other = _partner(dims, CHANNELS)
+    cos = tl.load(cos_ptr + batch * CHANNELS + dims, mask=dims < CHANNELS, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + batch * CHANNELS + dims, mask=dims < CHANNELS, other=0.0).to(tl.float32)
+    sin = tl.where(dims < CHANNELS // 2, -sin, sin)
+    if unit < H:
+        if CHAINED:
+            gdc_wait()
+        head = _turned_head(projected_ptr + unit * D, norm_q_ptr, dims, other, cos, sin, eps, D)
+        tl.store(q_ptr + (batch * H + unit) * D + dims, head.to(q_ptr.dtype.element_ty))
+    elif unit < H + HKV:
+        if CHAINED:
+            gdc_wait()
+        kv_head = unit - H
+        keys = projected_ptr + H * D + kv_head * D
+        value = tl.load(keys + HKV * D + dims)
+        if GATED_VALUE:
+            gate = tl.load(keys + 2 * HKV * D + dims).to(tl.float32)
+            value = (value.to(tl.float32) * tl.sigmoid(gate)).to(value.dtype)
+        head = _turned_head(keys, norm_k_ptr, dims, other, cos, sin, eps, D)
+        k_ptr += batch * stride_kb + kv_head * stride_kh + slot * stride_kl
+        tl.store(k_ptr + dims, head.to(k_ptr.dtype.element_ty))
+        v_ptr += batch * stride_vb + kv_head * stride_vh + slot * stride_vl
+        tl.store(v_ptr + dims, value)
+    else:
+        if HI:
+            START: tl.constexpr = H * D + (2 + GATED_VALUE) * HKV * D + GATE
+            _enter_index(
+                projected_ptr + START,
+                index_cos_ptr,
+                index_sin_ptr,
+                index_queries_ptr + batch * HI * DI,
+                rows_ptr + batch * stride_rb + slot * stride_rl,
+                batch,
+                HI,
+                DI,
+                BLOCK_H,
+                BLOCK_D,
+                INDEX_CHANNELS,
+                WIDTH,
+                BLOCK_W,
+                CHAINED,
+            )
+
+
+@triton.jit
+def _partner(dims, CHANNELS: tl.constexpr):
+    """The channel that turns with each; channels that do not turn are their own."""
+    half: tl.constexpr = CHANNELS // 2
+    return tl.where(dims < half, dims + half, tl.where(dims < CHANNELS, dims - half, dims))
+
+
+@triton.jit
+def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr):
+    """fp32 [D]: normalised if there is a norm, and rotated. sin: negative for the first of a pair."""
+    head = tl.load(head_ptr + dims).to(tl.float32)
+    partner = tl.load(head_ptr + other).to(tl.float32)
+    if norm_ptr is not None:
+        scale = tl.rsqrt(tl.sum(head * head) / D + eps)
+        head *= scale * tl.load(norm_ptr + dims).to(tl.float32)
+        partner *= scale * tl.load(norm_ptr + other).to(tl.float32)
+    return head * cos + partner * sin
+
+
+@triton.jit
+def _enter_index(
+    index_ptr,
+    cos_ptr,
+    sin_ptr,
+    queries_ptr,
+    row_ptr,
+    batch,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The indexer's key, queries and head weights, which lie behind each other at `index_ptr`."""
+    dims = tl.arange(0, BLOCK_D)
+    dim_ok = dims < DI
+    cos = tl.full([BLOCK_D], 1.0, tl.float32)
+    sin = tl.zeros([BLOCK_D], tl.float32)
+    if CHANNELS:
+        turns = dims < CHANNELS
+        cos = tl.load(cos_ptr + batch * CHANNELS + dims, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + batch * CHANNELS + dims, mask=turns, other=0.0).to(tl.float32)
+        sin = tl.where(dims < CHANNELS // 2, -sin, sin)
+    other = _partner(dims, CHANNELS)
+    heads = tl.arange(0, BLOCK_H)
+    if CHAINED:
+        gdc_wait()
+    key = tl.load(index_ptr + dims, mask=dim_ok, other=0.0).to(tl.float32)
+    key_partner = tl.load(index_ptr + other, mask=dim_ok, other=0.0).to(tl.float32)
+    places = heads[:, None] * DI + dims[None, :]
+    others = heads[:, None] * DI + other[None, :]
+    mask = (heads < HI)[:, None] & dim_ok[None, :]
+    queries = tl.load(index_ptr + DI + places, mask=mask, other=0.0).to(tl.float32)
+    partners = tl.load(index_ptr + DI + others, mask=mask, other=0.0).to(tl.float32)
+    queries = (queries * cos[None, :] + partners * sin[None, :]).to(queries_ptr.dtype.element_ty)
+    key = (key * cos + key_partner * sin).to(row_ptr.dtype.element_ty)
+    tl.store(queries_ptr + places, queries, mask=mask)
+    tl.store(row_ptr + dims, key, mask=dim_ok)
+    if WIDTH > DI:
+        tl.store(row_ptr + DI + places, queries, mask=mask)
+        # The head weights, and zeros behind them.
+        columns = tl.arange(0, BLOCK_W)
+        start: tl.constexpr = (1 + HI) * DI
+        weights = tl.load(index_ptr + columns, mask=(columns >= start) & (columns < start + HI), other=0.0)
+        tl.store(row_ptr + columns, weights, mask=(columns >= start) & (columns < WIDTH))

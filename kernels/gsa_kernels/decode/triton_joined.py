@@ -1,0 +1,396 @@
+"""The joined product of one row with all that `enter_token` does to its result: one launch instead of two.
+
+A program takes pairs of the weight's rows: two channels that turn with each other, a value and its gate, or just two
+rows. So no program needs what another one calculated. The rest is as in row_product/triton_product.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gsa_kernels.decode.entry_reference import AngleTable, EntryCache, EntrySizes, JoinedProduct
+from gsa_kernels.row_product.tiling import Tiling
+from gsa_kernels.row_product.triton_product import load_piece, pieces
+
+DEFAULT_TILING = Tiling(rows=2, warps=4, programs=528)
+"""`rows`: pairs. Measured on an H200 for the product alone."""
+
+_MOST_REGISTERS = 128
+"""Of a thread: 528 programs of four warps are at once on the 132 multiprocessors of an H100 or H200."""
+
+
+def launch_joined(
+    x: torch.Tensor,
+    product: JoinedProduct,
+    sizes: EntrySizes,
+    table: AngleTable,
+    cache: EntryCache,
+    slot: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    launch: tuple[Tiling, bool],
+) -> None:
+    """Arguments as in `enter_row`, checked by it.
+
+    Args:
+        out: q, the gate, the indexer's queries and its head weights
+        launch: the tiling, and whether to start before the kernel in front has ended
+    """
+    tiling, chained = launch
+    columns = x.shape[1]
+    first, second = pieces(columns)
+    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.rows)
+    programs = min(tiling.programs or tiles, tiles)
+    has_index = sizes.index_heads > 0
+    rows = cache.rows if has_index else None
+    width = rows.shape[-1] if rows is not None else 0
+    used = sizes.index_width if width > sizes.index_dim else width
+    _joined_kernel[(programs,)](
+        x,
+        product.weight,
+        product.norm.weight,
+        product.bias,
+        table.values,
+        table.lengths,
+        slot,
+        *out,
+        cache.k,
+        cache.v,
+        rows,
+        cache.k.stride(1),
+        cache.k.stride(2),
+        cache.v.stride(1),
+        cache.v.stride(2),
+        rows.stride(1) if rows is not None else 0,
+        product.norm.eps,
+        COLUMNS=columns,
+        TILE=tiling.rows,
+        FIRST=first,
+        SECOND=second,
+        Q=sizes.q,
+        K=sizes.k,
+        VALUE_GATE=sizes.value_gate,
+        GATE=sizes.gate,
+        D=sizes.head_dim,
+        HI=sizes.index_heads,
+        DI=max(sizes.index_dim, 2),
+        CHANNELS=table.channels,
+        INDEX_CHANNELS=table.index_channels,
+        WIDTH=width,
+        BLOCK_REST=triton.next_power_of_2(max(width - used, 1)),
+        VALUES_FROM=values_from,
+        GATES_FROM=gates_from,
+        INDEX_FROM=index_from,
+        WEIGHTS_FROM=weights_from,
+        TILES=tiles,
+        LOOPS=programs < tiles,
+        CHAINED=chained,
+        num_warps=tiling.warps,
+        maxnreg=_MOST_REGISTERS,
+        **({"launch_pdl": True} if chained else {}),
+    )
+
+
+def _sections(sizes: EntrySizes, tile: int) -> tuple[int, int, int, int, int]:
+    """First tile of the values, of G1, of the indexer's key and queries, of its head weights; and the end."""
+    index = (1 + sizes.index_heads) * sizes.index_dim if sizes.index_heads else 0
+    values = sizes.value_gate or sizes.k // 2
+    ends = [0]
+    for pairs in (
+        (sizes.q + sizes.k) // 2,
+        values,
+        sizes.gate // 2,
+        index // 2,
+        (sizes.index_heads + 1) // 2,
+    ):
+        ends.append(ends[-1] + triton.cdiv(pairs, tile))
+    return ends[1], ends[2], ends[3], ends[4], ends[5]
+
+
+@triton.jit
+def _load_pair_rows(
+    weight_ptr,
+    rows,
+    row_ok,
+    COLUMNS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """[TILE, WIDTH] of the rows, columns from START on; zeros where there are none."""
+    columns = START + tl.arange(0, WIDTH)
+    ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
+    if START + WIDTH <= COLUMNS:
+        return tl.load(ptrs, mask=row_ok[:, None], other=0.0)
+    return tl.load(ptrs, mask=row_ok[:, None] & (columns < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def _pairs_of(
+    tile,
+    TILE: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    VALUE_GATE: tl.constexpr,
+    GATE: tl.constexpr,
+    D: tl.constexpr,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    VALUES_FROM: tl.constexpr,
+    GATES_FROM: tl.constexpr,
+    INDEX_FROM: tl.constexpr,
+    WEIGHTS_FROM: tl.constexpr,
+):
+    """int32 [TILE]: first rows, second rows; the row at which the section ends; where a pair's cosine and sine are in
+    the table, and whether it turns.
+
+    A section consists of units, here heads. Of a unit's channels the first `channels` turn in pairs (i, i + channels /
+    2); the others are paired in the same way. A value and its gate are as far from each other as there are values.
+    """
+    VALUES: tl.constexpr = Q + K
+    GATES: tl.constexpr = VALUES + K + VALUE_GATE
+    INDEX: tl.constexpr = GATES + GATE
+    WEIGHTS: tl.constexpr = INDEX + (1 + HI) * DI if HI else INDEX
+    VALUE_UNIT: tl.constexpr = 2 * K if VALUE_GATE else D
+    is_values = tile >= VALUES_FROM
+    is_gates = tile >= GATES_FROM
+    is_index = tile >= INDEX_FROM
+    is_weights = tile >= WEIGHTS_FROM
+    before = tl.where(is_values, VALUES_FROM, 0)
+    before = tl.where(is_gates, GATES_FROM, before)
+    before = tl.where(is_index, INDEX_FROM, before)
+    before = tl.where(is_weights, WEIGHTS_FROM, before)
+    start = tl.where(is_values, VALUES, 0)
+    start = tl.where(is_gates, GATES, start)
+    start = tl.where(is_index, INDEX, start)
+    start = tl.where(is_weights, WEIGHTS, start)
+    end = tl.where(is_values, GATES, VALUES)
+    end = tl.where(is_gates, INDEX, end)
+    end = tl.where(is_index, WEIGHTS, end)
+    end = tl.where(is_weights, WEIGHTS + HI, end)
+    half = tl.where(is_values, VALUE_UNIT // 2, D // 2)
+    half = tl.where(is_gates, D // 2, half)
+    half = tl.where(is_index, DI // 2, half)
+    half = tl.where(is_weights, 1, half)
+    turning = tl.where(is_values, 0, CHANNELS // 2)
+    turning = tl.where(is_index, INDEX_CHANNELS // 2, turning)
+    turning = tl.where(is_weights, 0, turning)
+    pairs = (tile - before) * TILE + tl.arange(0, TILE)
+    within = pairs % half
+    turns = within < turning
+    first = start + pairs // half * (2 * half) + tl.where(turns, within, within + turning)
+    second = first + tl.where(turns, turning, half - turning)
+    cos_at = tl.where(is_index, 2 * CHANNELS, 0) + within
+    return first, second, end, cos_at, cos_at + 2 * turning, turns & (first < end)
+
+
+@triton.jit
+def _joined_kernel(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    bias_ptr,
+    table_ptr,
+    lengths_ptr,
+    slot_ptr,
+    q_ptr,
+    gate_ptr,
+    index_queries_ptr,
+    index_weights_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    stride_kh,
+    stride_kl,
+    stride_vh,
+    stride_vl,
+    stride_rl,
+    eps,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    VALUE_GATE: tl.constexpr,
+    GATE: tl.constexpr,
+    D: tl.constexpr,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    VALUES_FROM: tl.constexpr,
+    GATES_FROM: tl.constexpr,
+    INDEX_FROM: tl.constexpr,
+    WEIGHTS_FROM: tl.constexpr,
+    TILES: tl.constexpr,
+    LOOPS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: the tiles start, start + programs, ... of TILE pairs of rows."""
+    if CHAINED:
+        gdc_launch_dependents()
+    start = tl.program_id(0)
+    step = tl.num_programs(0)
+    # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
+    first, second, end, cos_at, sin_at, turns = _pairs_of(
+        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
+        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
+    )  # fmt: skip
+    w = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
+    other = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST)
+    if SECOND:
+        w_second = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, FIRST, SECOND)
+        other_second = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, FIRST, SECOND)
+    norm = load_piece(norm_ptr, COLUMNS, 0, FIRST)
+    if SECOND:
+        norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND)
+    table_ptr += tl.load(lengths_ptr).to(tl.int64) * (2 * CHANNELS + 2 * INDEX_CHANNELS)
+    cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)
+    slot = tl.load(slot_ptr).to(tl.int64)
+    k_ptr += slot * stride_kl
+    v_ptr += slot * stride_vl
+    if HI:
+        rows_ptr += slot * stride_rl
+    if CHAINED:
+        gdc_wait()
+
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST)
+    squares = tl.sum(x * x)
+    x *= norm
+    if SECOND:
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND)
+        squares += tl.sum(x_second * x_second)
+        x_second *= norm_second
+    scale = tl.rsqrt(squares / COLUMNS + eps)
+
+    VALUES: tl.constexpr = Q + K
+    GATES: tl.constexpr = VALUES + K + VALUE_GATE
+    INDEX: tl.constexpr = GATES + GATE
+    for tile in range(start, TILES, step):
+        if LOOPS:  # the next tile; beyond the last one nothing is read
+            next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
+                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
+                VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
+            )  # fmt: skip
+            next_w = _load_pair_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
+            next_other = _load_pair_rows(weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST)
+            if SECOND:
+                next_w_second = _load_pair_rows(
+                    weight_ptr, next_first, next_first < next_end, COLUMNS, FIRST, SECOND
+                )
+                next_other_second = _load_pair_rows(
+                    weight_ptr, next_second, next_second < next_end, COLUMNS, FIRST, SECOND
+                )
+            next_cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
+            next_sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)
+        a = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+        b = tl.sum(other.to(tl.float32) * x[None, :], axis=1)
+        if SECOND:
+            a += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
+            b += tl.sum(other_second.to(tl.float32) * x_second[None, :], axis=1)
+        a *= scale
+        b *= scale
+        if bias_ptr is not None:
+            a += tl.load(bias_ptr + first, mask=first < end, other=0.0).to(tl.float32)
+            b += tl.load(bias_ptr + second, mask=second < end, other=0.0).to(tl.float32)
+        turned = a * cos - b * sin
+        b = b * cos + a * sin
+        a = turned
+
+        if tile < VALUES_FROM:
+            _put_turned(a, first, end, q_ptr, k_ptr, stride_kh, Q, D)
+            _put_turned(b, second, end, q_ptr, k_ptr, stride_kh, Q, D)
+        elif tile < GATES_FROM:
+            if VALUE_GATE:
+                _put_in_heads(a * tl.sigmoid(b), first - VALUES, first < VALUES + K, v_ptr, stride_vh, D)
+            else:
+                _put_in_heads(a, first - VALUES, first < end, v_ptr, stride_vh, D)
+                _put_in_heads(b, second - VALUES, second < end, v_ptr, stride_vh, D)
+        elif tile < INDEX_FROM:
+            if GATE:
+                tl.store(gate_ptr + first - GATES, a.to(gate_ptr.dtype.element_ty), mask=first < end)
+                tl.store(gate_ptr + second - GATES, b.to(gate_ptr.dtype.element_ty), mask=second < end)
+        else:
+            if HI:
+                _put_index(
+                    a,
+                    first - INDEX,
+                    end - INDEX,
+                    index_queries_ptr,
+                    index_weights_ptr,
+                    rows_ptr,
+                    HI,
+                    DI,
+                    WIDTH,
+                )
+                _put_index(
+                    b,
+                    second - INDEX,
+                    end - INDEX,
+                    index_queries_ptr,
+                    index_weights_ptr,
+                    rows_ptr,
+                    HI,
+                    DI,
+                    WIDTH,
+                )
+                if WIDTH > DI:  # noqa: SIM102 - decided when the kernel is compiled
+                    if tile == TILES - 1:  # zeros behind the head weights
+                        REST: tl.constexpr = (1 + HI) * DI + HI
+                        behind = REST + tl.arange(0, BLOCK_REST)
+                        zeros = tl.zeros([BLOCK_REST], rows_ptr.dtype.element_ty)
+                        tl.store(rows_ptr + behind, zeros, mask=behind < WIDTH)
+        if LOOPS:
+            first = next_first
+            second = next_second
+            end = next_end
+            w = next_w
+            other = next_other
+            cos = next_cos
+            sin = next_sin
+            if SECOND:
+                w_second = next_w_second
+                other_second = next_other_second
+
+
+@triton.jit
+def _put_in_heads(value, place, ok, ptr, stride_h, D: tl.constexpr):
+    """`place`: channels of all heads after each other."""
+    ptrs = ptr + (place // D).to(tl.int64) * stride_h + place % D
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _put_turned(value, row, end, q_ptr, k_ptr, stride_kh, Q: tl.constexpr, D: tl.constexpr):
+    """Queries where they are read, keys into the cache."""
+    tl.store(q_ptr + row, value.to(q_ptr.dtype.element_ty), mask=row < Q)
+    _put_in_heads(value, row - Q, (row >= Q) & (row < end), k_ptr, stride_kh, D)
+
+
+@triton.jit
+def _put_index(
+    value,
+    place,
+    end,
+    queries_ptr,
+    weights_ptr,
+    rows_ptr,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """`place`: from the indexer's key on, then its queries and head weights, as in the cache's rows."""
+    WEIGHTS: tl.constexpr = (1 + HI) * DI
+    rounded = value.to(rows_ptr.dtype.element_ty)
+    ok = place < end
+    tl.store(queries_ptr + place - DI, rounded, mask=ok & (place >= DI) & (place < WEIGHTS))
+    tl.store(weights_ptr + place - WEIGHTS, rounded, mask=ok & (place >= WEIGHTS))
+    if WIDTH > DI:
+        tl.store(rows_ptr + place, rounded, mask=ok)
+    else:
+        tl.store(rows_ptr + place, rounded, mask=ok & (place < DI))

@@ -1,0 +1,76 @@
+"""`row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
+
+A chain of these and of decoding's other kernels starts each of them while the one in front still runs (programmatic
+dependent launch). The rule that makes this safe, for all kernels of this package that are launched so:
+
+1. A kernel reads what another one writes, and writes at all, only after its `gdc_wait`, which waits until the kernel in
+   front has ended and its writes are seen.
+2. At least one program of every kernel waits before it ends, whatever its inputs are. So a kernel has ended only after
+   the one in front of it has, and who waits for its predecessor has waited for all kernels before that, too.
+3. What is read before the wait (weights, positions) is written by no kernel of the chain. An ordinary kernel, which
+   starts when all in front of it has ended, may write it.
+"""
+
+import torch
+
+from gsa_kernels.checks import check_kernel_dtype
+from gsa_kernels.devices import can_chain, launching_on
+from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
+from gsa_kernels.row_product.reference import Norm, check_row_product
+from gsa_kernels.row_product.tiling import Tiling, default_tiling
+from gsa_kernels.row_product.triton_product import multiply
+
+
+@torch.no_grad()
+def row_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """Arguments and result as of the reference; bf16 or fp32, all of one dtype, contiguous, on one device.
+
+    Deterministic. Not differentiable. Launched early on Hopper: nothing but weight, bias and norm may be written by
+    kernels of a chain (rule 3 above).
+
+    Args:
+        x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py
+        tiling: how the weight's rows are cut; by B, K and N if None
+
+    Raises:
+        ValueError: also if a size, dtype, layout or device is none that the kernel takes.
+    """
+    count = check_row_product(x, weight, norm, bias, residual, gated)
+    batch, columns = x.shape
+    if batch not in ROW_PRODUCT_ROWS:
+        raise ValueError(f"x has {batch} rows; pass 1 to {ROW_PRODUCT_ROWS[-1]}")
+    if columns not in ROW_PRODUCT_COLUMNS:
+        raise ValueError(
+            f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
+            f"{ROW_PRODUCT_COLUMNS.step}"
+        )
+    if weight.numel() >= 2**31:
+        raise ValueError(f"weight has {weight.numel()} elements; pass fewer than 2^31")
+    check_kernel_dtype("x", x)
+    norm_weight = None if norm is None else norm.weight
+    named = {"weight": weight, "norm.weight": norm_weight, "bias": bias, "residual": residual}
+    for name, tensor in {"x": x, **named}.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} and x {x.dtype} on {x.device}; pass one dtype on one "
+                "device"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
+    if tiling is None:
+        tiling = default_tiling(batch, columns, count, gated)
+    out = torch.empty(batch, count, dtype=x.dtype, device=x.device)
+    eps = 0.0 if norm is None else norm.eps
+    with launching_on(x, "x"):
+        multiply(x, weight, (norm_weight, eps), bias, residual, gated, out, tiling, can_chain(x))
+    return out

@@ -1,0 +1,33 @@
+"""How `row_product` cuts a weight: chosen by sizes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Of one launch."""
+
+    rows: int
+    """Rows of the weight that a program multiplies at a time, a power of two; with a gate as many pairs of rows."""
+
+    warps: int = 4
+
+    programs: int = 0
+    """They take tiles in turns, and ask for a tile while they multiply the one before; 0: one program a tile. For one
+    row of x."""
+
+    chunk: int = 128
+    """Columns at a time, for several rows of x."""
+
+    stages: int = 4
+    """Chunks on their way, for several rows of x."""
+
+
+def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:
+    """For x [batch, columns] and a result of `count` columns."""
+    if batch > 1:
+        return Tiling(rows=32 if count >= 4096 and not gated else 16)
+    if count >= 65536:  # an output layer
+        return Tiling(rows=2)
+    rows = 4 if columns > 4096 else 8
+    return Tiling(rows=rows // 2 if gated else rows)

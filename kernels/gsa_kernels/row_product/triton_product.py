@@ -1,0 +1,248 @@
+"""The product of one row, by multiplying and adding, or of up to 16, by the matrix units.
+
+One row: a program has whole rows of the weight in registers. It asks for them before it waits for the kernel in front,
+so that the memory is never idle between two products. The norm's factor 1 / rms(x) is one number of the row of x and is
+multiplied at the end, so that its sum runs beside the product's; each program calculates it for itself.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gsa_kernels.limits import ROW_PRODUCT_ROWS
+from gsa_kernels.row_product.tiling import Tiling
+
+_LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: tuple[torch.Tensor | None, float],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+    out: torch.Tensor,
+    tiling: Tiling,
+    chained: bool,
+) -> None:
+    """Arguments as in `row_product`, checked by it. `chained`: start before the kernel in front has ended."""
+    batch, columns = x.shape
+    rows = out.shape[1]
+    tiles = triton.cdiv(rows, tiling.rows)
+    norm_weight, eps = norm
+    operands = (x, weight, norm_weight, bias, residual, out)
+    shared = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "TILE": tiling.rows,
+        "GATED": gated,
+        "CHAINED": chained,
+        "num_warps": tiling.warps,
+        **({"launch_pdl": True} if chained else {}),
+    }
+    if batch == 1:
+        first, second = pieces(columns)
+        programs = min(tiling.programs or tiles, tiles)
+        _one_row_kernel[(programs,)](
+            *operands, eps, FIRST=first, SECOND=second, LOOPS=programs < tiles, **shared
+        )
+        return
+    _several_rows_kernel[(tiles,)](
+        *operands,
+        batch,
+        eps,
+        BATCH=ROW_PRODUCT_ROWS[-1],
+        CHUNK=min(tiling.chunk, max(triton.next_power_of_2(columns), _LEAST_COLUMNS)),
+        STAGES=tiling.stages,
+        PRECISION="tf32" if x.dtype == torch.bfloat16 else "ieee",
+        **shared,
+    )
+
+
+def pieces(columns: int) -> tuple[int, int]:
+    """Two powers of two, the second perhaps 0, that together are at least `columns`, and not much more."""
+    whole = triton.next_power_of_2(columns)
+    if whole == columns or whole <= _LEAST_COLUMNS:
+        return max(whole, _LEAST_COLUMNS), 0
+    first = whole // 2
+    second = max(triton.next_power_of_2(columns - first), _LEAST_COLUMNS)
+    return (whole, 0) if first + second >= whole else (first, second)
+
+
+@triton.jit
+def _load_rows(
+    weight_ptr,
+    row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """[TILE, WIDTH]: rows from `row` on, columns from START on, zeros beyond the weight."""
+    rows = row + tl.arange(0, TILE)
+    columns = START + tl.arange(0, WIDTH)
+    ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
+    if START + WIDTH <= COLUMNS:
+        return tl.load(ptrs, mask=(rows < ROWS)[:, None], other=0.0)
+    return tl.load(ptrs, mask=(rows < ROWS)[:, None] & (columns < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def load_piece(vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
+    """fp32 [WIDTH] of a vector, zeros beyond its end."""
+    columns = START + tl.arange(0, WIDTH)
+    return tl.load(vector_ptr + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    GATED: tl.constexpr,
+    LOOPS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: the tiles start, start + programs, ... of TILE rows of the weight."""
+    if CHAINED:
+        gdc_launch_dependents()
+    start = tl.program_id(0)
+    step = tl.num_programs(0)
+    up_ptr = weight_ptr + ROWS * COLUMNS
+    # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
+    w = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST)
+    if SECOND:
+        w_second = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND)
+    if GATED:
+        up = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST)
+        if SECOND:
+            up_second = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND)
+    if norm_ptr is not None:
+        norm = load_piece(norm_ptr, COLUMNS, 0, FIRST)
+        if SECOND:
+            norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND)
+    if CHAINED:
+        gdc_wait()
+
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST)
+    if SECOND:
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND)
+    scale = 1.0
+    if norm_ptr is not None:
+        squares = tl.sum(x * x)
+        x *= norm
+        if SECOND:
+            squares += tl.sum(x_second * x_second)
+            x_second *= norm_second
+        scale = tl.rsqrt(squares / COLUMNS + eps)
+
+    for tile in range(start, tl.cdiv(ROWS, TILE), step):
+        # Everything is asked for before the first use.
+        rows = tile * TILE + tl.arange(0, TILE)
+        added = tl.zeros([TILE], tl.float32)
+        if bias_ptr is not None:
+            added += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            added += tl.load(residual_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+        if LOOPS:  # the next tile; beyond the last one nothing is read
+            following = (tile + step) * TILE
+            next_w = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST)
+            if SECOND:
+                next_second = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND)
+            if GATED:
+                next_up = _load_rows(up_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST)
+                if SECOND:
+                    next_up_second = _load_rows(up_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND)
+        out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+        if SECOND:
+            out += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
+        out *= scale
+        if GATED:
+            gated = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
+            if SECOND:
+                gated += tl.sum(up_second.to(tl.float32) * x_second[None, :], axis=1)
+            out = out * tl.sigmoid(out) * (gated * scale)
+        out += added
+        tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
+        if LOOPS:
+            w = next_w
+            if SECOND:
+                w_second = next_second
+            if GATED:
+                up = next_up
+                if SECOND:
+                    up_second = next_up_second
+
+
+@triton.jit
+def _several_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    batch,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BATCH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: TILE rows of the weight, chunk by chunk of columns, for all rows of x."""
+    if CHAINED:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    in_batch = tl.arange(0, BATCH)
+    up_ptr = weight_ptr + ROWS * COLUMNS
+    acc = tl.zeros([TILE, BATCH], tl.float32)
+    up_acc = tl.zeros([TILE, BATCH], tl.float32)
+    squares = tl.zeros([BATCH], tl.float32)
+    if CHAINED:  # all loads of the loop are asked for in front of it, those of x too
+        gdc_wait()
+    for first in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES):
+        columns = first + tl.arange(0, CHUNK)
+        weight_mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+        offsets = rows[:, None] * COLUMNS + columns[None, :]
+        x_mask = (columns < COLUMNS)[:, None] & (in_batch < batch)[None, :]
+        x = tl.load(x_ptr + in_batch[None, :] * COLUMNS + columns[:, None], mask=x_mask, other=0.0)
+        w = tl.load(weight_ptr + offsets, mask=weight_mask, other=0.0)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+            value = x.to(tl.float32)
+            squares += tl.sum(value * value, axis=0)
+            x = (value * norm[:, None]).to(x.dtype)
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        if GATED:
+            up = tl.load(up_ptr + offsets, mask=weight_mask, other=0.0)
+            up_acc = tl.dot(up, x, up_acc, input_precision=PRECISION)
+    if norm_ptr is not None:
+        scale = tl.rsqrt(squares / COLUMNS + eps)
+        acc *= scale[None, :]
+        up_acc *= scale[None, :]
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up_acc
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)[:, None]
+    places = in_batch[None, :] * ROWS + rows[:, None]
+    mask = (rows < ROWS)[:, None] & (in_batch < batch)[None, :]
+    if residual_ptr is not None:
+        acc += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,94 @@
+"""From the joined projection to attention and the cache: the kernel against its reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from covering import covered
+
+pytest.importorskip("triton")
+
+from gsa_kernels.decode import entry
+from gsa_kernels.decode import entry_reference as reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H, HKV, D, DI, ROOM = 4, 2, 32, 24, 7
+
+
+def make(
+    batch: int,
+    gates: tuple[bool, bool],
+    index_heads: int,
+    channels: int,
+    index_channels: int,
+    norms: bool,
+    wide: bool,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Any], reference.EntryCache]:
+    """Arguments but for the cache, and the cache."""
+    generator = torch.Generator().manual_seed(channels + batch)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
+
+    value_gate, gate = gates
+    sizes = reference.EntrySizes(
+        H * D, HKV * D, value_gate * HKV * D, gate * H * D, index_heads, D, DI, eps=1e-5
+    )
+    turned = (normal(batch, index_channels), normal(batch, index_channels)) if index_channels else ()
+    width = (1 + index_heads) * DI + index_heads + 5 if wide else DI
+    given = {
+        "projected": normal(batch, sizes.width + 5),
+        "sizes": sizes,
+        "angles": reference.Angles(normal(batch, channels), normal(batch, channels), *turned),
+        "slot": torch.tensor([3], device=DEVICE),
+        "norms": (normal(D), normal(D)) if norms else None,
+    }
+    rows = normal(batch, ROOM, width) if index_heads else None
+    return given, reference.EntryCache(normal(batch, HKV, ROOM, D), normal(batch, HKV, ROOM, D), rows)
+
+
+@covered(
+    "options",
+    batch=[1, 3],
+    gates=[(False, False), (True, False), (True, True)],
+    index_heads=[0, 1, 3],
+    channels=[16, 32],
+    index_channels=[0, 8, 24],
+    norms=[False, True],
+    wide=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_entry(options: dict[str, Any]) -> None:
+    """Also that nothing but its slot of the cache is written."""
+    given, cache = make(**options)
+    copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
+    found = entry.enter_token(**given, cache=cache)
+    wanted = reference.enter_token(**given, cache=copy)
+    # The reference rounds to bf16 after each of up to three steps.
+    rtol = 1e-5 if options["dtype"] == torch.float32 else 3 * 2**-8
+    for one, other in zip((*found, *cache), (*wanted, *copy), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=2 * rtol)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"projected": torch.zeros(1, 64)}, "pass at least"),
+        ({"slot": torch.tensor([1, 2])}, "slot has shape"),
+        ({"cache": None}, "cache.rows is None with an indexer"),
+        ({"norms": (torch.zeros(8), torch.zeros(8))}, "norms"),
+        ({"angles": reference.Angles(torch.zeros(1, 40), torch.zeros(1, 40))}, "40 channels turn"),
+    ],
+)
+def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:
+    given, cache = make(1, (True, True), 2, 32, 0, True, False, torch.float32)
+    if "cache" in changes:
+        changes = {"cache": cache._replace(rows=None)}
+    on_device = {
+        name: each.to(DEVICE) if isinstance(each, torch.Tensor) else each for name, each in changes.items()
+    }
+    with pytest.raises(ValueError, match=words):
+        entry.enter_token(**({**given, "cache": cache} | on_device))

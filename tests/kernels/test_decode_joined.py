@@ -1,0 +1,188 @@
+"""The joined product with the entry to decoding's attention in one launch: the kernel against its reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from covering import covered
+
+pytest.importorskip("triton")
+
+from gsa_kernels.decode import entry_reference as reference
+from gsa_kernels.decode import joined, state
+from gsa_kernels.decode.op import decode_attend
+from gsa_kernels.row_product.op import row_product
+from gsa_kernels.row_product.reference import Norm
+from gsa_kernels.row_product.tiling import Tiling
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+ROOM, LENGTH, SLOT = 7, 4, 5
+
+
+def make(
+    hidden: int,
+    heads: tuple[int, int, int],
+    gates: tuple[bool, bool],
+    indexer: tuple[int, int],
+    channels: tuple[int, int],
+    bias: bool,
+    wide: bool,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Any], reference.EntryCache]:
+    """Arguments but for the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
+    generator = torch.Generator().manual_seed(hidden + channels[0])
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
+
+    (query_heads, kv_heads, dim), (value_gate, gate), (index_heads, index_dim) = heads, gates, indexer
+    sizes = reference.EntrySizes(
+        query_heads * dim,
+        kv_heads * dim,
+        value_gate * kv_heads * dim,
+        gate * query_heads * dim,
+        index_heads,
+        dim,
+        index_dim,
+    )
+    rows = sizes.width + 5
+    product = reference.JoinedProduct(
+        normal(rows, hidden) * hidden**-0.5,
+        Norm(1 + 0.1 * normal(hidden), 1e-5),
+        normal(rows) if bias else None,
+    )
+    turned, index_turned = channels if index_heads else (channels[0], 0)
+    halves = [normal(ROOM + 1, count // 2) for count in (turned, turned, index_turned, index_turned)]
+    table = reference.AngleTable(
+        torch.cat([half.repeat(1, 2) for half in halves], -1),
+        torch.tensor([LENGTH], dtype=torch.int32, device=DEVICE),
+        turned,
+        index_turned,
+    )
+    given = {
+        "x": 3 * normal(1, hidden),
+        "product": product,
+        "sizes": sizes,
+        "table": table,
+        "slot": torch.tensor([SLOT], device=DEVICE),
+    }
+    width = sizes.index_width + 5 if wide else index_dim
+    kept = normal(1, ROOM, width) if index_heads else None
+    return given, reference.EntryCache(normal(1, kv_heads, ROOM, dim), normal(1, kv_heads, ROOM, dim), kept)
+
+
+def check(options: dict[str, Any], tiling: Tiling | None) -> None:
+    """Also that nothing but its slot of the cache is written."""
+    given, cache = make(**options)
+    copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
+    found = joined.enter_row(**given, cache=cache, tiling=tiling)
+    wanted = reference.enter_row(**given, cache=copy)
+    # The reference rounds to bf16 after each of up to four steps.
+    rtol = 1e-5 if options["dtype"] == torch.float32 else 4 * 2**-8
+    for one, other in zip((*found, *cache), (*wanted, *copy), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape
+            torch.testing.assert_close(one, other, rtol=rtol, atol=4 * rtol)
+
+
+@covered(
+    "options",
+    hidden=[16, 40],
+    gates=[(False, False), (True, False), (True, True)],
+    indexer=[(0, 24), (1, 24), (3, 22)],
+    channels=[(16, 0), (32, 8), (32, 22)],
+    bias=[False, True],
+    wide=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
+    tiling=[None, Tiling(4), Tiling(2, programs=5)],
+)
+def test_joined_product(options: dict[str, Any]) -> None:
+    options = dict(options)
+    tiling = options.pop("tiling")
+    check(options | {"heads": (4, 2, 32)}, tiling)
+
+
+@pytest.mark.parametrize("tiling", [None, Tiling(4), Tiling(4, 8, programs=264)], ids=str)
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+def test_sizes_of_a_model(tiling: Tiling | None, marked: None) -> None:
+    options = {
+        "hidden": 2048,
+        "heads": (16, 4, 128),
+        "gates": (True, True),
+        "indexer": (4, 64),
+        "channels": (128, 64),
+    }
+    check(options | {"bias": False, "wide": True, "dtype": torch.bfloat16}, tiling)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+def test_a_chain_of_steps_that_keep_their_selection(marked: None) -> None:
+    """In one graph, launched early: attention reads old keys before it waits, and the new token's, other ones each
+    time, after it. Few keys are selected, so that the new one counts."""
+    options: dict[str, Any] = {
+        "hidden": 2048,
+        "heads": (16, 4, 128),
+        "gates": (True, True),
+        "indexer": (4, 64),
+    }
+    given, cache = make(**options, channels=(128, 0), bias=False, wide=False, dtype=torch.bfloat16)
+    room = 3000
+    k, v = torch.randn(2, 1, 4, room, 128, device=DEVICE, dtype=torch.bfloat16)
+    cache = cache._replace(k=k, v=v, rows=torch.randn(1, room, 64, device=DEVICE, dtype=torch.bfloat16))
+    lengths = torch.tensor([room], dtype=torch.int32, device=DEVICE)
+    table = given["table"]._replace(values=torch.ones(room + 1, 256, device=DEVICE, dtype=torch.bfloat16))
+    given |= {"table": table._replace(lengths=lengths), "slot": torch.tensor([room - 1], device=DEVICE)}
+    selection = state.new_selection(1, 2048, device=DEVICE)
+    selection.indices.copy_(torch.arange(2048, device=DEVICE)[None])
+    selection.counts.fill_(20)
+    workspace = state.new_workspace(1, room, heads=16, kv_heads=4, head_size=128, device=DEVICE)
+    layer = state.LayerCache(
+        k.transpose(1, 2), v.transpose(1, 2), lengths, selection, workspace, None, settled=True
+    )
+    weights = torch.randn(8, 2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5
+
+    def run(chained: bool) -> torch.Tensor:
+        x = given["x"]
+        for place in range(60):
+            entered = joined.enter_row(**(given | {"x": x}), cache=cache)
+            assert entered.gate is not None
+            out = decode_attend(entered.q, layer, 2, entered.gate)
+            x = row_product(out.flatten(1), weights[place % 8], residual=x)
+            if not chained:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = run(chained=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(chained=True)
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
+def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
+    return {name: given[name]._replace(**changes)}
+
+
+def test_what_it_does_not_take() -> None:
+    options: dict[str, Any] = {"hidden": 32, "heads": (4, 2, 32), "gates": (True, True), "indexer": (2, 24)}
+    given, cache = make(**options, channels=(32, 24), bias=False, wide=True, dtype=torch.float32)
+    for changes, words in [
+        ({"x": torch.zeros(2, 32)}, r"x has shape \(2, 32\)"),
+        ({"x": torch.zeros(1, 20)}, "x has 20 columns"),
+        (replaced(given, "product", weight=torch.zeros(8, 32)), "product.weight has 8 rows"),
+        (replaced(given, "product", bias=torch.zeros(8)), "product.bias"),
+        (replaced(given, "sizes", index_dim=25), "head size is 25; pass an even"),
+        (replaced(given, "table", channels=16), "table.values"),
+        (replaced(given, "table", channels=40, index_channels=16), "table.channels is 40"),
+        ({"slot": torch.tensor([1, 2])}, "slot has shape"),
+        ({"cache": cache._replace(rows=None)}, "cache.rows is None with an indexer"),
+        ({"cache": cache._replace(k=cache.k.bfloat16())}, "cache.k is torch.bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            joined.enter_row(**({**given, "cache": cache} | changes))

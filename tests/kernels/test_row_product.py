@@ -1,0 +1,148 @@
+"""Products of few rows against fp64: interpreted on the CPU, or on a CUDA device."""
+
+from typing import Any
+
+import pytest
+import torch
+from covering import covered
+
+pytest.importorskip("triton")
+
+from gsa_kernels.row_product import op, reference
+from gsa_kernels.row_product.tiling import Tiling
+from gsa_kernels.row_product.triton_product import pieces
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+NONE, BIAS, RESIDUAL, GATED = "none", "bias", "residual", "gated"
+TURNS = Tiling(2, programs=3)
+"""Three programs for several tiles each. For one row of x; several take tiles of 16."""
+
+
+def operands(
+    batch: int, columns: int, count: int, norm: bool, epilogue: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(batch * columns + count)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
+
+    rows = count * 2 if epilogue == GATED else count
+    return {
+        "x": 3 * normal(batch, columns),
+        "weight": normal(rows, columns) * columns**-0.5,
+        "norm": reference.Norm(1 + normal(columns), 1e-5) if norm else None,
+        "bias": normal(count) if epilogue in (BIAS, RESIDUAL) else None,
+        "residual": normal(batch, count) if epilogue == RESIDUAL else None,
+        "gated": epilogue == GATED,
+    }
+
+
+def in_fp64(given: dict[str, Any]) -> torch.Tensor:
+    wide = {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    return reference.row_product(**wide)
+
+
+def check(given: dict[str, Any], tiling: Tiling | None) -> None:
+    """fp32 to its rounding; bf16 to that of the result, and of x times the norm where the matrix units take it."""
+    wanted = in_fp64(given)
+    found = op.row_product(**given, tiling=tiling)
+    assert found.dtype == given["x"].dtype
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < (2e-6 if found.dtype == torch.float32 else 2**-8)
+    assert torch.equal(found, op.row_product(**given, tiling=tiling))
+
+
+@covered(
+    "options",
+    batch=[1, 3, 16],
+    columns=[16, 64, 88, 176],
+    count=[1, 20, 32],
+    norm=[False, True],
+    epilogue=[NONE, BIAS, RESIDUAL, GATED],
+    dtype=[torch.float32, torch.bfloat16],
+    in_turns=[False, True],
+)
+def test_product(options: dict[str, Any]) -> None:
+    options = dict(options)
+    tiling = None
+    if options.pop("in_turns"):
+        tiling = TURNS if options["batch"] == 1 else Tiling(16, chunk=64, stages=2)
+    check(operands(**options), tiling)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("columns", "count", "norm", "epilogue"),
+    [
+        (2048, 6016, True, BIAS),
+        (2048, 2048, False, RESIDUAL),
+        (2048, 5504, True, GATED),
+        (5504, 2048, False, RESIDUAL),
+        (8192, 520, True, NONE),
+    ],
+)
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+def test_sizes_of_a_model(
+    batch: int, columns: int, count: int, norm: bool, epilogue: str, marked: None
+) -> None:
+    check(operands(batch, columns, count, norm, epilogue, torch.bfloat16), None)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
+def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
+    """Launched early, in a graph, each product on the result of the one before: 200 of them, again and again."""
+    weights = [torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5 for _ in range(8)]
+    norm = reference.Norm(torch.ones(2048, device=DEVICE, dtype=torch.bfloat16), 1e-5)
+    start = torch.randn(1, 2048, device=DEVICE, dtype=torch.bfloat16)
+
+    def run(chained: bool) -> torch.Tensor:
+        x = start
+        for place in range(200):
+            x = op.row_product(x, weights[place % 8], norm)
+            if not chained:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = run(chained=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(chained=True)
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
+def test_pieces_cover_the_columns() -> None:
+    assert [pieces(columns) for columns in (16, 2048, 5504, 6144, 8192, 24)] == [
+        (16, 0),
+        (2048, 0),
+        (4096, 2048),
+        (4096, 2048),
+        (8192, 0),
+        (32, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": torch.zeros(17, 16)}, "x has 17 rows; pass 1 to 16"),
+        (
+            {"x": torch.zeros(1, 20), "weight": torch.zeros(4, 20)},
+            "x has 20 columns; pass 16 to 8192, a multiple",
+        ),
+        ({"weight": torch.zeros(4, 24)}, r"weight has shape \(4, 24\)"),
+        ({"weight": torch.zeros(3, 16), "gated": True}, "weight has 3 rows"),
+        ({"bias": torch.zeros(4), "gated": True}, "gated is True with a bias"),
+        ({"weight": torch.zeros(4, 16, dtype=torch.bfloat16)}, "weight is torch.bfloat16"),
+        ({"weight": torch.zeros(16, 4).T}, "weight has stride"),
+        ({"residual": torch.zeros(1, 5)}, r"residual has shape \(1, 5\)"),
+        ({"x": torch.zeros(1, 16).half(), "weight": torch.zeros(4, 16).half()}, "x has dtype torch.float16"),
+    ],
+)
+def test_what_it_does_not_take(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        op.row_product(**({"x": torch.zeros(1, 16), "weight": torch.zeros(4, 16)} | changes))
