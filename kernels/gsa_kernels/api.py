@@ -168,7 +168,6 @@ def sampled_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     packed_mask: torch.Tensor,
-    document_starts: torch.Tensor | None = None,
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
@@ -176,12 +175,11 @@ def sampled_lse(
     [B, H, S], for statistics. Takes about 4 B H S Lk D operations.
 
     Args:
-        q: [B, S, H, D], in the order of the sequence
+        q: [B, S, H, D], in any order; a query may be there several times, beside different masks
         k: [B, Lk, Hkv, D]
         packed_mask: int32 [B, S, ceil(Lk / 32)], for example `Selection.packed_rows`
-        document_starts: of these queries, int32 [B, S]
     """
-    return _operations(implementation).sampled_lse(q, k, packed_mask, document_starts)
+    return _operations(implementation).sampled_lse(q, k, packed_mask)
 
 
 def decode_step(

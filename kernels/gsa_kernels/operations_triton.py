@@ -8,7 +8,7 @@ import torch
 
 from gsa_kernels import limits
 from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.op import masked_attention, masked_log_sums
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
@@ -142,16 +142,8 @@ def sparse_attention_with_loss(
     return attention_with_indexer_loss(q, k, v, selection, geometry, loss, gate_logits)
 
 
-def sampled_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    packed_mask: torch.Tensor,
-    document_starts: torch.Tensor | None,
-) -> torch.Tensor:
-    # The kernel believes the queries to be the last of the sequence, whose tiles go over nearly all keys. Values do
-    # not enter the sums.
-    last = Geometry(document_starts, k.shape[1] - q.shape[1])
-    return masked_attention(q, k, k, packed_mask, last)[1]
+def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
+    return masked_log_sums(q, k, packed_mask)
 
 
 @torch.no_grad()
