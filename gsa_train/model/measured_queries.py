@@ -37,7 +37,7 @@ class SparseQueries:
     @cached_property
     def counts_in_sink(self) -> torch.Tensor:
         """bool [B, T]"""
-        return self.positions + 1 - self.starts >= LEAST_KEYS
+        return self.visible >= LEAST_KEYS
 
     @cached_property
     def number_in_sink(self) -> torch.Tensor:
@@ -134,14 +134,14 @@ class MeasuredQueries:
     def pairs_in_one_document(self) -> torch.Tensor:
         """bool [B, P]: in one document each query sees one key more than its neighbour."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
-        return visible[:, pairs + 1] == visible[:, pairs] + 1
+        return visible[:, pairs + 1] - visible[:, pairs] == 1
 
     @cached_property
     def groups_in_one_document(self) -> torch.Tensor:
         """bool [B, G]"""
         grouped = self.sample.grouped.view(-1, self.sample.group)
         first, last = self.sampled_visible[:, grouped[:, 0]], self.sampled_visible[:, grouped[:, -1]]
-        return last == first + self.sample.group - 1
+        return last - first == self.sample.group - 1
 
     @cached_property
     def sparse(self) -> SparseQueries:
