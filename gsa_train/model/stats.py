@@ -229,10 +229,10 @@ class LayerStats:
 
     def _wait(self, what: str, where: tuple[Any, ...], layer: int, *tensors: torch.Tensor | None) -> None:
         if self._waiting.put((what, *where), layer, tensors):
-            self._sum_up()
+            self.sum_up()
 
-    def _sum_up(self) -> None:
-        """Add what waits to the tables."""
+    def sum_up(self) -> None:
+        """Add what waits to the tables: early, so that the device does not wait for the host that reads them."""
         for (what, *where), layers, tensors in self._waiting.take():
             if what == "means":
                 row, on_host = where
@@ -284,7 +284,7 @@ class LayerStats:
 
     def copy(self) -> StatsCopy:
         """What was recorded so far, for `restore`."""
-        self._sum_up()
+        self.sum_up()
         return StatsCopy(
             self._sums.clone(),
             [list(row) for row in self._own_counts],
@@ -322,7 +322,7 @@ class LayerStats:
             an entry of a vector has the name `vector/label`; the reduced sums, of the device's and then of the host's,
             and the reduced maxima.
         """
-        self._sum_up()
+        self.sum_up()
         own_sums, own_extremes = self._sums, self._extremes
         own_counts = list(itertools.chain(*self._own_counts))
         sent = torch.tensor([*own_counts, *host_sums, *host_maxima], dtype=torch.float64).to(self.device)
