@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.stats import LayerStats
 from gsa_train.phases import enter_phase
 from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
@@ -90,3 +92,18 @@ def test_keeping_what_is_measured_launches_nothing() -> None:
         stats.maximum("k_max", 0, values)
         stats.maximum_at(0, value, number, number)
     assert launched.number == 0
+
+
+def test_what_documents_decide_is_made_once_for_each_micro_batch() -> None:
+    runtime, made = AttentionRuntime(LayerStats(1, torch.device("cpu"))), []
+
+    def once(document_ids: torch.Tensor | None, key: str) -> int:
+        return runtime.once(document_ids, key, lambda: (made.append(key), len(made))[1])
+
+    first, second = torch.zeros(2, 8).int(), torch.zeros(2, 8).int()
+    assert [once(first, "a"), once(first, "b"), once(first, "a")] == [1, 2, 1]
+    assert once(first.detach(), "a") == 1, "as a recomputation hands it over"
+    assert [once(second, "a"), once(second, "a"), once(None, "a"), once(None, "a")] == [3, 3, 4, 4]
+    with runtime.during(AttentionPass()):
+        assert once(first, "a") == 5
+    assert once(first, "a") == 6, "nothing is kept between two passes"
