@@ -160,6 +160,7 @@ def _compute(
             losses = _run_schedule(modules, micro_batches, loss_tokens, config, parallel, forward_only=local)
         if local:
             optimizer.reduce_gradients()
+        model.runtime.stats.sum_up()  # while the device is still at the backward pass
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens

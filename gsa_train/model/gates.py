@@ -129,24 +129,24 @@ def gate_statistics(logits: torch.Tensor, config: GSATransformerConfig) -> Stati
     Args:
         logits: of some tokens, [T, B, local rows], without graph.
     """
+    rows = _rows_per_group(config)
+    opening = logits.float().sigmoid()
+    numbers = torch.arange(GATE_BINS, device=logits.device)
+    # What is not finite is in the last one.
+    bins = torch.bucketize(opening, numbers[1:] / GATE_BINS, right=True)
+    # [rows of a key-value head, bins], both gates at once.
+    in_bins = (bins.unflatten(-1, (-1, sum(rows)))[..., None] == numbers).sum((0, 1, 2)).split(rows)
+    of_both = {"mean": opening, "low": opening < 0.1, "high": opening > 0.9}
+    of_each = {what: split_gate_logits(values, config) for what, values in of_both.items()}
     statistics = Statistics()
-    gates = zip(("value_gate", "output_gate"), split_gate_logits(logits, config), strict=True)
-    for name, gate in gates:
-        if gate is not None:
-            opening = gate.float().sigmoid()
-            statistics.means[f"{name}_mean"] = opening
-            statistics.means[f"{name}_low"] = opening < 0.1
-            statistics.means[f"{name}_high"] = opening > 0.9
-            statistics.vectors[f"{name}_histogram"] = _histogram(opening)
+    for number, name in enumerate(("value_gate", "output_gate")):
+        for what, gates in of_each.items():
+            if (gate := gates[number]) is not None:
+                statistics.means[f"{name}_{what}"] = gate
+        if rows[number]:
+            counts = in_bins[number].sum(0)
+            statistics.vectors[f"{name}_histogram"] = Vector(counts, counts.sum().expand(GATE_BINS))
     return statistics
-
-
-def _histogram(opening: torch.Tensor) -> Vector:
-    """Share of the gates in each of GATE_BINS. What is not finite is in the last one."""
-    edges = torch.arange(1, GATE_BINS, device=opening.device) / GATE_BINS
-    bins = torch.bucketize(opening.flatten(), edges, right=True)
-    counts = (bins[:, None] == torch.arange(GATE_BINS, device=opening.device)).sum(0)
-    return Vector(counts, counts.sum().expand(GATE_BINS))
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, int]:

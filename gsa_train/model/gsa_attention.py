@@ -150,7 +150,9 @@ class GSASelfAttention(MegatronModule):
             gathered = True
         q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
         if gates is not None and attention_pass.measures:
-            sampled = gates.detach()[self.over_chunks.sampled_tokens(len(gates), attention_pass)]
+            sampled = gates.detach()[
+                self.over_chunks.sampled_tokens(len(gates), attention_mask, attention_pass)
+            ]
             self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config))
         projected = Projected(q, k, v, output_gate, attention_mask)
         selections = None

@@ -18,7 +18,7 @@ class Largest(NamedTuple):
     value: torch.Tensor
     """Absolute."""
     token: torch.Tensor
-    sequence: torch.Tensor
+    """l B + b of token l of sequence b."""
     dimension: torch.Tensor
 
 
@@ -29,44 +29,48 @@ def measure_activations(runtime: AttentionRuntime) -> Any:
         if not runtime.pass_of_this_forward().measures:
             return
         attention: GSASelfAttention = layer.self_attention
-        hidden = output[0].detach()
+        hidden, document_ids = output[0].detach(), keywords["attention_mask"]
+        held, batch = hidden.shape[:2]
+
+        def kinds_here() -> torch.Tensor:
+            positions = _positions(attention, held, hidden.device)
+            return token_kinds(positions, document_ids).expand(-1, batch).flatten()
+
+        # The ranks of sequence parallelism hold different tokens, and each has its own runtime.
+        kinds = runtime.once(document_ids, ("kinds", held, batch), kinds_here)
         largest = largest_activation(hidden)
-        position = _positions(attention, len(hidden), hidden.device).take(largest.token)
-        kind = token_kind(position, largest.sequence, keywords["attention_mask"])
+        kind = kinds.take(largest.token)
         runtime.stats.maximum_at(attention.layer, largest.value, largest.dimension, kind)
 
     return hook
 
 
 def largest_activation(hidden: torch.Tensor) -> Largest:
-    """Of [L, B, d], without a copy of it. The value is NaN if any is. The host does not wait: a tensor as an index
-    would be read."""
-    flat = hidden.contiguous().flatten()
-    places = torch.stack([flat.argmax(), flat.argmin()])
-    values = flat.take(places).abs()
-    which = values.argmax()  # of NaN, if there is one
-    place, (_, batch, width) = places.take(which), hidden.shape
-    token = place // width
-    return Largest(values.take(which), token // batch, token % batch, place % width)
+    """Of [L, B, d], read once and without a copy of it. The value is NaN if any is. The host does not wait: a tensor as
+    an index would be read."""
+    tokens = hidden.flatten(0, 1)
+    of_tokens = torch.linalg.vector_norm(tokens, torch.inf, dim=-1)
+    token = of_tokens.argmax()  # of NaN, if there is one
+    dimension = tokens.index_select(0, token[None]).abs().argmax()
+    return Largest(of_tokens.take(token), token, dimension)
 
 
-def token_kind(
-    position: torch.Tensor, sequence: torch.Tensor, document_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """STARTS_DOCUMENT, ENDS_DOCUMENT (an EOS, if it is not the sequence's last token) or ORDINARY: int64, 0-d.
+def token_kinds(positions: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+    """STARTS_DOCUMENT, ENDS_DOCUMENT (an EOS, if it is not the sequence's last token) or ORDINARY: int64 [T, B], or
+    [T, 1] without documents.
 
     Args:
-        position, sequence: 0-d
+        positions: int64 [T]
         document_ids: [B, L]; None where a sequence is one document
     """
-    ordinary, starts = torch.full_like(position, ORDINARY), torch.full_like(position, STARTS_DOCUMENT)
-    if document_ids is None:
-        return torch.where(position == 0, starts, ordinary)
-    length = document_ids.shape[1]
-    around = ((position + step).clamp(0, length - 1) for step in (-1, 0, 1))
-    before, own, after = (document_ids.take(sequence * length + each) for each in around)
-    kind = torch.where(after != own, torch.full_like(position, ENDS_DOCUMENT), ordinary)
-    return torch.where((position == 0) | (before != own), starts, kind)
+    starts, ends = positions[:, None] == 0, torch.zeros_like(positions, dtype=torch.bool)[:, None]
+    if document_ids is not None:
+        ids, last = document_ids.t(), document_ids.shape[1] - 1
+        own = ids[positions]
+        starts = starts | (own != ids[(positions - 1).clamp(min=0)])
+        ends = own != ids[(positions + 1).clamp(max=last)]
+    kinds = torch.where(ends, ENDS_DOCUMENT, ORDINARY)
+    return torch.where(starts, STARTS_DOCUMENT, kinds)
 
 
 def _positions(attention: GSASelfAttention, held: int, device: torch.device) -> torch.Tensor:

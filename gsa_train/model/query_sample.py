@@ -11,8 +11,6 @@ from functools import cached_property
 
 import torch
 
-from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
-
 STRETCH = 64
 """Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
 STRETCHES = 8
@@ -47,9 +45,10 @@ class QuerySample:
         return len(self.rows)
 
     @cached_property
-    def causal_packed_mask(self) -> torch.Tensor:
-        """int32 [1, T, ceil(end / 32)]: the causal keys of the sparse ones in a sequence of one document."""
-        return causal_packed_mask(self.start + self.sparse, self.end)
+    def compared(self) -> torch.Tensor:
+        """int64 [2 P + G * group + T]: the i of the earlier and of the later ones of the pairs, of the groups' members
+        and of the sparse ones, so that one gather serves them all."""
+        return torch.cat([self.neighbours, self.neighbours + 1, self.grouped, self.sparse_rows])
 
 
 def sampled_stretches(length: int) -> list[range]:

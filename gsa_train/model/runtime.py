@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from gsa_kernels.types import RowSample
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.query_sample import QuerySample, sample_queries
 from gsa_train.model.stats import LayerStats
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -28,6 +30,9 @@ class AttentionRuntime:
     _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
     """Per layer: losses of this step that have drawn their rows."""
     _samples: dict[tuple[int, int, int], QuerySample] = field(default_factory=dict, repr=False)
+    _documents: torch.Tensor | None = field(default=None, repr=False)
+    """Those that `_made` is of."""
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     @contextmanager
@@ -39,6 +44,7 @@ class AttentionRuntime:
             yield
         finally:
             self.attention_pass, self.shared_selection = before, None
+            self._documents, self._made = None, {}
 
     def pass_of_this_forward(self) -> AttentionPass:
         """The pass under way as the layer that runs now must see it.
@@ -76,7 +82,20 @@ class AttentionRuntime:
             self._samples[piece] = sample_queries(*piece, self.stats.device)
         return self._samples[piece]
 
-    def rotary_tables(self, angles: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def once(self, document_ids: torch.Tensor | None, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, a function of the key and the micro-batch's documents alone: the same for all layers.
+
+        Args:
+            document_ids: int32 [B, L]; None for one document per sequence.
+        """
+        if not _same_memory(document_ids, self._documents):
+            self._documents, self._made = document_ids, {}
+        if key not in self._made:
+            self._made[key] = make()
+        value: T = self._made[key]
+        return value
+
+    def rotary_tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
 
         All layers get the same tensor, so the last one is remembered.
@@ -89,3 +108,10 @@ class AttentionRuntime:
             cos, sin = half.cos() * magnitude, half.sin() * magnitude
             self._rotary = (angles, cos.contiguous(), sin.contiguous())
         return self._rotary[1:]
+
+
+def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Recomputation detaches what it is given: the same numbers in another tensor."""
+    if one is None or other is None:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -10,9 +10,9 @@ import math
 
 import torch
 
-from gsa_kernels import causal_mask
-from gsa_kernels.types import Geometry, Indexer
+from gsa_kernels.types import Indexer
 from gsa_train.model.cores.interface import AttentionInputs
+from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 
 FLAT_SLOPE = 0.01
@@ -24,28 +24,21 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 
 @torch.no_grad()
 def saturation_statistics(
-    inputs: AttentionInputs, indexer: Indexer | None, geometry: Geometry, rows: torch.Tensor
+    inputs: AttentionInputs, indexer: Indexer | None, queries: MeasuredQueries
 ) -> Statistics:
-    """Of some queries that see at least two keys, against their causal keys.
+    """Of the sparse queries that see at least two keys, against their causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
-        rows: int64 [T], numbers of the queries.
     """
-    q, k = inputs.q[:, rows], inputs.k
-    causal = causal_mask(k.shape[1], query_positions=geometry.query_start + rows)
-    if geometry.document_starts is not None:
-        starts = geometry.document_starts[:, rows]
-        causal = causal & (torch.arange(k.shape[1], device=k.device) >= starts[..., None])
-    has_choice = causal.sum(-1) >= 2  # else softmax and selection are the same whatever logit and score are
-    statistics = Statistics(
-        maxima={"max_attention_logit": largest_logit(q, k, causal & has_choice[..., None])}
-    )
+    rows, sparse = queries.sample.sparse, queries.sparse
+    logit = largest_logit(inputs.q[:, rows], inputs.k, sparse.causal_with_choice)
+    statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
         share = saturated_share(
-            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, causal
+            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, sparse.causal
         )
-        statistics.average("indexer_saturated", share, has_choice[..., None])
+        statistics.average("indexer_saturated", share, sparse.has_choice[..., None])
     return statistics
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from gsa_train.model.waiting import Waiting
 
 MEANS = (
     "indexer_kl",
@@ -73,6 +75,10 @@ ORDINARY, ENDS_DOCUMENT, STARTS_DOCUMENT = range(3)
 _KINDS, _DIMENSIONS = 4, 1 << 18
 
 
+LARGE = 1 << 16
+"""Elements from which on a tensor is summed at once instead of being kept."""
+
+
 class Vector(NamedTuple):
     sums: torch.Tensor
     """[entries]"""
@@ -84,17 +90,20 @@ class Vector(NamedTuple):
 
 @dataclass
 class Statistics:
-    """What one layer measured of one chunk of queries."""
+    """What one layer measured of one chunk of queries. The tensors are kept until they are summed: nothing may write to
+    them."""
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     """name of `MEANS` -> values to average, of any shape."""
-    counts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` -> by what their sum is divided, where that is not their number: 0-d. What does not count is
-    then 0 among the values."""
+    counts: dict[str, torch.Tensor | int] = field(default_factory=dict)
+    """name of `MEANS` -> by what their sum is divided, where that is not the number of those that count: 0-d."""
     vectors: dict[str, Vector] = field(default_factory=dict)
     """name of `VECTORS` -> its entries."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `EXTREMES` -> 0-d."""
+    """name of `EXTREMES` -> values, of any shape."""
+    counted: dict[str, torch.Tensor] = field(default_factory=dict)
+    """name of `MEANS` or `EXTREMES` -> which of the values count, bool and of a shape that expands to theirs; all of
+    them, where it has no entry."""
 
     def join(self, others: Statistics) -> None:
         """Take over those of others, whose names are other ones."""
@@ -102,85 +111,35 @@ class Statistics:
         self.counts |= others.counts
         self.vectors |= others.vectors
         self.maxima |= others.maxima
+        self.counted |= others.counted
 
     def average(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
         """The mean of those `values` that are `counted`, bool and of a shape that expands to theirs."""
-        counted = counted.expand_as(values)
-        self.means[name] = torch.where(counted, values, 0)
-        self.counts[name] = counted.sum()
+        self.means[name], self.counted[name] = values, counted
 
-
-FOLDED_AFTER = 8
-"""Numbers of one statistic of one layer that wait at most: a long validation has thousands."""
-
-
-class _Table:
-    """One fp64 number per statistic and layer: of all that was put in, joined by `join` (torch.sum or torch.amax).
-
-    What is put in waits in a place of its own, and is joined for all layers at once when the numbers are asked for. One
-    by one they would be three operations each, and a logged step has hundreds for the host to launch.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        start: float,
-        join: Callable[..., torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._numbers = torch.full(shape, start, dtype=torch.float64, device=device)
-        self._waiting = torch.full((FOLDED_AFTER, *shape), start, dtype=dtype, device=device)
-        self._places = self._waiting.flatten().unbind()
-        self._taken = [[0] * shape[1] for _ in range(shape[0])]
-        self._start, self._join = start, join
-
-    def place(self, row: int, layer: int) -> torch.Tensor:
-        """0-d, where to write the next number of this statistic and layer."""
-        if self._taken[row][layer] == FOLDED_AFTER:
-            self._join_waiting()
-        turn = self._taken[row][layer]
-        self._taken[row][layer] += 1
-        rows, layers = self._numbers.shape
-        return self._places[(turn * rows + row) * layers + layer]
-
-    def numbers(self) -> torch.Tensor:
-        """fp64 [statistics, layers]."""
-        self._join_waiting()
-        return self._numbers
-
-    def _join_waiting(self) -> None:
-        turns = max(itertools.chain(*self._taken))
-        if turns > 0:
-            every = torch.cat([self._numbers[None], self._waiting[:turns]])  # fp64
-            self._numbers = self._join(every, dim=0)
-            self._empty()
-
-    def _empty(self) -> None:
-        self._waiting.fill_(self._start)
-        self._taken = [[0] * len(row) for row in self._taken]
-
-    def set(self, numbers: torch.Tensor | float) -> None:
-        self._empty()
-        if isinstance(numbers, torch.Tensor):
-            self._numbers.copy_(numbers)
-        else:
-            self._numbers.fill_(numbers)
+    def maximum(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
+        """The largest of those `values` that are `counted`."""
+        self.maxima[name], self.counted[name] = values, counted
 
 
 class StatsCopy(NamedTuple):
     """What a LayerStats holds."""
 
     sums: torch.Tensor
-    counts: list[list[int]]
-    counted: torch.Tensor
+    own_counts: list[list[int]]
+    counts: torch.Tensor
     extremes: torch.Tensor
     vectors: torch.Tensor
     places: torch.Tensor
 
 
 class LayerStats:
-    """Sums, counts and extremes per layer of the whole model; a rank fills the rows of its own layers."""
+    """Sums, counts and extremes per layer of the whole model; a rank fills the rows of its own layers.
+
+    What is added waits (waiting.py) and is summed up for all layers at once when the numbers are asked for, or when it
+    has become too much. One by one these are several operations for each layer and statistic, and a logged step has
+    thousands of them for the host to launch.
+    """
 
     def __init__(self, num_layers: int, device: torch.device, num_heads: int = 0) -> None:
         """
@@ -188,13 +147,10 @@ class LayerStats:
             num_heads: query heads of a layer, on all ranks.
         """
         self.device = device
-        means, extremes = (len(MEANS), num_layers), (len(EXTREMES), num_layers)
-        # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
-        dtype = torch.float32 if device.type == "cuda" else torch.float64
-        self._sums = _Table(means, 0.0, torch.sum, dtype, device)
-        self._counts = [[0] * num_layers for _ in MEANS]
-        self._counted = _Table(means, 0.0, torch.sum, dtype, device)
-        self._extremes = _Table(extremes, -math.inf, torch.amax, dtype, device)
+
+        def table(*shape: int, start: float = 0.0) -> torch.Tensor:
+            return torch.full(shape, start, dtype=torch.float64, device=device)
+
         self._entries: dict[str, range] = {}
         self._labels: list[str] = []
         heads = tuple(f"{head:02d}" for head in range(num_heads))
@@ -202,38 +158,62 @@ class LayerStats:
             labels = heads if labels is None else labels
             self._entries[name] = range(len(self._labels), len(self._labels) + len(labels))
             self._labels += [f"{name}/{label}" for label in labels]
-        self._vectors = torch.zeros(num_layers, 2, len(self._labels), dtype=torch.float64, device=device)
-        self._places = torch.full((num_layers,), -1.0, dtype=torch.float64, device=device)
+        self._sums = table(len(MEANS), num_layers)
+        self._own_counts = [[0] * num_layers for _ in MEANS]
+        """Known to the host."""
+        self._counts = table(len(MEANS), num_layers)
+        """Known to the device; the count is the sum of both."""
+        self._extremes = table(len(EXTREMES), num_layers, start=-math.inf)
+        self._vectors = table(num_layers, 2, len(self._labels))
+        self._places = table(num_layers, start=-1.0)
+        self._waiting = Waiting()
 
     def record(self, layer: int, statistics: Statistics) -> None:
         for name, values in statistics.means.items():
-            self.add(name, layer, values, statistics.counts.get(name))
+            self.add(name, layer, values, statistics.counts.get(name), statistics.counted.get(name))
         for name, vector in statistics.vectors.items():
             entries = self._entries[name]
             first = entries.start + vector.first
-            assert first + len(vector.sums) <= entries.stop
-            into = self._vectors[layer, :, first : first + len(vector.sums)]
-            into += torch.stack([vector.sums.detach().double(), vector.counts.double()])
-        for name, value in statistics.maxima.items():
-            self.maximum(name, layer, value)
+            last = first + len(vector.sums)
+            assert last <= entries.stop
+            self._wait("vectors", (name, first, last), layer, vector.sums, vector.counts)
+        for name, values in statistics.maxima.items():
+            self.maximum(name, layer, values, statistics.counted.get(name))
 
-    def add(self, name: str, layer: int, values: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """Add all elements of `values` to the average `name` of layer `layer` (from 0).
+    def add(
+        self,
+        name: str,
+        layer: int,
+        values: torch.Tensor,
+        count: torch.Tensor | int | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> None:
+        """Add the elements of `values` to the average `name` of layer `layer` (from 0).
 
         Args:
-            count: 0-d, how many of them count; all if None. The others are 0.
+            count: 0-d, by what their sum is divided; the number of those that count if None.
+            counted: which of them count, bool and of a shape that expands to theirs; all if None.
         """
         row = _row(MEANS, name)
-        place = self._sums.place(row, layer)
-        torch.sum(values.detach(), dim=None, dtype=place.dtype, out=place)
-        if count is None:
-            self._counts[row][layer] += values.numel()
-        else:
-            self._counted.place(row, layer).copy_(count)
+        if count is None and counted is None:
+            count = values.numel()
+        if isinstance(count, int):
+            self._own_counts[row][layer] += count
+        if values.numel() > LARGE:
+            if counted is not None:
+                values = torch.where(counted, values, 0)
+                count = counted.expand_as(values).sum() if count is None else count
+                counted = None
+            # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
+            values = values.sum(dtype=torch.float32 if values.is_cuda else torch.float64)
+        on_device = count if isinstance(count, torch.Tensor) else None
+        self._wait("means", (row, isinstance(count, int)), layer, values, counted, on_device)
 
-    def maximum(self, name: str, layer: int, value: torch.Tensor) -> None:
-        """Keep the largest of the 0-d `value` and what is there."""
-        self._extremes.place(_row(EXTREMES, name), layer).copy_(value.detach())
+    def maximum(
+        self, name: str, layer: int, values: torch.Tensor, counted: torch.Tensor | None = None
+    ) -> None:
+        """Keep the largest of the `values`, or of those that are `counted`, and what is there."""
+        self._wait("extremes", (_row(EXTREMES, name),), layer, values, counted)
 
     def maximum_at(
         self, layer: int, value: torch.Tensor, dimension: torch.Tensor, kind: torch.Tensor
@@ -245,37 +225,82 @@ class LayerStats:
             dimension, kind: int64, 0-d: as PLACES has them
         """
         self.maximum("max_activation", layer, value)
-        # Value, dimension and kind in one number below 2^53, ordered by the value, so that their maximum over
-        # micro-batches and ranks is of one place: the bits of a float that is not negative are ordered as it is.
-        bits = value.detach().float().abs().view(torch.int32).long()
-        place = ((bits * _DIMENSIONS + dimension) * _KINDS + kind).double()
-        self._places[layer] = torch.maximum(self._places[layer], place)
+        self._wait("places", (), layer, value, dimension, kind)
+
+    def _wait(self, what: str, where: tuple[Any, ...], layer: int, *tensors: torch.Tensor | None) -> None:
+        if self._waiting.put((what, *where), layer, tensors):
+            self.sum_up()
+
+    def sum_up(self) -> None:
+        """Add what waits to the tables: early, so that the device does not wait for the host that reads them."""
+        for (what, *where), layers, tensors in self._waiting.take():
+            if what == "means":
+                row, on_host = where
+                values, counted, counts = tensors
+                self._add_means(row, on_host, layers, values, counted, counts)
+            elif what == "vectors":
+                _, first, last = where
+                into = [self._vectors[layer, part, first:last] for part in range(2) for layer in layers]
+                torch._foreach_add_(into, [*tensors[0].double(), *tensors[1].double()])
+            elif what == "extremes":
+                values, counted = tensors
+                values = (
+                    values.double() if counted is None else torch.where(counted, values.double(), -math.inf)
+                )
+                _keep_largest([self._extremes[where[0], layer] for layer in layers], values.amax(1))
+            else:
+                _keep_largest([self._places[layer] for layer in layers], _places(*tensors))
+
+    def _add_means(
+        self,
+        row: int,
+        host_counts: bool,
+        layers: list[int],
+        values: torch.Tensor,
+        counted: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None:
+        """Args: values and counted [layers, elements], counts [layers, 1]; without `host_counts` one of the last two
+        says by what is divided."""
+        numbers = values.double()
+        if counted is not None:
+            numbers = torch.where(counted, numbers, 0)
+        into, added = [self._sums[row, layer] for layer in layers], [*numbers.sum(1)]
+        if not host_counts:
+            number = counted if counts is None else counts
+            assert number is not None
+            into += [self._counts[row, layer] for layer in layers]
+            added += number.sum(1, dtype=torch.float64)
+        torch._foreach_add_(into, added)
 
     def reset(self) -> None:
-        self._sums.set(0.0)
-        self._counts = [[0] * len(row) for row in self._counts]
-        self._counted.set(0.0)
-        self._extremes.set(-math.inf)
+        self._waiting = Waiting()
+        self._sums.zero_()
+        self._own_counts = [[0] * len(row) for row in self._own_counts]
+        self._counts.zero_()
+        self._extremes.fill_(-math.inf)
         self._vectors.zero_()
         self._places.fill_(-1.0)
 
     def copy(self) -> StatsCopy:
         """What was recorded so far, for `restore`."""
+        self.sum_up()
         return StatsCopy(
-            self._sums.numbers().clone(),
-            [list(row) for row in self._counts],
-            self._counted.numbers().clone(),
-            self._extremes.numbers().clone(),
+            self._sums.clone(),
+            [list(row) for row in self._own_counts],
+            self._counts.clone(),
+            self._extremes.clone(),
             self._vectors.clone(),
             self._places.clone(),
         )
 
     def restore(self, copy: StatsCopy) -> None:
         """Forget what was recorded since."""
-        self._sums.set(copy.sums)
-        self._counts = [list(row) for row in copy.counts]
-        self._counted.set(copy.counted)
-        self._extremes.set(copy.extremes)
+        self._waiting = Waiting()
+        self._sums.copy_(copy.sums)
+        self._own_counts = [list(row) for row in copy.own_counts]
+        self._counts.copy_(copy.counts)
+        self._extremes.copy_(copy.extremes)
         self._vectors.copy_(copy.vectors)
         self._places.copy_(copy.places)
 
@@ -297,11 +322,12 @@ class LayerStats:
             an entry of a vector has the name `vector/label`; the reduced sums, of the device's and then of the host's,
             and the reduced maxima.
         """
-        own_sums, own_extremes = self._sums.numbers(), self._extremes.numbers()
-        own_counts = list(itertools.chain(*self._counts))
+        self.sum_up()
+        own_sums, own_extremes = self._sums, self._extremes
+        own_counts = list(itertools.chain(*self._own_counts))
         sent = torch.tensor([*own_counts, *host_sums, *host_maxima], dtype=torch.float64).to(self.device)
         of_rank = list(sent.split([len(own_counts), len(host_sums), len(host_maxima)]))
-        added = [own_sums.flatten(), self._counted.numbers().flatten(), self._vectors.flatten(), device_sums]
+        added = [own_sums.flatten(), self._counts.flatten(), self._vectors.flatten(), device_sums]
         added += of_rank[:2]
         largest = [own_extremes.flatten(), self._places, of_rank[2]]
         sums, maxima = torch.cat(added), torch.cat(largest)
@@ -320,6 +346,20 @@ class LayerStats:
         of_places = torch.stack([place // _KINDS, place % _KINDS]).double()
         values |= _by_layer(PLACES, of_places, (places >= 0).expand(len(PLACES), -1))
         return values, [*from_device.tolist(), *from_host.tolist()], from_hosts.tolist()
+
+
+def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:
+    """kept <- the larger of both, each 0-d, and NaN where one is."""
+    largest = torch.maximum(torch.stack(kept), values)
+    torch._foreach_copy_(kept, [*largest])
+
+
+def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Value, dimension and kind in one number below 2^53, ordered by the value, so that their maximum over
+    micro-batches and ranks is of one place: the bits of a float that is not negative are ordered as it is. [layers, 1]
+    -> [layers]"""
+    bits = values.float().abs().view(torch.int32).long()
+    return ((bits * _DIMENSIONS + dimensions) * _KINDS + kinds).double().flatten()
 
 
 def _by_layer(

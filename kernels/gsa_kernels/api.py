@@ -167,8 +167,7 @@ def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection
 def sampled_lse(
     q: torch.Tensor,
     k: torch.Tensor,
-    packed_masks: torch.Tensor,
-    document_starts: torch.Tensor | None = None,
+    packed_mask: torch.Tensor,
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
@@ -176,12 +175,11 @@ def sampled_lse(
     fp32 [G, B, H, S], for statistics. Takes about 4 G B H S Lk D operations.
 
     Args:
-        q: [B, S, H, D], in the order of the sequence
+        q: [B, S, H, D], in any order; a query may be there several times, beside different masks
         k: [B, Lk, Hkv, D]
-        packed_masks: int32 [G, B, S, ceil(Lk / 32)], for example `Selection.packed_rows`
-        document_starts: of these queries, int32 [B, S]
+        packed_mask: int32 [B, S, ceil(Lk / 32)], for example `Selection.packed_rows`
     """
-    return _operations(implementation).sampled_lse(q, k, packed_masks, document_starts)
+    return _operations(implementation).sampled_lse(q, k, packed_mask)
 
 
 def decode_step(

@@ -137,18 +137,10 @@ class _AddLoss(torch.autograd.Function):
         return grad, torch.ones_like(total) * ctx.loss.scale, None, None
 
 
-def sampled_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    packed_masks: torch.Tensor,
-    document_starts: torch.Tensor | None,
-) -> torch.Tensor:
-    found = []
-    for mask in packed_masks:
-        lse = attention.sparse_attention(q, k, k, unpack_mask(mask, k.shape[1]), return_lse=True).lse
-        assert lse is not None
-        found.append(lse)
-    return torch.stack(found)
+def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
+    lse = attention.sparse_attention(q, k, k, unpack_mask(packed_mask, k.shape[1]), return_lse=True).lse
+    assert lse is not None
+    return lse
 
 
 @torch.no_grad()

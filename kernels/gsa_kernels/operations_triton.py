@@ -8,7 +8,7 @@ import torch
 
 from gsa_kernels import limits
 from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.op import masked_attention, masked_log_sums
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_forward import forward_tiles, heads_in_tile
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
@@ -143,27 +143,8 @@ def sparse_attention_with_loss(
     return attention_with_indexer_loss(q, k, v, selection, geometry, loss, gate_logits)
 
 
-def sampled_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    packed_masks: torch.Tensor,
-    document_starts: torch.Tensor | None,
-) -> torch.Tensor:
-    """As many masks at once as fit one tile: the kernel believes the queries to be the last of the sequence, whose last
-    tile goes over all keys. Values do not enter the sums."""
-    (_, queries, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
-    tiles = forward_tiles(q.dtype)
-    in_tile = tiles.queries // heads_in_tile(tiles, heads, kv_heads)
-    at_once = max(min(in_tile, num_keys) // queries, 1)
-    found = []
-    for masks in packed_masks.split(at_once):
-        copies = len(masks)
-        starts = None if document_starts is None else document_starts.repeat(1, copies)
-        last = Geometry(starts, num_keys - copies * queries)
-        joined = masks.transpose(0, 1).flatten(1, 2)
-        lse = masked_attention(q.repeat(1, copies, 1, 1), k, k, joined, last)[1]
-        found.append(lse.unflatten(2, (copies, queries)).permute(2, 0, 1, 3))
-    return torch.cat(found)
+def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
+    return masked_log_sums(q, k, packed_mask)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gsa_kernels.limits import Kernel
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 
 
@@ -81,7 +81,7 @@ class AttentionCore(Protocol):
         variance_ema: torch.Tensor,
         geometry: Geometry,
         attention_pass: AttentionPass,
-        sample: QuerySample | None,
+        measured: MeasuredQueries | None,
     ) -> SelectionResult:
         """S_t of every query, without gradient.
 
@@ -90,7 +90,7 @@ class AttentionCore(Protocol):
         Args:
             indexer: of the queries that select, the first of each block, and of all keys.
             variance_ema: fp32, 0-d, V̄ of eq. 8.
-            sample: which of the queries to measure; None where the pass is not logged.
+            measured: which of the queries to measure, and what they see; None where the pass is not logged.
         """
         ...
 
@@ -101,7 +101,7 @@ class AttentionCore(Protocol):
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        sample: QuerySample | None,
+        measured: MeasuredQueries | None,
     ) -> AttentionResult:
         """Gated attention, and the indexer loss.
 
@@ -110,6 +110,6 @@ class AttentionCore(Protocol):
         Args:
             selection: what `select` returned, perhaps for an earlier layer; None where no indexer runs.
             loss: None where nobody needs the indexer loss.
-            sample: as in `select`.
+            measured: as in `select`.
         """
         ...

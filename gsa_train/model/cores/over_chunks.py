@@ -14,11 +14,11 @@ from gsa_train.config import GSAConfig
 from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.loss_injection import differentiate_indexer_loss
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.attention_statistics import visible_keys
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
 from gsa_train.model.indexer import Indexer, IndexerProjections
+from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.saturation import saturation_statistics
@@ -86,12 +86,13 @@ class CoreOverChunks:
         length, selections = indexed.queries.shape[1], []
         for chunk in self.chunks(length):
             applied = indexer.applied(indexed.of(chunk), with_temperature)
+            geometry = self._geometry(document_ids, chunk)
             result = self.core.select(
                 applied.of_block_leaders(self.gsa.selection_block),
                 variance.ema,
-                self._geometry(document_ids, chunk),
+                geometry,
                 attention_pass,
-                self._sample(length, chunk, attention_pass),
+                self._measured(indexed.queries, chunk, document_ids, geometry, attention_pass),
             )
             if attention_pass.moves_averages:
                 variance.record(result.variance)
@@ -112,7 +113,6 @@ class CoreOverChunks:
         q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
         outputs, losses = [], []
         for number, chunk in enumerate(self.chunks(q.shape[1])):
-            sample = self._sample(q.shape[1], chunk, attention_pass)
             inputs = AttentionInputs(
                 q[:, chunk.local],
                 k[:, : chunk.end],
@@ -120,19 +120,20 @@ class CoreOverChunks:
                 None if output_gate is None else output_gate[:, chunk.local],
             )
             geometry = self._geometry(projected.document_ids, chunk)
+            measured = self._measured(q, chunk, projected.document_ids, geometry, attention_pass)
             loss = of_chunk = None
             if indexer is not None and indexed is not None:
                 with attention_pass.indexer_graph():
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, geometry, chunk.end, attention_pass)
-            if sample is not None and len(sample.sparse) > 0:
+                    loss = self._loss_inputs(indexer, of_chunk, measured, attention_pass)
+            if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
                 if indexer is not None and of_chunk is not None:
                     applied = indexer.applied(of_chunk, with_temperature=False)
-                statistics = saturation_statistics(inputs, applied, geometry, sample.sparse)
+                statistics = saturation_statistics(inputs, applied, measured)
                 self.runtime.stats.record(self.layer, statistics)
             selection = None if selections is None else selections[number]
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, sample)
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured)
             self.runtime.stats.record(self.layer, result.statistics)
             outputs.append(result.out)
             if result.indexer_loss is not None:
@@ -150,18 +151,44 @@ class CoreOverChunks:
         """Of this rank, which has `length` tokens."""
         return query_chunks(length, self.cut)
 
-    def sampled_tokens(self, length: int, attention_pass: AttentionPass) -> torch.Tensor:
+    def sampled_tokens(
+        self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
+    ) -> torch.Tensor:
         """int64: those of this rank's `length` tokens in whose statistics many values count, in a pass that
         measures."""
-        pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]
-        return torch.cat(
-            [chunk.local.start + sample.sparse for chunk, sample in pieces if sample is not None]
-        )
+
+        def tokens() -> torch.Tensor:
+            pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]
+            return torch.cat(
+                [chunk.local.start + sample.sparse for chunk, sample in pieces if sample is not None]
+            )
+
+        return self.runtime.once(document_ids, ("sampled tokens", length), tokens)
 
     def _sample(self, length: int, chunk: QueryChunk, attention_pass: AttentionPass) -> QuerySample | None:
         """Which queries of a chunk to measure; this rank has `length` tokens."""
         whole = length * self.cp_group.size()
         return self.runtime.query_sample(attention_pass, whole, chunk.start, chunk.end)
+
+    def _measured(
+        self,
+        tokens: torch.Tensor,
+        chunk: QueryChunk,
+        document_ids: torch.Tensor | None,
+        geometry: Geometry,
+        attention_pass: AttentionPass,
+    ) -> MeasuredQueries | None:
+        """The queries of a chunk, if this pass measures them.
+
+        Args:
+            tokens: [B, L, ...], of this rank
+        """
+        batch, length = tokens.shape[:2]
+        sample = self._sample(length, chunk, attention_pass)
+        if sample is None:
+            return None
+        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end)
+        return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
         """Where a chunk's queries stand, and what they see."""
@@ -172,19 +199,15 @@ class CoreOverChunks:
         self,
         indexer: Indexer,
         indexed: IndexerProjections,
-        geometry: Geometry,
-        num_keys: int,
+        measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
     ) -> IndexerLossInputs | None:
         """None where this pass has no use for the indexer loss."""
         if not attention_pass.needs_indexer_loss:
             return None
         counted = on_rows = None
-        if attention_pass.measures:
-            visible = visible_keys(geometry, num_keys, indexed.queries.device)
-            counted = (visible[:, :: self.gsa.selection_block] >= 2).sum() * (
-                len(indexed.queries) // len(visible)
-            )
+        if measured is not None:
+            counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
         return IndexerLossInputs(
             indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),

@@ -29,7 +29,12 @@ from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.sampling import sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.attention_statistics import budget_statistics, selection_statistics, sink_statistics
+from gsa_train.model.attention_statistics import (
+    budget_statistics,
+    log_sums,
+    selection_statistics,
+    sink_statistics,
+)
 from gsa_train.model.cores.interface import (
     AttentionInputs,
     AttentionResult,
@@ -37,7 +42,7 @@ from gsa_train.model.cores.interface import (
     IndexerLossInputs,
     SelectionResult,
 )
-from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
 
@@ -55,7 +60,7 @@ class ReferenceCore:
         variance_ema: torch.Tensor,
         geometry: Geometry,
         attention_pass: AttentionPass,
-        sample: QuerySample | None,
+        measured: MeasuredQueries | None,
     ) -> SelectionResult:
         rule = self.settings.rule
         causal = _causal_keys(geometry, indexer.keys.shape[1], indexer.keys.device)
@@ -75,10 +80,10 @@ class ReferenceCore:
         )
         selected = _complete(select_top_k(scores, rows, budget), causal, geometry)
         statistics = Statistics()
-        if sample is not None:
-            statistics = budget_statistics(budget, variance, rows.sum(-1))
-            statistics.means["variance_ema"] = variance_ema
-            statistics.join(_selection_statistics(selected, causal, sample))
+        if measured is not None:
+            statistics = budget_statistics(budget, variance, measured)
+            statistics.means["variance_ema"] = variance_ema.clone()  # it moves behind the step
+            statistics.join(_selection_statistics(selected, measured))
         return SelectionResult(selected, variance, statistics)
 
     def attend(
@@ -88,38 +93,38 @@ class ReferenceCore:
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        sample: QuerySample | None,
+        measured: MeasuredQueries | None,
     ) -> AttentionResult:
         q, k, v = inputs.q, inputs.k, inputs.v
         causal = _causal_keys(geometry, k.shape[1], q.device)
         attended = selection if attention_pass.sparse else causal
         assert attended is not None
-        dense_recall = sample is not None and not attention_pass.sparse and selection is not None
+        dense_recall = measured is not None and not attention_pass.sparse and selection is not None
         attention = sparse_attention(
             q,
             k,
             v,
             attended,
-            recall_among=causal if sample is not None and attention_pass.sparse else None,
+            recall_among=causal if measured is not None and attention_pass.sparse else None,
             return_probs=loss is not None or dense_recall,
         )
         out, probs, statistics = attention.out, attention.head_sum_probs, Statistics()
         if probs is not None:
             dist.all_reduce(probs, group=self.settings.tp_group)  # the target averages all ranks' heads
-        if sample is not None:
-            recall = attention.recall
+        if measured is not None:
+            recall, rows = attention.recall, measured.sample.sparse
             if dense_recall:
                 assert probs is not None
                 assert selection is not None
                 recall = torch.where(selection, probs, 0).sum(-1) / (
                     q.shape[2] * self.settings.tp_group.size()
                 )
-            if len(sample.sparse) > 0:
-                statistics = self._sink_statistics(q, k, attended, geometry, sample)
+            if len(rows) > 0:
+                statistics = self._sink_statistics(q, k, attended, measured)
             if recall is not None:
                 assert selection is not None
-                chooses = (selection != causal)[:, sample.sparse].any(-1)
-                recall = recall[:, sample.sparse]
+                chooses = (selection[:, rows] != measured.sparse.causal).any(-1)
+                recall = recall[:, rows]
                 statistics.average("recall", recall, chooses if recall.ndim == 2 else chooses[..., None])
         kl = None
         if loss is not None:
@@ -139,19 +144,12 @@ class ReferenceCore:
         q: torch.Tensor,
         k: torch.Tensor,
         attended: torch.Tensor,
-        geometry: Geometry,
-        sample: QuerySample,
+        measured: MeasuredQueries,
     ) -> Statistics:
-        rows, starts, tp = sample.sparse, geometry.document_starts, self.settings.tp_group
-        return sink_statistics(
-            q[:, rows],
-            k,
-            pack_mask(attended[:, rows]),
-            geometry.query_start + rows,
-            None if starts is None else starts[:, rows],
-            tp.rank() * q.shape[2],
-            "reference",
-        )
+        rows, sparse = measured.sample.sparse, measured.sparse
+        masks = sparse.position_masks & pack_mask(attended[:, rows])[:, None]
+        by_position = log_sums(q[:, rows], k, masks, "reference")
+        return sink_statistics(by_position, sparse, self.settings.tp_group.rank() * q.shape[2])
 
 
 def _complete(chosen: torch.Tensor, causal: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -205,11 +203,12 @@ def _sum_or_estimate(rows: torch.Tensor, taken: RowSample) -> tuple[torch.Tensor
     return kl, kl.detach()
 
 
-def _selection_statistics(selected: torch.Tensor, causal: torch.Tensor, sample: QuerySample) -> Statistics:
+def _selection_statistics(selected: torch.Tensor, measured: MeasuredQueries) -> Statistics:
     """Of the sampled queries."""
+    sample = measured.sample
     if len(sample) == 0:
         return Statistics()
-    selected, visible = selected[:, sample.rows], causal[:, sample.rows].sum(-1)
+    selected = selected[:, sample.rows]
     overlaps = adjacent_overlap(selected)[:, sample.neighbours]
     ratios = union_ratio(selected[:, sample.grouped], sample.group) if len(sample.grouped) > 0 else None
-    return selection_statistics(sample, selected.sum(-1), visible, overlaps, ratios)
+    return selection_statistics(measured, selected.sum(-1), overlaps, ratios)

@@ -11,15 +11,14 @@ import torch.distributed as dist
 from gsa_kernels import api
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.limits import GATHERED_BELOW_DENSITY
-from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
 from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.attention_statistics import (
     budget_statistics,
+    log_sums,
     selection_statistics,
     sink_statistics,
-    visible_keys,
 )
 from gsa_train.model.cores.interface import (
     AttentionInputs,
@@ -29,7 +28,7 @@ from gsa_train.model.cores.interface import (
     SelectionResult,
 )
 from gsa_train.model.dense_attention import build_dense_attention
-from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
 
@@ -62,7 +61,7 @@ class TritonCore:
         variance_ema: torch.Tensor,
         geometry: Geometry,
         attention_pass: AttentionPass,
-        sample: QuerySample | None,
+        measured: MeasuredQueries | None,
     ) -> SelectionResult:
         selection = api.select(
             indexer,
@@ -75,10 +74,8 @@ class TritonCore:
         )
         self._say_format(selection, geometry.query_start)
         statistics = Statistics()
-        if sample is not None:
-            statistics = _selection_statistics(
-                selection, variance_ema, geometry, indexer.keys.shape[1], sample
-            )
+        if measured is not None:
+            statistics = _selection_statistics(selection, variance_ema, measured)
         return SelectionResult(selection, selection.variance, statistics)
 
     def attend(
@@ -88,7 +85,7 @@ class TritonCore:
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        sample: QuerySample | None,
+        measured: MeasuredQueries | None,
     ) -> AttentionResult:
         q, k, v, output_gate = inputs.q, inputs.k, inputs.v, inputs.output_gate
         attended = selection if attention_pass.sparse else None  # None: all causal keys
@@ -110,9 +107,9 @@ class TritonCore:
             if output_gate is not None:
                 out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
         statistics = Statistics()
-        if sample is not None and len(sample.sparse) > 0:
+        if measured is not None and len(measured.sample.sparse) > 0:
             first_head = self.settings.tp_group.rank() * q.shape[2]
-            statistics = _attention_statistics(inputs, lse, selection, attended, geometry, sample, first_head)
+            statistics = _attention_statistics(inputs, selection, attended is not None, measured, first_head)
         kl = None
         if loss is not None and not fuses_loss:
             assert lse is not None
@@ -185,63 +182,51 @@ class TritonCore:
 @torch.no_grad()
 def _attention_statistics(
     inputs: AttentionInputs,
-    lse: torch.Tensor | None,
     selection: Selection | None,
-    attended: Selection | None,
-    geometry: Geometry,
-    sample: QuerySample,
+    sparse: bool,
+    measured: MeasuredQueries,
     first_head: int,
 ) -> Statistics:
     """Of the sparse queries of the sample: recall from the masses of selected and of causal keys, and where in the
-    document the probability goes.
+    document the probability goes. By a launch of its own: what is logged must not change what the pass calculates.
 
     Args:
-        lse: of all queries over what they attended to; None where another library attended to all causal keys.
         selection: if there is one.
-        attended: the selection, if it is what was attended to; else None.
+        sparse: it is what was attended to, and not all causal keys.
         first_head: number of this rank's first head.
     """
-    rows, k, starts = sample.sparse, inputs.k, geometry.document_starts
-    q = inputs.q.index_select(1, rows)
-    if starts is None:
-        causal = sample.causal_packed_mask.expand(len(q), -1, -1)
-    else:
-        starts = starts.index_select(1, rows)
-        causal = causal_packed_mask(sample.start + rows, k.shape[1], starts)
+    queries, rows = measured.sparse, measured.sample.sparse
     chosen = None if selection is None else selection.packed_rows(rows)
-    sparse = attended is not None
-    mask = chosen if sparse else causal
-    assert mask is not None
-
-    def lse_over(packed_mask: torch.Tensor) -> torch.Tensor:
-        """By our kernel: what is logged must not change what the pass calculates."""
-        return api.sampled_lse(q, k, packed_mask[None], starts, implementation="triton")[0]
-
-    statistics = sink_statistics(q, k, mask, sample.start + rows, starts, first_head, "triton")
-    if chosen is not None:
-        mass = lse_over(mask) if lse is None else lse.index_select(2, rows)
-        other_mass = lse_over(causal if sparse else chosen)
-        recall = (mass - other_mass if sparse else other_mass - mass).exp().transpose(1, 2)
-        statistics.average("recall", recall, (chosen != causal).any(-1, keepdim=True))
+    attended, other = (chosen, queries.causal_packed) if sparse else (queries.causal_packed, chosen)
+    assert attended is not None
+    masks = queries.position_masks & attended[:, None]
+    if other is not None:
+        masks = torch.cat([masks, other[:, None]], dim=1)
+    q = inputs.q.index_select(1, rows)
+    sums = log_sums(q, inputs.k, masks, "triton")
+    if chosen is None:
+        return sink_statistics(sums, queries, first_head)
+    by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
+    statistics = sink_statistics(by_position, queries, first_head)
+    log_ratio = by_position.logsumexp(2) - of_other
+    recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    statistics.average("recall", recall, (chosen != queries.causal_packed).any(-1, keepdim=True))
     return statistics
 
 
 @torch.no_grad()
 def _selection_statistics(
-    selection: Selection, variance_ema: torch.Tensor, geometry: Geometry, num_keys: int, sample: QuerySample
+    selection: Selection, variance_ema: torch.Tensor, measured: MeasuredQueries
 ) -> Statistics:
-    visible = visible_keys(geometry, num_keys, selection.budget.device)
-    of_leaders = visible[:, :: geometry.selection_block]
-    statistics = budget_statistics(selection.budget, selection.variance, of_leaders)
-    statistics.means["variance_ema"] = variance_ema
+    sample = measured.sample
+    statistics = budget_statistics(selection.budget, selection.variance, measured)
+    statistics.means["variance_ema"] = variance_ema.clone()  # it moves behind the step
     if selection.density is not None:
-        statistics.means["union_density"] = torch.full((1,), selection.density, device=visible.device)
+        statistics.means["union_density"] = torch.full((1,), selection.density, device=variance_ema.device)
     if len(sample) == 0:
         return statistics
     mask = selection.packed_rows(sample.rows)
     found = statistics_of_packed_mask(mask, sample.neighbours, sample.grouped, sample.group)
     ratios = found.union_ratios if len(sample.grouped) > 0 else None
-    statistics.join(
-        selection_statistics(sample, found.sizes, visible[:, sample.rows], found.overlaps, ratios)
-    )
+    statistics.join(selection_statistics(measured, found.sizes, found.overlaps, ratios))
     return statistics

@@ -59,12 +59,13 @@ def checked_inputs(
     k: torch.Tensor,
     v: torch.Tensor,
     gate_logits: torch.Tensor | None,
-    query_start: int,
+    query_start: int | None,
     **integers: torch.Tensor | None,
 ) -> AttentionInputs:
     """The inputs, if the kernels can take them.
 
     Args:
+        query_start: None for queries from anywhere, beside any number of keys
         integers: by name the packed mask and the document starts, where there are some
 
     Raises:
@@ -72,7 +73,11 @@ def checked_inputs(
     """
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     batch, length, heads, dim = q.shape
-    check_at_least("query_start", query_start, 0)
+    if query_start is None:
+        check_shape("k", k, "[B, Lk, Hkv, D]", (batch, None, None, dim))
+        query_start = k.shape[1] - length
+    else:
+        check_at_least("query_start", query_start, 0)
     num_keys = query_start + length
     check_shape("k", k, "[B, query_start + L, Hkv, D]", (batch, num_keys, None, dim))
     kv_heads = k.shape[2]

@@ -43,6 +43,20 @@ def masked_attention(
     return _MaskedAttention.apply(q, k, v, inputs.gate_logits, packed_mask, starts)
 
 
+@torch.no_grad()
+def masked_log_sums(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp of `masked_attention` for S queries from anywhere, in any order and as often as one likes: fp32
+    [B, H, S].
+
+    Args:
+        q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
+        k: [B, Lk, Hkv, D]
+        packed_mask: int32 [B, S, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that key s counts for query i
+    """
+    inputs = checked_inputs(q, k, k, None, None, packed_mask=packed_mask)  # values do not enter the sums
+    return attention_forward(inputs, packed_mask, None, anywhere=True)[1]
+
+
 class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, packed_mask, document_starts):  # type: ignore[no-untyped-def]

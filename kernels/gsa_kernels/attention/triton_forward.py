@@ -35,9 +35,16 @@ def heads_in_tile(tiles: Tiles, heads: int, kv_heads: int) -> int:
 
 
 def attention_forward(
-    inputs: AttentionInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
+    inputs: AttentionInputs,
+    packed_mask: torch.Tensor | None,
+    document_starts: torch.Tensor | None,
+    anywhere: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of what `masked_attention` has checked.
+
+    Args:
+        anywhere: the queries are not the last of the sequence: all keys are read, and the packed mask alone says which
+            ones a query sees
 
     Returns:
         out: [B, L, H, D], gated if there are gate logits, in the memory order of q
@@ -80,6 +87,7 @@ def attention_forward(
         HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         HAS_GATE=gate_logits is not None,
+        ANYWHERE=anywhere,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
         PRECISION=input_precision(q.dtype),
@@ -130,6 +138,7 @@ def _forward_kernel(
     HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    ANYWHERE: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -179,7 +188,7 @@ def _forward_kernel(
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
         # Starts never decrease along the sequence: the tile's first row has the first causal key.
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
-    last = tl.minimum(query_start + start + QUERIES, num_keys)
+    last = num_keys if ANYWHERE else tl.minimum(query_start + start + QUERIES, num_keys)
     if HAS_MASK:
         packed_mask += batch64 * stride_wb + start64 * stride_wl
         diagonal = last

@@ -77,10 +77,16 @@ def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, t
     enter_phase(model, phase)
     added: dict[str, torch.Tensor] = {}
 
-    def add(name: str, layer: int, values: torch.Tensor, count: torch.Tensor | None = None) -> None:
+    def add(
+        name: str,
+        layer: int,
+        values: torch.Tensor,
+        count: torch.Tensor | int | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> None:
         if layer == 0:
             assert name not in added
-            added[name] = values.detach()
+            added[name] = values.detach() if counted is None else torch.where(counted, values.detach(), 0)
 
     monkeypatch.setattr(model.runtime.stats, "add", add)
     token_losses(model, random_batches(config)[0], measuring=True)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gsa_train.model import stats as stats_room
-from gsa_train.model.stats import LayerStats
+from gsa_train.model import waiting
+from gsa_train.model.stats import LayerStats, Statistics, Vector
 from helpers.single_rank import single_rank
 
 CPU = torch.device("cpu")
@@ -21,10 +22,13 @@ def read(stats: LayerStats) -> dict[str, list[Any]]:
     return stats.reduce(NOTHING, [], [])[0]
 
 
-@pytest.mark.parametrize("folded_after", [1, 2, 7, 64])
-def test_sums_and_extremes_of_many_batches(folded_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers may have been measured more or less often, or not at all."""
-    monkeypatch.setattr(stats_room, "FOLDED_AFTER", folded_after)
+@pytest.mark.parametrize(("large", "most_bytes"), [(0, 0), (20, 100), (1 << 16, 1000), (1 << 16, 1 << 24)])
+def test_sums_and_extremes_of_many_batches(
+    large: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers may have been measured more or less often, or not at all; what is added may wait, or be too large to."""
+    monkeypatch.setattr(stats_room, "LARGE", large)
+    monkeypatch.setattr(waiting, "MOST_BYTES", most_bytes)
     stats = LayerStats(3, CPU)
     generator = torch.Generator().manual_seed(3)
     means: list[list[torch.Tensor]] = [[], [], []]
@@ -35,6 +39,11 @@ def test_sums_and_extremes_of_many_batches(folded_after: int, monkeypatch: pytes
             stats.add("recall", layer, values)
             means[layer].append(values.double().flatten())
             stats.add("value_gate_low", layer, values < 0)
+            stats.add("k_mean", layer, values, counted=values > 0)
+            stats.add("variance", layer, values, torch.tensor(2), counted=values[:, :1] > 0)
+            stats.record(
+                layer, Statistics(vectors={"k_by_position": Vector(values[0, :1], torch.tensor([2]), 3)})
+            )
             stats.maximum("k_max", layer, torch.tensor(turn * layer))
             stats.maximum("max_activation", layer, values.max())
             largest[layer] = max(largest[layer], values.max().item())
@@ -44,10 +53,16 @@ def test_sums_and_extremes_of_many_batches(folded_after: int, monkeypatch: pytes
             every = torch.cat(means[layer])
             assert found["recall"][layer] == pytest.approx(every.mean().item(), rel=1e-12)
             assert found["value_gate_low"][layer] == pytest.approx((every < 0).double().mean().item())
+            assert found["k_mean"][layer] == pytest.approx(every[every > 0].mean().item(), rel=1e-12)
+            rows = sum(each.view(5, -1)[each.view(5, -1)[:, 0] > 0].sum() for each in means[layer])
+            assert found["variance"][layer] == pytest.approx(float(rows) / (2 * len(means[layer])), rel=1e-12)
+            first = sum(float(each[0]) for each in means[layer]) / (2 * len(means[layer]))
+            assert found["k_by_position/16-63"][layer] == pytest.approx(first, rel=1e-12)
             assert found["max_activation"][layer] == largest[layer]
         assert found["k_max"][::2] == [0.0, 24.0]
         assert all(values[1] is None for values in found.values())
-        assert found.keys() == {"recall", "value_gate_low", "k_max", "max_activation"}
+        names = {"recall", "value_gate_low", "k_max", "max_activation", "k_mean", "variance"}
+        assert found.keys() == names | {"k_by_position/16-63"}
     stats.reset()
     assert read(stats) == {}
 

@@ -15,11 +15,12 @@ from gsa_kernels.packed_mask import pack_mask
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.metrics.record import attention_metrics
-from gsa_train.model import attention_statistics, query_sample
-from gsa_train.model.attention_statistics import sink_statistics
+from gsa_train.model import measured_queries, query_sample
+from gsa_train.model.attention_statistics import log_sums, sink_statistics
 from gsa_train.model.gates import gate_statistics
-from gsa_train.model.massive_activations import largest_activation, token_kind
+from gsa_train.model.massive_activations import largest_activation, token_kinds
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.measured_queries import SparseQueries
 from gsa_train.model.stats import (
     ENDS_DOCUMENT,
     ORDINARY,
@@ -59,7 +60,7 @@ def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> N
     q = torch.zeros(1, packed, heads, 2)
     q[..., 0] = logit * 2**0.5
     visible = causal_mask(packed) & (positions >= starts[..., None])
-    found = sink_statistics(q, k, pack_mask(visible), positions, starts, 0, "reference")
+    found = sinks(q, k, visible, SparseQueries(positions, starts, packed), first_head=0)
     stats = LayerStats(1, CPU, heads)
     stats.record(0, found)
     of = read(stats)
@@ -81,27 +82,11 @@ def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> N
     assert of["sequence_start_attention"] == pytest.approx([math.fsum(shares) / (packed * heads)], rel=1e-5)
 
 
-def test_packing_leaves_the_sink_of_a_whole_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same document 1, 2, 4 and 8 times in a sequence, through all layers, selections included."""
-    monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
-    monkeypatch.setattr(attention_statistics, "LEAST_KEYS", 8)
-    document = torch.randint(
-        1, 32, (1, LENGTH), generator=torch.Generator().manual_seed(0), dtype=torch.int32
-    )
-    document[0, -1] = EOS
-    found = []
-    for documents in (1, 2, 4, 8):
-        config = tiny_config(
-            gsa={"k_base": 5, "k_min": 3, "k_max": 7, "indexer_rope": True},
-            train={"seq_len_tokens": documents * LENGTH, "micro_batch_size": 1, "global_batch_size": 1},
-        )
-        blocks = torch.cat([document.repeat(1, documents), document[:, :1]], 1)
-        stats = measured(config, SPARSE, [to_micro_batch(blocks, EOS, attend_across_documents=False)])
-        found.append([each for name in stats if "first_token_attention" in name for each in stats[name]])
-    assert len(found[0]) >= 2 * (1 + 4)
-    assert min(found[0]) > 0.01
-    for each in found[1:]:
-        assert each == pytest.approx(found[0], rel=1e-4)
+def sinks(
+    q: torch.Tensor, k: torch.Tensor, attended: torch.Tensor, queries: SparseQueries, first_head: int
+) -> Statistics:
+    masks = queries.position_masks & pack_mask(attended)[:, None]
+    return sink_statistics(log_sums(q, k, masks, "reference"), queries, first_head)
 
 
 def read(stats: LayerStats) -> dict[str, list[Any]]:
@@ -119,8 +104,8 @@ def test_probability_by_position_is_that_of_the_loops() -> None:
     visible = (torch.arange(40) <= rows[:, None])[None] & (torch.arange(40) >= starts[:, rows, None])
     attended = (attended | (torch.arange(40) == rows[:, None])) & visible
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_statistics, "LEAST_KEYS", 8)
-        found = sink_statistics(q[:, rows], k, pack_mask(attended), rows, starts[:, rows], 4, "reference")
+        patch.setattr(measured_queries, "LEAST_KEYS", 8)
+        found = sinks(q[:, rows], k, attended, SparseQueries(rows, starts[:, rows], 40), first_head=4)
     expected = torch.zeros(4, len(POSITIONS), dtype=torch.float64)
     count = 0
     for b in range(2):
@@ -303,14 +288,19 @@ def test_the_largest_activation_and_its_place() -> None:
     hidden[4, 1, 3] = -9.0
     hidden[2, 0, 1] = 8.5
     found = largest_activation(hidden)
-    assert [float(each) for each in found] == [9.0, 4, 1, 3]
+    assert [float(each) for each in found] == [9.0, 4 * 2 + 1, 3]
     hidden[5, 0, 2] = math.nan
-    assert largest_activation(hidden).value.isnan()
-    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
-    kinds = [int(token_kind(torch.tensor(t), torch.tensor(0), ids)) for t in range(7)]
+    found = largest_activation(hidden)
+    assert found.value.isnan()
+    assert (int(found.token), int(found.dimension)) == (5 * 2, 2)
+
+
+def test_first_and_last_tokens_of_documents() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 2, 2, 2, 2]])
     s, e, o = STARTS_DOCUMENT, ENDS_DOCUMENT, ORDINARY
-    assert kinds == [s, o, e, s, e, s, o]
-    assert [int(token_kind(torch.tensor(t), torch.tensor(0), None)) for t in range(3)] == [s, o, o]
+    assert token_kinds(torch.arange(7), ids).t().tolist() == [[s, o, e, s, e, s, o], [s, s, s, o, o, o, o]]
+    assert token_kinds(torch.tensor([3, 4, 0]), ids).t().tolist() == [[s, e, s], [o, o, s]]
+    assert token_kinds(torch.arange(3), None).t().tolist() == [[s, o, o]]
 
 
 def test_the_record_has_vectors_as_dicts_and_heads_as_a_table() -> None:

@@ -1,0 +1,151 @@
+"""What the documents of a micro-batch make of its measured queries: the same in all layers, so made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gsa_kernels import causal_mask
+from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
+from gsa_kernels.types import Geometry
+from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.stats import POSITIONS
+
+LEAST_KEYS = 64
+"""Queries that see fewer keys do not count in a sink: where there is little else, the first token gets much."""
+
+
+def position_groups(positions: torch.Tensor) -> torch.Tensor:
+    """The number of each position's group in POSITIONS: int64, of the same shape."""
+    firsts = 4 ** torch.arange(len(POSITIONS) - 1, device=positions.device)  # made there: nothing is copied
+    return torch.bucketize(positions, firsts, right=True)
+
+
+@dataclass(frozen=True)
+class SparseQueries:
+    """Few queries (`QuerySample.sparse`), which are compared with all their keys."""
+
+    positions: torch.Tensor
+    """int64 [T], in the sequence."""
+    starts: torch.Tensor
+    """int [B, T], of their documents."""
+    num_keys: int
+    """L_k, the chunk's last query included."""
+
+    @cached_property
+    def counts_in_sink(self) -> torch.Tensor:
+        """bool [B, T]"""
+        return self.visible >= LEAST_KEYS
+
+    @cached_property
+    def number_in_sink(self) -> torch.Tensor:
+        """0-d"""
+        return self.counts_in_sink.sum()
+
+    @cached_property
+    def in_first_document(self) -> torch.Tensor:
+        """bool [B, T]: they see the sequence's first token."""
+        return self.starts == 0
+
+    @cached_property
+    def causal(self) -> torch.Tensor:
+        """bool [B, T, L_k]: the keys that they see."""
+        keys = torch.arange(self.num_keys, device=self.starts.device)
+        causal = causal_mask(self.num_keys, query_positions=self.positions)
+        return causal & (keys >= self.starts[..., None])
+
+    @cached_property
+    def causal_packed(self) -> torch.Tensor:
+        """`causal` as a packed mask, int32 [B, T, ceil(L_k / 32)]."""
+        return causal_packed_mask(self.positions, self.num_keys, self.starts)
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """Number of keys that they see, int64 [B, T]."""
+        return self.positions + 1 - self.starts
+
+    @cached_property
+    def has_choice(self) -> torch.Tensor:
+        """bool [B, T]: they see two keys. Else softmax and selection are the same whatever logit and score are."""
+        return self.visible >= 2
+
+    @cached_property
+    def causal_with_choice(self) -> torch.Tensor:
+        """bool [B, T, L_k]: `causal`, of those that have a choice."""
+        return self.causal & self.has_choice[..., None]
+
+    @cached_property
+    def position_masks(self) -> torch.Tensor:
+        """The keys in each group of POSITIONS that the sequence has, counted from the query's document's first token:
+        packed masks, int32 [B, groups, T, ceil(L_k / 32)]."""
+        firsts = [self.starts + first for first in POSITIONS if first < self.num_keys]
+        bounds = torch.stack([*firsts, torch.full_like(self.starts, self.num_keys)], dim=1)
+        return packed_mask_of_ranges(bounds[:, :-1], bounds[:, 1:], self.num_keys)
+
+
+@dataclass(frozen=True)
+class MeasuredQueries:
+    """The queries of one chunk, of which all count in budgets, and of which a sample is looked at more closely."""
+
+    sample: QuerySample
+    geometry: Geometry
+    batch: int
+    """B"""
+    num_keys: int
+    """L_k, the last query's own included."""
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """Keys that each query sees, of its document and not behind it: int64 [B, L]."""
+        start, starts = self.geometry.query_start, self.geometry.document_starts
+        ends = torch.arange(start + 1, self.num_keys + 1, device=self.sample.rows.device)[None]
+        return (ends if starts is None else ends - starts).expand(self.batch, -1)
+
+    @cached_property
+    def leaders_visible(self) -> torch.Tensor:
+        """Of the queries that select, the first of each block: [B, R]."""
+        return self.visible[:, :: self.geometry.selection_block]
+
+    @cached_property
+    def leaders_with_choice(self) -> torch.Tensor:
+        """bool [B, R]: they see two keys."""
+        return self.leaders_visible >= 2
+
+    @cached_property
+    def number_with_choice(self) -> torch.Tensor:
+        """0-d"""
+        return self.leaders_with_choice.sum()
+
+    @cached_property
+    def leaders_by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the queries that select the group in POSITIONS, int64 [B R], and how many are in each, fp64 [groups]."""
+        groups = position_groups(self.leaders_visible - 1).flatten()
+        counts = torch.zeros(len(POSITIONS), dtype=torch.float64, device=groups.device)
+        return groups, counts.scatter_add(0, groups, torch.ones_like(groups, dtype=torch.float64))
+
+    @cached_property
+    def sampled_visible(self) -> torch.Tensor:
+        """Of the sample: [B, S]."""
+        return self.visible[:, self.sample.rows]
+
+    @cached_property
+    def pairs_in_one_document(self) -> torch.Tensor:
+        """bool [B, P]: in one document each query sees one key more than its neighbour."""
+        visible, pairs = self.sampled_visible, self.sample.neighbours
+        return visible[:, pairs + 1] - visible[:, pairs] == 1
+
+    @cached_property
+    def groups_in_one_document(self) -> torch.Tensor:
+        """bool [B, G]"""
+        grouped = self.sample.grouped.view(-1, self.sample.group)
+        first, last = self.sampled_visible[:, grouped[:, 0]], self.sampled_visible[:, grouped[:, -1]]
+        return last - first == self.sample.group - 1
+
+    @cached_property
+    def sparse(self) -> SparseQueries:
+        rows, starts = self.sample.sparse, self.geometry.document_starts
+        positions = self.geometry.query_start + rows
+        of_document = torch.zeros_like(positions).int()[None] if starts is None else starts[:, rows]
+        return SparseQueries(positions, of_document.expand(self.batch, -1), self.num_keys)

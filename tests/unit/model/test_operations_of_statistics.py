@@ -1,0 +1,109 @@
+"""What a measuring forward pass launches beside what others do: the host must stay ahead of the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.model.stats import LayerStats
+from gsa_train.phases import enter_phase
+from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
+
+LAYERS = (2, 4)
+MOST_OF_A_LAYER = 130
+MOST_OF_A_MICRO_BATCH = 90
+"""What all layers share."""
+MOST_OF_READING = 220
+"""However many layers there are."""
+
+_aten = torch.ops.aten
+VIEWS = {
+    _aten.alias,
+    _aten.detach,
+    _aten.expand,
+    _aten.permute,
+    _aten.select,
+    _aten.slice,
+    _aten.split,
+    _aten.split_with_sizes,
+    _aten.squeeze,
+    _aten.t,
+    _aten.transpose,
+    _aten.unbind,
+    _aten.unsqueeze,
+    _aten.view,
+    _aten._unsafe_view,
+}
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that launch a kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def operations(layers: int) -> tuple[int, int]:
+    """Of one micro-batch's forward pass because it measures, and of bringing its statistics together."""
+    config = tiny_config(model={"num_layers": layers}, train={"global_batch_size": 2})
+    model = tiny_model(config, variance_ema=0.02)
+    enter_phase(model, SPARSE)
+    (batch,) = random_batches(config)
+    numbers = []
+    for measuring in (False, True):
+        token_losses(model, batch, measuring=measuring)  # makes what is made once
+        model.runtime.stats.reset()
+        with Operations() as counted:
+            token_losses(model, batch, measuring=measuring)
+        numbers.append(counted.number)
+    with Operations() as reading:
+        assert len(read_stats(model)["recall"]) == layers
+    return numbers[1] - numbers[0], reading.number
+
+
+def test_a_measuring_forward_pass_launches_little() -> None:
+    (few, reading_few), (many, reading_many) = (operations(layers) for layers in LAYERS)
+    of_layer = (many - few) / (LAYERS[1] - LAYERS[0])
+    shared = few - LAYERS[0] * of_layer
+    assert 50 < of_layer <= MOST_OF_A_LAYER
+    assert shared <= MOST_OF_A_MICRO_BATCH
+    assert reading_few == reading_many <= MOST_OF_READING
+
+
+def test_keeping_what_is_measured_launches_nothing() -> None:
+    stats = LayerStats(1, torch.device("cpu"))
+    values, counted, value, number = (
+        torch.rand(5, 3),
+        torch.ones(5, 1).bool(),
+        torch.rand(()),
+        torch.tensor(1),
+    )
+    with Operations() as launched:
+        stats.add("recall", 0, values, counted=counted)
+        stats.maximum("k_max", 0, values)
+        stats.maximum_at(0, value, number, number)
+    assert launched.number == 0
+
+
+def test_what_documents_decide_is_made_once_for_each_micro_batch() -> None:
+    runtime, made = AttentionRuntime(LayerStats(1, torch.device("cpu"))), []
+
+    def once(document_ids: torch.Tensor | None, key: str) -> int:
+        return runtime.once(document_ids, key, lambda: (made.append(key), len(made))[1])
+
+    first, second = torch.zeros(2, 8).int(), torch.zeros(2, 8).int()
+    assert [once(first, "a"), once(first, "b"), once(first, "a")] == [1, 2, 1]
+    assert once(first.detach(), "a") == 1, "as a recomputation hands it over"
+    assert [once(second, "a"), once(second, "a"), once(None, "a"), once(None, "a")] == [3, 3, 4, 4]
+    with runtime.during(AttentionPass()):
+        assert once(first, "a") == 5
+    assert once(first, "a") == 6, "nothing is kept between two passes"
