@@ -95,7 +95,7 @@ class AttentionRuntime:
         value: T = self._made[key]
         return value
 
-    def rotary_tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, angles: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
 
         All layers get the same tensor, so the last one is remembered.

@@ -171,8 +171,8 @@ def sampled_lse(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Log of the softmax's sum over the keys of each of G packed masks, for S queries from anywhere in the sequence:
-    fp32 [G, B, H, S], for statistics. Takes about 4 G B H S Lk D operations.
+    """Log of the softmax's sum over the keys of a packed mask, for S queries from anywhere in the sequence: fp32
+    [B, H, S], for statistics. Takes about 4 B H S Lk D operations.
 
     Args:
         q: [B, S, H, D], in any order; a query may be there several times, beside different masks

@@ -10,7 +10,6 @@ from gsa_kernels import limits
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention, masked_log_sums
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
-from gsa_kernels.attention.triton_forward import forward_tiles, heads_in_tile
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode import op as decode
