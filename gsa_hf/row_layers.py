@@ -68,8 +68,8 @@ def leave(h: torch.Tensor, attended: torch.Tensor, layer: Any, sizes: Any) -> to
 def pass_on(
     h: torch.Tensor,
     attended: torch.Tensor,
-    left: Any,
-    entered: Any,
+    left: tuple[Any, Any],
+    entered: tuple[Any, Any],
     cache: Any,
     slot: torch.Tensor,
     rotary: Any,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gsa_hf import GSAForCausalLM
-from gsa_train.model.attention_statistics import LEAST_KEYS
+from gsa_train.model.measured_queries import LEAST_KEYS
 
 GATE_BINS = 20
 """Of equal width, from 0 to 1."""
