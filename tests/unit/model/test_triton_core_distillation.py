@@ -62,11 +62,11 @@ def counted_kl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     add = LayerStats.add
 
     def recorded(
-        self: LayerStats, name: str, layer: int, values: torch.Tensor, count: torch.Tensor | None = None
+        self: LayerStats, name: str, layer: int, values: torch.Tensor, *counted: Any, **count: Any
     ) -> None:
         if name == "indexer_kl":
             counts.append(values.numel())
-        add(self, name, layer, values, count)
+        add(self, name, layer, values, *counted, **count)
 
     monkeypatch.setattr(LayerStats, "add", recorded)
     return counts
