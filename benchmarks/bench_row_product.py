@@ -8,8 +8,8 @@ none comes from the L2 cache; the output layer, larger than that cache, alone. u
 alone; ours has the norm in front of it, the gate, the residual. `chain`: the four products of a layer, each on the
 result of the one before, in all layers, with the default tilings and with those that were fastest here.
 
---step: instead, one sequence's step of the whole model by other tilings of the joined product and of attention; and when
-the kernels of one layer start and end. A kernel that waits for the one in front counts.
+--step: instead, one sequence's step of the whole model by other tilings of the joined product and of attention; and
+when the kernels of one layer start and end. A kernel that waits for the one in front counts.
 """
 
 import argparse
