@@ -7,7 +7,7 @@ no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode 
 joined projections, steps in CUDA graphs. `standard` multiplies by torch, compiled by it, and takes the fastest of
 torch's SDPA backends for one query with grouped heads, with the mask that a static cache needs or, where its slots are
 all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch (column `products`), or as
---products says; `standard, our products` is the standard model so. `GSA shared` counts one step that selects in 32. All
+--products says; `standard, our products` is the standard model by kernels for few rows. `GSA shared` counts one step that selects in 32. All
 models take turns in one run.
 
 bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
@@ -189,7 +189,7 @@ def open_decoder(
 ) -> FusedDecoder:
     """A model with full caches, where the next token goes to slot `filled`, the last but `ROOM_TOKENS`."""
     config = model_config(name, layers, filled + ROOM_TOKENS, arguments.shapes)
-    products = "torch" if name == STANDARD else arguments.products
+    products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, arguments.products)
     decoder = FusedDecoder(make_model(config, device), arguments.compile, products)
     decoder.open(batch, filled + ROOM_TOKENS)
     fill(decoder)
@@ -365,7 +365,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[PROMISED_LENGTH, 32768], help="tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--models", nargs="+", default=[STANDARD, OUR_STANDARD, *PROMISES])
-    parser.add_argument("--products", choices=PRODUCTS, default="auto", help="of all but the standard model")
+    parser.add_argument("--products", choices=PRODUCTS, default="auto", help="of GSA")
     parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
     parser.add_argument("--prefill", type=int, default=32768, help="tokens; 0: leave it out")
     parser.add_argument("--budget-ms", type=float, default=400.0, help="of device time for each step")

@@ -248,7 +248,11 @@ def as_variant(decoder: FusedDecoder, variant: str) -> ExitStack:
         changed.enter_context(mock.patch.object(triton_attend, "SETTLED_TILE", triton_attend.Tile(64, 4, 1)))
     if variant == LATE:
         made = decoder._layer_cache
-        late = mock.patch.object(decoder, "_layer_cache", lambda *given: made(*given[:3], False))
+
+        def made_late(place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:
+            return made(place, leader, lengths, settled=False)
+
+        late = mock.patch.object(decoder, "_layer_cache", made_late)
         changed.enter_context(late)
     for parts in PARTS:
         if variant == f"{parts} parts":
