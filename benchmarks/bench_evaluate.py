@@ -7,6 +7,7 @@ The model of configs/gsa_1.7b.yaml with random weights in bf16; the text is the 
 forward pass, logits included, on every tenth batch of the same sequences: its time per token, for all tokens.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 import harness
 import torch
 import yaml
+import zstandard
 from bench_generate import make_model, model_config
 
 from gsa_data.tokenize import Tokenizer
@@ -81,13 +83,14 @@ def text_of(folder: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
 
 def copy_sample(folder: Path, tokens: int) -> None:
     """The bundled training text, again and again, until it has 5 bytes a token, more than the tokenizer takes."""
-    files = sorted(path for path in (SAMPLE / "train").rglob("*") if path.is_file())
+    files = sorted((SAMPLE / "train").rglob("*.jsonl.zst"))
+    texts = [zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read() for path in files]
     written, number = 0, 0
     while written < 5 * tokens:
-        for path in files:
-            content = path.read_bytes()
-            (folder / f"{number:05d}_{path.name}").write_bytes(content)
-            written, number = written + len(content), number + 1
+        for text in texts:  # no two files may be the same
+            first = json.dumps({"text": f"copy {number}"}).encode() + b"\n"
+            (folder / f"{number:05d}.jsonl").write_bytes(first + text)
+            written, number = written + len(text), number + 1
 
 
 def time_forward(model: GSAForCausalLM, pieces: list[Piece], batch: int, every: int) -> float:

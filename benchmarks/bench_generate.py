@@ -6,9 +6,9 @@ Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled
 no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder` with
 joined projections, steps in CUDA graphs. `standard` multiplies by torch, compiled by it, and takes the fastest of
 torch's SDPA backends for one query with grouped heads, with the mask that a static cache needs or, where its slots are
-all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch (column `products`), or as --products
-says; `standard, our products` is the standard model by kernels for few rows. `GSA shared` counts one step that selects
-in 32. All models take turns in one run.
+all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch (column `products`), or as
+--products says; `standard, our products` is the standard model by kernels for few rows. `GSA shared` counts one step
+that selects in 32. All models take turns in one run.
 
 bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
 layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.

@@ -136,8 +136,7 @@ class FusedDecoder:
             raise ValueError(f"products is 'rows', which do not take {obstacle}; pass 'auto' or 'torch'")
         rows = self._wanted_products == "rows"
         if self._wanted_products == "auto":
-            sparse = any(layer.self_attn.is_sparse for layer in self.model.model.layers)
-            faster = sparse and batch <= kernel_module("limits").ROW_PRODUCT_FASTER_ROWS
+            faster = batch <= kernel_module("limits").ROW_PRODUCT_FASTER_ROWS
             rows = obstacle is None and faster and weight.is_cuda and weight.dtype == torch.bfloat16
         self.products = "rows" if rows else "torch"
         self._takes_table = rows and row_layers.enters_at_once(self.layers, batch)
@@ -292,7 +291,7 @@ class FusedDecoder:
         k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
         selection = self._selections[leader]
         return kernel_module("decode.state").LayerCache(
-            k, v, lengths, selection, self._workspace, self.starts, settled
+            k, v, lengths, selection, self._workspace, self.starts, settled, self.products == "rows"
         )
 
     def _applied(self, place: int, queries: Any, weights: Any) -> Any:

@@ -44,7 +44,7 @@ def evaluated_model(config: Config) -> Model:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.gpt.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
     enter_phase(model, config.phases[0])
     return model
 

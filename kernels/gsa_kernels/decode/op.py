@@ -4,9 +4,10 @@ Four launches: scores, two for the selection, attention. The host reads nothing 
 is allocated, so that a call can be captured in a CUDA graph and replayed while `cache.lengths`, a device tensor, grows;
 the grids cover the whole cache. The definitions are `decode_top_k` and `decode_attention`. Results are deterministic.
 
-On Hopper each kernel is in place before the one in front of it ends, the caller's included, and waits for it: the rule
-is in row_product/op.py. `lengths` and `starts` are read before the wait; with `cache.settled` also, where the selection
-is kept, it and what it and the window name of keys and values, but for each sequence's newest token.
+On Hopper kernels are in place before the one in front of them ends, and wait for it: the rule is in row_product/op.py.
+Scores are so, behind a caller's kernel, only with `cache.in_chain`. `lengths` and `starts` are read before the wait;
+with `cache.settled` also, where the selection is kept, it and what it and the window name of keys and values, but for
+each sequence's newest token.
 
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
@@ -109,7 +110,8 @@ def decode_select(
     # high, which costs time alone.
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
     with launching_on(queries, "the query"):
-        score_keys(indexer, cache.lengths, cache.starts, k_max, selection_block, workspace, chained)
+        chain = (chained, chained and cache.in_chain)
+        score_keys(indexer, cache.lengths, cache.starts, k_max, selection_block, workspace, chain)
         select_indices(cache, workspace, max_length, rule, variance_ema, selection_block, chained)
 
 

@@ -109,6 +109,11 @@ class LayerCache:
     for all before it. So True is wrong where a call keeps a selection that a kernel of the same step makes, another
     layer's for instance, or where the cache was copied by the kernel in front."""
 
+    in_chain: bool = False
+    """The kernels in front of a step and behind it are launched early, too, and wait (row_product/op.py). Then scores
+    are in place before the one in front ends, and attention behind a selection lets the next one start. Between
+    ordinary kernels that makes a step slower: programs that wait stand in the way of those that work."""
+
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:
     """An empty selection (counts 0) of up to `most_keys` keys for each of `batch` sequences."""

@@ -91,6 +91,7 @@ def attend_to_indices(
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
         BEHIND_SELECTION=behind_selection,
+        RELEASES=chained and (cache.in_chain or not behind_selection),
         SETTLED=settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -149,6 +150,7 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
     BEHIND_SELECTION: tl.constexpr,
+    RELEASES: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
     """One program: one part of the keys of one key-value head of one sequence."""
@@ -234,7 +236,7 @@ def _attend_kernel(
         maximum, total, acc = _attend_to_tile(
             q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
         )
-    if CHAINED:
+    if RELEASES:
         gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh

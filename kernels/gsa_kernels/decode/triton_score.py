@@ -33,13 +33,14 @@ def score_keys(
     k_max: int,
     selection_block: int,
     workspace: DecodeWorkspace,
-    chained: bool,
+    chain: tuple[bool, bool],
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    Arguments as in `decode_select`, checked by it. `chained`: start before the kernel in front has ended, and let the
-    next one do so.
+    Arguments as in `decode_select`, checked by it. `chain`: whether to let the next kernel start early, and whether to
+    start before the one in front has ended.
     """
+    chained, early = chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
     max_length = keys.shape[1]
@@ -81,7 +82,7 @@ def score_keys(
         CHAINED=chained,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if bf16 else _FLOAT_WARPS,
-        **({"launch_pdl": True} if chained else {}),
+        **({"launch_pdl": True} if early else {}),
     )
 
 
