@@ -17,7 +17,7 @@ from gsa_hf import GSAForCausalLM
 from gsa_train.evaluation.text import Piece, Text
 
 LOGIT_ROWS = 4096
-"""Labels whose logits are calculated at once: [rows, vocabulary] in fp32 is 2 GB with 128K tokens."""
+"""Labels whose logits are calculated at once: [rows, vocabulary] in bf16 is 1 GB with 128K tokens."""
 FIRST_BUCKET_TOKENS = 16
 
 
@@ -69,6 +69,7 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
         ValueError: packed documents whose queries share selections.
     """
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
+    under_way: tuple[list[int], list[int], LabelScores] | None = None
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
         batch = [pieces[number] for number in numbers]
@@ -78,29 +79,67 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
         if any((np.diff(piece.positions) != 1).any() for piece in batch):
             _check_may_pack(model)
             rows = [_filled(piece.positions, length, counts_on=True) for piece in batch]
-            positions = torch.from_numpy(np.stack(rows)).to(model.device)
+            positions = _on_device(np.stack(rows), model.device)
         hidden = model.model(
-            input_ids=torch.from_numpy(tokens).to(model.device), position_ids=positions, use_cache=False
+            input_ids=_on_device(tokens, model.device), position_ids=positions, use_cache=False
         ).last_hidden_state
         places = [row * length + np.flatnonzero(piece.scored) for row, piece in enumerate(batch)]
         labels = np.concatenate([piece.tokens[1:][piece.scored] for piece in batch]).astype(np.int64)
-        nats, greedy = _score_labels(model, hidden.flatten(0, 1), np.concatenate(places), labels)
-        ends = np.cumsum([len(each) for each in places])[:-1]
-        for found in zip(numbers, np.split(nats, ends), np.split(greedy, ends), strict=True):
-            yield Scored(*found)
+        begun = numbers, [len(each) for each in places], _score_labels(model, hidden, places, labels)
+        # The device goes on with this batch while the host reads the one before.
+        if under_way is not None:
+            yield from _read(*under_way)
+        under_way = begun
+    if under_way is not None:
+        yield from _read(*under_way)
+
+
+class LabelScores(NamedTuple):
+    """Of a batch's labels, on the device."""
+
+    nats: torch.Tensor
+    greedy: torch.Tensor
 
 
 def _score_labels(
-    model: GSAForCausalLM, hidden: torch.Tensor, places: NDArray[np.int64], labels: NDArray[np.int64]
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    nats, greedy = [hidden.new_zeros(0, dtype=torch.float32)], [hidden.new_zeros(0, dtype=torch.bool)]
-    for first in range(0, len(places), LOGIT_ROWS):
-        rows = hidden[torch.from_numpy(places[first : first + LOGIT_ROWS]).to(hidden.device)]
-        targets = torch.from_numpy(labels[first : first + LOGIT_ROWS]).to(hidden.device)
-        logits = model.lm_head(rows).float()
-        nats.append(functional.cross_entropy(logits, targets, reduction="none"))
-        greedy.append(logits.argmax(-1) == targets)
-    return torch.cat(nats).cpu().numpy(), torch.cat(greedy).cpu().numpy()
+    model: GSAForCausalLM, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
+) -> LabelScores:
+    """The host does not wait for the device.
+
+    Args:
+        hidden: [B, L, d]
+        places: of the labels' inputs in the flattened batch
+    """
+    flat, targets = hidden.flatten(0, 1), _on_device(labels, hidden.device)
+    rows = _on_device(np.concatenate(places), hidden.device)
+    nats, greedy = [flat.new_zeros(0, dtype=torch.float32)], [flat.new_zeros(0, dtype=torch.bool)]
+    for some, wanted in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        logits = model.lm_head(flat[some])
+        nats.append(_cross_entropy(logits, wanted))
+        greedy.append(logits.argmax(-1) == wanted)
+    return LabelScores(torch.cat(nats), torch.cat(greedy))
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """In fp32, of logits [N, V]. On a GPU in one pass over them: torch would write them twice in fp32."""
+    if logits.is_cuda and len(logits) > 0:
+        from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton
+
+        return vocab_parallel_cross_entropy(logits, targets)
+    return functional.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _read(numbers: list[int], counts: list[int], scores: LabelScores) -> Iterator[Scored]:
+    nats, greedy = scores.nats.cpu().numpy(), scores.greedy.cpu().numpy()
+    ends = np.cumsum(counts)[:-1]
+    for found in zip(numbers, np.split(nats, ends), np.split(greedy, ends), strict=True):
+        yield Scored(*found)
+
+
+def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    # From pageable memory the host would wait until the device has done all before it.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict[str, Any]]:
