@@ -111,7 +111,9 @@ class Indexer(MegatronModule):
         if self.log_inverse_temperature is not None:
             return self.log_inverse_temperature.float().exp()[0]
         if self._fixed_inverse_temperature is None:  # no buffer, which a bf16 model would round
-            value, device = float(self.gsa.indexer_temperature), self.head_weight.device
+            # The device of a buffer: to read a parameter here makes ZeRO-3 bring it with every pass from then on, and
+            # breaks the order that it has recorded.
+            value, device = float(self.gsa.indexer_temperature), self.padding.device
             self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
         return self._fixed_inverse_temperature
 

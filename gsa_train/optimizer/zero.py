@@ -312,6 +312,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         engine.module_forward_post_hook.remove()
         self._embedding_hook.remove()
         if self._shards_weights:
+            self._zero.empty_partition_cache()
             parameters: list[Any] = list(model.module.parameters())
             parameters[0].all_gather(param_list=parameters)
         engine.destroy()
@@ -324,6 +325,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         if not self._shards_weights:
             yield
             return
+        # At the end of a validation weights are still on their way, for a backward pass that does not come. DeepSpeed's
+        # gathering would take these for whole.
+        self._zero.empty_partition_cache()
         parameters = list(self._engine.module.parameters())
         # The rank is counted among the data-parallel ones.
         with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changes else None):

@@ -361,17 +361,20 @@ def go_on(
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """A step of one phase and two of the next, with a checkpoint between them; or these two from there. With whether
-    this rank went on from fp32 weights that bf16 does not hold."""
+    """A step of one phase and two of the next, with a checkpoint between them; or these two from there. Validations
+    come before the checkpoint and the end of the phase, as in a run. With whether this rank went on from fp32 weights
+    that bf16 does not hold."""
     model = build_model(config, parallel)
     kept = None
     if not resumes:
         first = build_optimizer(model, SPARSE, config)
         take_step(0, model, first, config, parallel, measures=False)
+        evaluation_step(model, share(1000, config, parallel), config, parallel)
         saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
         (result,) = saver.begin(run_state(1, config, parallel.layout), model, first)
         saver.close()
         assert result.error is None, result.error
+        evaluation_step(model, share(1000, config, parallel), config, parallel)
         kept = keep_main_weights(model, first)
         close_optimizer(model, first)
         del first
@@ -383,17 +386,18 @@ def cross_boundary(
         carry_over(kept, second)
     weights = [part.tensors[MAIN_WEIGHT] for part in second.state_parts()]
     finer = any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights)
-    records = [take_step(step, model, second, config, parallel) for step in (1, 2)]
+    records = [take_step(step, model, second, config, parallel, measures=step == 2) for step in (1, 2)]
     close_optimizer(model, second)
     return records, finer
 
 
 def main(folder: Path) -> None:
     from gsa_train.optimizer import zero  # here, where the ranks run: the tests read the tables above
+    from helpers.zero_of_a_large_model import settings_of_a_large_model
 
     torch.set_num_threads(1)
     gc.freeze()  # each layout ends with a collection, which needs not search what was imported
-    zero.PERSISTENT_ELEMENTS = 0  # else ZeRO-3 would cut none of these small parameters
+    patch.object(zero, "_settings", settings_of_a_large_model).start()
     for name, value in SAMPLE.items():
         setattr(query_sample, name, value)
     # Overlapped reductions go in several buckets, as those of large models do.

@@ -10,23 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from gsa_train.config import Config
+from gsa_train.batches import to_micro_batch
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.evaluation.requests import Request
 from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer import zero
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.step import evaluation_step
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.step import evaluation_step, next_tokens
+from gsa_train.tasks import log_likelihoods
 from helpers.single_rank import (
+    EOS,
     SPARSE,
     WARM_UP,
     named_weights,
     random_batches,
+    random_blocks,
+    read_stats,
     single_rank,
     take_step,
     tiny_config,
     tiny_model,
 )
+from helpers.zero_of_a_large_model import settings_of_a_large_model
 
 # Other rates for gates and indexer, clipping and weight decay: each parameter group counts.
 PHASES = [WARM_UP, dataclasses.replace(SPARSE, indexer_lr_mult=3.0, gate_lr_mult=2.0)]
@@ -45,7 +53,7 @@ def config_of(stage: int | None, offload: bool = False, recompute: str = "none")
 
 @pytest.fixture(autouse=True)
 def cuts_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "PERSISTENT_ELEMENTS", 0)
+    monkeypatch.setattr(zero, "_settings", settings_of_a_large_model)
 
 
 def train(config: Config, steps: int = 2) -> tuple[list[tuple[float, ...]], Model]:
@@ -85,6 +93,88 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
         assert left | {("current_microbatch", int)} == plain  # the schedule's
         for parameter, other in zip(model.gpt.parameters(), reference.gpt.parameters(), strict=True):
             assert vars(parameter).keys() == vars(other).keys()
+
+
+def numbers_of(
+    action: str, model: Model, optimizer: PhaseOptimizer, config: Config, seed: int
+) -> list[float]:
+    """What a training step, a validation, the next tokens of samples, or tasks give."""
+    batches, blocks = random_batches(config, seed), random_blocks(config, seed)
+    if "step" in action:
+        result = take_step(model, optimizer, batches, config, 3e-3, seed, measures="measured" in action)
+        found = [result.loss_sum.item(), result.grad_norm.item()]
+    elif "validation" in action:
+        loss_sum, _ = evaluation_step(model, batches, config, single_rank(), measures="measured" in action)
+        found = [loss_sum.item()]
+    elif action == "tokens":
+        prompts = [to_micro_batch(block[None], EOS, False) for block in blocks[:2]]
+        found = [
+            *map(float, next_tokens(model, prompts, (5, 9), config.model.vocab_size, config, single_rank()))
+        ]
+    else:
+        requests = [Request(row[row != EOS][:8], 3) for row in blocks.numpy()]
+        found = log_likelihoods(model, requests, EOS, config, single_rank())
+    measured = [value for name, row in sorted(read_stats(model).items()) for value in row]
+    model.runtime.stats.reset()
+    return found + measured
+
+
+ACTIONS = (
+    *("tasks", "step", "step", "measured step", "validation", "step", "measured validation", "tokens"),
+    *("measured step", "tasks", "step"),
+)
+BASE = dataclasses.replace(SPARSE, train="base")
+
+
+@pytest.mark.parametrize("phase", [BASE, WARM_UP, SPARSE], ids=["sparse base", "warm-up", "sparse"])
+def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
+    """DeepSpeed records in which order a pass uses the weights, and stops where a later one uses others."""
+    series, outside = [], set()
+    for stage in (None, 3):
+        config = config_of(stage)
+        gsa = dataclasses.replace(config.gsa, indexer_temperature=1.0)
+        config = dataclasses.replace(config, phases=[phase], gsa=gsa)
+        model = tiny_model(config)
+        optimizer = build_optimizer(model, phase, config)
+        series.append(
+            [numbers_of(each, model, optimizer, config, seed) for seed, each in enumerate(ACTIONS, start=1)]
+        )
+        if stage == 3:
+            for each in model.gpt.modules():
+                read: Any = each
+                outside |= {id(parameter) for _, parameter in read.ds_external_parameters()}
+            indexers = [attention.indexer for attention in model.attentions]
+        close_optimizer(model, optimizer)
+    expected, found = series
+    for action, numbers, others in zip(ACTIONS, found, expected, strict=True):
+        assert numbers == pytest.approx(others, rel=1e-6, nan_ok=True), action
+    # No weight is read outside of its module but those announced: DeepSpeed brings such ones with every pass.
+    assert outside == {id(bias) for each in indexers for bias in (each.score_bias, each.weight_bias)}
+
+
+def test_weights_on_their_way_are_waited_for() -> None:
+    """A forward pass without a backward pass leaves such ones, and a checkpoint or the next phase may follow."""
+    config = config_of(3)
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, PHASES[1], config)
+    take_step(model, optimizer, random_batches(config, 0), config, lr=3e-3)
+    with optimizer.whole_weights(changes=False):
+        weights = named_weights(model)
+
+    def validate() -> None:
+        evaluation_step(model, random_batches(config, 100), config, single_rank())
+        parameters: list[Any] = list(model.gpt.parameters())
+        assert ZeroParamStatus.INFLIGHT in {each.ds_status for each in parameters}
+
+    def assert_whole() -> None:
+        assert all(torch.equal(weight, weights[name]) for name, weight in named_weights(model).items())
+
+    validate()
+    with optimizer.whole_weights(changes=False):
+        assert_whole()
+    validate()
+    close_optimizer(model, optimizer)
+    assert_whole()
 
 
 class LeavesOut(SpikeDetector):

@@ -1,0 +1,19 @@
+"""DeepSpeed's ZeRO-3 as a large model meets it, for tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gsa_train.optimizer import zero
+
+_settings = zero._settings
+
+
+def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
+    """In place of `zero._settings`: every parameter is cut, released behind each use and brought again, and at the end
+    of a forward pass some are on their way for a backward pass. DeepSpeed's defaults would keep a tiny model whole."""
+    settings = _settings(*args)
+    settings["zero_optimization"].update(
+        stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=800
+    )
+    return settings
