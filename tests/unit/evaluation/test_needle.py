@@ -1,0 +1,147 @@
+"""Needles in a haystack: found by a model that is built to find them, through a selection of few keys, and not found by
+the same model without one part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from gsa_data.tokenize import Tokenizer
+from gsa_hf import GSAForCausalLM
+from gsa_train.commands.evaluate import parse
+from gsa_train.evaluation.evaluate import run_evaluation
+from gsa_train.evaluation.generation import continue_prompts
+from gsa_train.evaluation.plots import DEPTHS
+from gsa_train.evaluation.ruler import Material, samples
+from gsa_train.evaluation.ruler_words import NOISE
+from helpers.copying_model import EOS, ESSAY, K_MAX, K_MIN, UNKNOWN, Defect, write_copying_model
+
+ONE_OF_ONE = ("niah_single_1", "niah_single_2")
+ONE_OF_MANY = ("niah_multikey_1", "niah_multikey_2")
+TASKS = (*ONE_OF_ONE, *ONE_OF_MANY)
+DENSE = ["gsa.attention=dense"]
+ONE_KEY = ["gsa.k_base=1", "gsa.k_min=1", "gsa.k_max=1"]
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Defect, Path]:
+    folder = tmp_path_factory.mktemp("copying")
+    (folder / "essay").mkdir()
+    (folder / "essay" / "essay.jsonl").write_text(json.dumps({"text": ESSAY}))
+    return {
+        defect: write_copying_model(folder / (defect or "whole").replace(" ", "_"), defect)
+        for defect in ("", *get_args(Defect)[1:])
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[Defect, Path]) -> Tokenizer:
+    return Tokenizer(str(folders[""] / "tokenizer.json"), EOS)
+
+
+@pytest.fixture(scope="module")
+def model(folders: dict[Defect, Path]) -> GSAForCausalLM:
+    loaded: GSAForCausalLM = GSAForCausalLM.from_pretrained(folders[""])
+    return loaded
+
+
+def ruler_of(folder: Path, out: Path, lengths: str, samples: int, *more: str) -> dict[str, Any]:
+    """What launch/evaluate.py finds."""
+    words = ["--hf", str(folder), "--out", str(out), "--name", "needle", "--ruler", lengths]
+    words += ["--ruler-tasks", ",".join(TASKS), "--ruler-samples", str(samples)]
+    words += ["--haystack", str(folder.parent / "essay"), "--batch-size", "3", *more]
+    written, _ = run_evaluation(parse(words), words)
+    found: dict[str, Any] = json.loads((written / "results.json").read_text())["ruler"]
+    return found
+
+
+def test_every_needle_is_found_by_few_keys(folders: dict[Defect, Path], tmp_path: Path) -> None:
+    found = ruler_of(folders[""], tmp_path, "512,1024", 5, "--seed", "1")
+    assert found["scores"] == {length: dict.fromkeys(TASKS, 100.0) for length in ("512", "1024")}
+    assert found["effective_length"] == 1024
+    depths = {int(each["depth"] * DEPTHS) for each in found["needles"]}
+    assert depths == set(range(DEPTHS))
+
+
+@pytest.mark.parametrize(
+    ("defect", "settings", "score"),
+    [
+        ("", ONE_KEY, 100.0),
+        ("no match", [], 0.0),
+        ("inverted indexer", [], 0.0),
+        ("inverted indexer", DENSE, 100.0),
+    ],
+)
+def test_what_a_needle_is_found_by(
+    defect: Defect, settings: list[str], score: float, folders: dict[Defect, Path], tmp_path: Path
+) -> None:
+    found = ruler_of(folders[defect], tmp_path, "512", 2, *settings)
+    assert found["scores"] == {"512": dict.fromkeys(TASKS, score)}
+    assert {each["score"] for each in found["needles"]} == {score}
+
+
+@pytest.mark.parametrize(("sentences", "depths"), [(60, range(0, 101, 10)), (300, (0, 50, 100))])
+def test_depths_from_the_first_word_to_the_last(
+    sentences: int, depths: Sequence[int], model: GSAForCausalLM, tokenizer: Tokenizer
+) -> None:
+    """At 0 and 100%, too, where RULER's random depths do not come."""
+    (sample,) = samples("niah_single_1", 512, 1, 0, tokenizer, Material())
+    begin, _, end = sample.prompt.split("\n\n")
+    needle = next(each for each in sample.prompt.split(". ") if sample.answers[0] in each) + "."
+    noise = [NOISE[place % len(NOISE)] for place in range(sentences)]
+    prompts = []
+    for depth in depths:
+        place = sentences * depth // 100
+        text = " ".join([*noise[:place], needle, *noise[place:]])
+        prompts.append(tokenizer.encode(f"{begin}\n\n{text}\n\n{end}").tolist())
+    answers = continue_prompts(model, tokenizer, prompts, 8, batch_size=3)
+    assert answers == [f" {sample.answers[0]}"] * len(prompts)
+
+
+def test_what_is_selected(model: GSAForCausalLM, tokenizer: Tokenizer) -> None:
+    """The budget adapts and stays small, and the last query attends to the needle's number alone."""
+    for task in ("niah_single_1", "niah_multikey_2"):
+        (sample,) = samples(task, 1024, 1, 0, tokenizer, Material())
+        tokens = tokenizer.encode(sample.prompt).tolist()
+        (low,) = tokenizer.encode(sample.answers[0])[1:]
+        number = tokens.index(low) - 1
+        assert tokenizer.decode(tokens) == sample.prompt
+        assert UNKNOWN not in sample.prompt
+        selections = selected(model, tokens)
+        counts = torch.stack([each.sum(-1) for each in selections])[:, K_MAX:]
+        assert len(tokens) > 25 * K_MAX
+        assert (counts.min(), counts.max()) == (K_MIN, K_MAX)
+        assert selections[1][-1, number]
+        assert tokens[number] == tokenizer.encode(f" {sample.answers[0]}")[0]
+
+
+def selected(model: GSAForCausalLM, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """bool [L, L] of each layer."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda *call: found.append(call[-1][2][0]))
+        for layer in model.model.layers
+    ]
+    try:
+        with torch.no_grad():
+            model(torch.tensor([tokens]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize(("defect", "score"), [("", 100.0), ("inverted indexer", 0.0)])
+def test_32k_tokens_on_the_kernels(
+    defect: Defect, score: float, folders: dict[Defect, Path], tmp_path: Path
+) -> None:
+    found = ruler_of(folders[defect], tmp_path, "8192,32768", 3, "--attention", "gsa", "--dtype", "bf16")
+    assert found["scores"] == {length: dict.fromkeys(TASKS, score) for length in ("8192", "32768")}
