@@ -3,7 +3,8 @@
 Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and multiplying integers again in 64 bits, to
 look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
 it lists all members of triton.language at each call of a device function, to replace those that it has not replaced
-yet, builds the table of numpy's types at each operation, and describes the shape of each tensor anew.
+yet, builds the table of numpy's types at each operation, describes the shape of each tensor anew, and makes operands of
+one shape before numpy does so by itself.
 
 bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers. Here
 products, casts and operations of two tensors are right; functions of one tensor and sums along an axis need fp32, as on
@@ -21,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from triton.runtime import interpreter
 
 ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
 PLAIN = frozenset({int, float, bool, str, type(None)})
+NUMBERS = frozenset({int, float, bool})
+NAMES = {"fp32": "float32", "fp64": "float64"}
+"""Of types, where triton.language has them under another one."""
 
 
 def mend_interpreter() -> None:
@@ -40,6 +44,8 @@ def mend_interpreter() -> None:
     _remember_numpy_types()
     _remember_builtins()
     _remember_shapes()
+    _remember_sizes()
+    _leave_shapes_to_numpy()
     _multiply_in_fp64()
     _calculate_bf16()
     _compare_as_a_gpu()
@@ -59,17 +65,44 @@ def _remember_numpy_types() -> None:
 
 def _remember_builtins() -> None:
     @cache
-    def names_of_builtins(package: Any) -> tuple[str, ...]:
-        return tuple(name for name, member in inspect.getmembers(package) if core.is_builtin(member))
+    def builtins_of(package: Any) -> dict[str, Any]:
+        found = {name: member for name, member in inspect.getmembers(package) if core.is_builtin(member)}
+        return {name: interpreted(member) for name, member in found.items()}
+
+    def interpreted(member: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        return call
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        names = names_of_builtins(package)
-        if not names or not core.is_builtin(getattr(package, names[0])):
+        members = builtins_of(package)
+        first = next(iter(members), None)
+        if first is None or getattr(package, first) is members[first]:
             return  # the kernel around this call has replaced all of them
-        for name in names:
-            interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
+        for name, member in members.items():
+            scope.set_attr(package, name, member)
 
     interpreter._patch_builtin = patch_builtin
+    patched: set[Any] = set()  # functions that this launch has called
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launched
+    interpreter.InterpretedFunction.__call__ = call_function
 
 
 def _remember_shapes() -> None:
@@ -87,7 +120,7 @@ def _remember_shapes() -> None:
         if key not in blocks:
             make_whole_block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, self.name
-        self.element_ty = element_ty
+        self.element_ty, self.sizes = element_ty, key[1]
         self.shape, self.numel, self.name = blocks[key]
 
     @cache
@@ -96,11 +129,87 @@ def _remember_shapes() -> None:
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = describe(type.shape if type.is_block() else ())
+        self.numel, self.shape = describe(sizes_of(type))
 
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.tensor.__init__ = make_tensor
     core.block_type.__init__ = make_block
+
+
+def sizes_of(type: Any) -> tuple[int, ...]:
+    """The shape, in Python's integers; () for a scalar."""
+    return type.sizes if type.is_block() else ()
+
+
+def _remember_sizes() -> None:
+    """How large an element of each type may be."""
+    allowed: dict[str, int] = {}
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if dtype.name not in allowed:
+            allowed[dtype.name] = 8 if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
+        if data.itemsize > allowed[dtype.name]:
+            raise ValueError(f"{data.dtype} does not fit {dtype}")
+
+    interpreter.TensorHandle.__init__ = make_handle
+
+
+def _leave_shapes_to_numpy() -> None:
+    """Operands of one type, or a tensor and a number or a pointer and an offset, get the shape of the result as their
+    type: their data may be smaller, and becomes one shape in numpy's operation. All others go through Triton."""
+    semantic = type(interpreter.interpreter_semantic)
+    check = semantic.binary_op_type_checking_impl
+    halves = ("fp16", "bf16")
+
+    @lru_cache(maxsize=4096)
+    def constant(value: Any, name: str) -> Any:
+        dtype = getattr(core, NAMES.get(name, name))
+        data = np.array([value or 0], dtype=interpreter._get_np_dtype(dtype))  # no zero is negative
+        return interpreter.TensorHandle(data, dtype)
+
+    @cache
+    def joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+        return np.broadcast_shapes(left, right)
+
+    def of_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
+        if sizes_of(tensor.type) == shape:
+            return tensor
+        return core.tensor(tensor.handle, core.block_type(tensor.dtype, list(shape)))
+
+    def fits(number: Any, dtype: Any) -> bool:
+        """Becomes a number of this type, without an error or another type for both."""
+        if dtype.is_floating():
+            return dtype.name in ("fp32", "fp64")
+        if type(number) is float or dtype.is_ptr() or dtype.is_int1():
+            return False
+        return bool(dtype.get_int_min_value() <= number <= dtype.get_int_max_value())
+
+    def operands(
+        self: Any,
+        left: Any,
+        right: Any,
+        left_pointer: bool = False,
+        right_pointer: bool = False,
+        arithmetic: bool = True,
+        division: bool = False,
+    ) -> tuple[Any, Any]:
+        kinds = type(left) is core.tensor, type(right) is core.tensor
+        if kinds == (True, True):
+            one, other = left.dtype, right.dtype
+            same = one.name == other.name and not one.is_ptr() and not (division and one.name in halves)
+            offset = left_pointer and one.is_ptr() and other.is_int()
+            if same or offset:
+                shape = joined(sizes_of(left.type), sizes_of(right.type))
+                return of_shape(left, shape), of_shape(right, shape)
+        elif arithmetic and kinds[0] and type(right) in NUMBERS and fits(right, left.dtype):
+            return left, core.tensor(constant(right, left.dtype.name), left.type)
+        elif arithmetic and kinds[1] and type(left) in NUMBERS and fits(left, right.dtype):
+            return core.tensor(constant(left, right.dtype.name), right.type), right
+        found: tuple[Any, Any] = check(self, left, right, left_pointer, right_pointer, arithmetic, division)
+        return found
+
+    semantic.binary_op_type_checking_impl = operands
 
 
 def _multiply_in_fp64() -> None:
