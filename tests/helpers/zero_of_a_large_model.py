@@ -14,6 +14,6 @@ def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
     of a forward pass some are on their way for a backward pass. DeepSpeed's defaults would keep a tiny model whole."""
     settings = _settings(*args)
     settings["zero_optimization"].update(
-        stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=800
+        stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=100
     )
     return settings
