@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer
@@ -19,7 +18,7 @@ from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
 from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
 from gsa_train.cli import Arguments
-from gsa_train.config import Config
+from gsa_train.config import Config, saved_sections
 from gsa_train.monitor.monitor import MonitorState, state_of
 from gsa_train.monitor.stop import refuse_same_spike
 from gsa_train.parallel import Parallel
@@ -269,7 +268,7 @@ MAY_CHANGE = ("attention_impl", "attention_kernel", "dense_attention", "indexer_
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
     """Everything that shapes the weights or gives them their meaning must be as it was. A field that the checkpoint
     does not know is younger than it, and stood at its default."""
-    saved = yaml.safe_load(state.config_yaml)
+    saved = saved_sections(state.config_yaml)
     lines = []
     for section in ("model", "gsa"):
         kind = type(getattr(config, section))
@@ -302,7 +301,7 @@ def _check_same_phases(state: RunState, ranges: list[PhaseRange], checkpoint: Pa
             f"in the config phase {state.phase_index} is {phase.name} and begins at step {phase_range.start}. "
             f"{remedy}"
         )
-    trained = yaml.safe_load(state.config_yaml)["phases"][state.phase_index]["train"]
+    trained = saved_sections(state.config_yaml)["phases"][state.phase_index]["train"]
     if trained != phase.train:
         raise ResumeError(
             f"{checkpoint} was written while phase {state.phase_name} trained {trained}; in the config "

@@ -23,6 +23,7 @@ from gsa_train.checkpoint.files import (
 from gsa_train.checkpoint.guarded import COMMON_STATE_FNAME, refused_content
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.write import TORCH_METADATA
+from gsa_train.config import saved_sections
 from gsa_train.parallel import Parallel
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) ->
     if any(type(each) is not int for each in numbers) or not isinstance(state.data, dict):
         return f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands"
     try:
-        sections = yaml.safe_load(state.config_yaml)
+        sections = saved_sections(state.config_yaml)
         known = isinstance(sections, dict) and sections.keys() >= {"model", "gsa", "phases"}
     except (yaml.YAMLError, AttributeError):
         known = False

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import yaml
-
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.load import (
@@ -22,7 +20,7 @@ from gsa_train.checkpoint.load import (
     saved_weights,
     weights_to_load,
 )
-from gsa_train.config import Config
+from gsa_train.config import Config, saved_sections
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
@@ -127,7 +125,7 @@ def load_initial_main_weights(
 
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
-    saved = yaml.safe_load(state.config_yaml)
+    saved = saved_sections(state.config_yaml)
     sections = ["model"]
     if any(part in name for name in saved_names for part in NEW):
         sections.append("gsa")

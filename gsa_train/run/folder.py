@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
-from gsa_train.config import Config, config_to_yaml
+from gsa_train.config import Config, config_to_yaml, saved_sections
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, open_sinks
@@ -180,7 +179,7 @@ def _keep_summary(folder: Path) -> None:
 def config_changes(saved_yaml: str, config: Config) -> list[str]:
     """`field: before -> now` of what this start's config has otherwise than a checkpoint's. A field that the checkpoint
     does not know is younger than it."""
-    before, now = (yaml.safe_load(text) for text in (saved_yaml, config_to_yaml(config)))
+    before, now = (saved_sections(text) for text in (saved_yaml, config_to_yaml(config)))
     lines = []
     names = [", ".join(phase["name"] for phase in tree["phases"]) for tree in (before, now)]
     if names[0] != names[1]:

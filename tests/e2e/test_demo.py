@@ -46,7 +46,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     while run.process.poll() is None:
         if latest := run.latest:
             assert (run.checkpoints / latest / "metadata.json").exists() or run.latest != latest
-        time.sleep(0.005)
+        time.sleep(0.02)
     return run.wait()
 
 

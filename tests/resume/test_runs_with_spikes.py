@@ -15,7 +15,7 @@ from helpers.runs import numbers_of
 
 pytestmark = pytest.mark.slow
 
-STEPS = 64
+STEPS = 56
 SECTIONS: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 128},
     "gsa": {"indexer_heads": 2, "indexer_dim": 16, "k_base": 16, "k_min": 8, "k_max": 32},
@@ -27,7 +27,7 @@ SECTIONS: dict[str, Any] = {
         "window_steps": 40,
         "min_history_steps": 24,
         "grad_norm_min_ratio": 5.0,  # so early and so small, its norm triples now and then
-        "lower_lr_steps": 10,
+        "lower_lr_steps": 4,
         "rewind_min_steps": 5,
         "rewind_skip_before_steps": 2,
         "rewind_skip_after_steps": 4,
@@ -38,7 +38,7 @@ PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_s
 TEXT = {"random_tokens": [[33, 33], [45, 49]]}
 """One batch of uniformly random tokens, and five of them; the checkpoint is between."""
 POISONED = [33, 45, 46, 47, 48, 49]
-FLIPPED = {"flipped_bit": [50, 30]}
+FLIPPED = {"flipped_bit": [46, 30]}
 """The highest bit of a weight's exponent: it becomes about 1e37."""
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
@@ -88,25 +88,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     plan = FaultPlan(folder, SECTIONS, [PHASE])
     run = plan.run
 
-    def goes_on(name: str, source: str, *overrides: str) -> dict[str, Any]:
+    def goes_on(name: str, source: str, *overrides: str, **faults: Any) -> dict[str, Any]:
         """From a copy of a run's folder as a kill between its checkpoint and the end would leave it."""
         copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
-        return run(name, *overrides, **TEXT) | copied
+        return run(name, *overrides, **(faults or TEXT)) | copied
 
     skip, lower, rewind, stop = (
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
     )
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
-    saves_often = "checkpoint.every_steps=16"
     halves = "train.micro_batch_size=2"
+    # Up to step 40 `stop` and `lower_lr` would be `skip`, and what a bit flips in would be `clean`.
     waves = [
         [run("clean"), run("skip", skip, **TEXT)],
-        [run("rewind", rewind, EVERY_FIFTH, **TEXT), run("stop", stop, EVERY_FIFTH, **TEXT)],
+        [run("rewind", rewind, EVERY_FIFTH, **TEXT), goes_on("stop", "skip", stop, EVERY_FIFTH)],
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
         [goes_on("stop, again", "stop", stop, EVERY_FIFTH)],
-        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), run("lower_lr", lower, **TEXT)],
-        [run("bit", rewind, saves_often, **FLIPPED), run("bit, log", **FLIPPED)],
-        [run("text, log", **TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=63")],
+        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), goes_on("lower_lr", "skip", lower)],
+        [
+            goes_on("bit", "clean", rewind, "checkpoint.every_steps=11", **FLIPPED),
+            goes_on("bit, log", "clean", **FLIPPED),
+        ],
+        [run("text, log", **TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=55")],
         [run("split", skip, "parallel.tensor=2", ranks=2, **TEXT)],
         [run("nan", skip, halves, ranks=2, nan_gradient=[40, 1])],
         [run("nan, log", halves, ranks=2, nan_gradient=[5, 1])],
@@ -189,7 +192,7 @@ def test_a_rewind_is_a_restart_that_leaves_out_the_same_batches(runs):
     counts = ("rewinds", "spikes", "spikes_per_100k_steps")
     assert rewind.numbers(40, *counts) == restart.numbers(40, *counts)
     assert [run.records()[-1]["spikes"] for run in (rewind, restart)] == [2, 1]
-    assert [record["step"] for record in restart.records()][-2:] == [60, 64]
+    assert [record["step"] for record in restart.records()][-2:] == [55, 56]
 
 
 def test_a_run_killed_after_a_rewind_knows_of_it(runs):
@@ -217,20 +220,20 @@ def test_the_same_command_does_not_run_into_the_same_spike(runs):
 
 def test_the_learning_rate_is_lowered_for_a_while(runs):
     lower = runs["lower_lr"]
-    assert [(record["step"], record["last"]) for record in lower.records("lower_lr")] == [(47, 59)]
+    assert [(record["step"], record["last"]) for record in lower.records("lower_lr")] == [(47, 53)]
     rates = {record["step"]: record["lr"] for record in lower.records()}
-    assert [step for step in range(11, STEPS + 1) if rates[step] == 1e-3] == list(range(50, 62))
+    assert [step for step in range(11, STEPS + 1) if rates[step] == 1e-3] == list(range(50, 56))
     assert [step for step in range(11, STEPS + 1) if rates[step] == 2e-3] == [
         *range(11, 50),
-        *range(62, STEPS + 1),
+        *range(56, STEPS + 1),
     ]
 
 
 def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
     bit = runs["bit"]
     (event,) = bit.records("rewind")
-    assert (event["checkpoint_step"], event["spike_step"]) == (32, 50)
-    assert [path.name for path in (bit.folder / "checkpoints" / "set_aside").iterdir()] == ["step_00000048"]
+    assert (event["checkpoint_step"], event["spike_step"]) == (40, 46)
+    assert [path.name for path in (bit.folder / "checkpoints" / "set_aside").iterdir()] == ["step_00000044"]
     assert bit.records()[-1]["step"] == STEPS
     assert bit.validation_loss < runs["clean"].validation_loss + 0.2
     assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5

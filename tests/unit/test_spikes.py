@@ -33,6 +33,9 @@ ALARMS = {"filled": [*range(1841, 1855, 2)], "unclipped": [1535]}
 """Steps, from 0. `filled`: every second batch is of four documents of one kind, 3 nats above the others. `unclipped`: a
 loss 1.6 nats and a norm 3.9 times above the usual."""
 
+WITH_FAULTS = ("demo", "packed")
+"""The traces that faults are put into."""
+
 
 @cache
 def traces() -> dict[str, torch.Tensor]:
@@ -232,18 +235,20 @@ def test_another_window_or_rule_goes_on_with_what_was_saved() -> None:
 
 def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
     assert sum(map(len, traces().values())) > 24000
-    for name, trace in traces().items():
+    for name in traces().keys() - set(WITH_FAULTS):  # those below
+        trace = traces()[name]
         found = flagged(trace, ROBUST, grad_clip=100.0 if name == "unclipped" else 1.0)
         assert found == ALARMS.get(name, []), name
 
 
 def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> None:
     """Seen with -s, and of all runs by `python benchmarks/spikes.py benchmarks/clean_traces.npz --faults`."""
-    for name in ("demo", "packed"):
+    for name in WITH_FAULTS:
         trials = {rule: try_rule(traces()[name], config, grad_clip=1.0) for rule, config in RULES.items()}
         print(f"\n{name}\n{table(trials)}")
         robust, olmo = trials.values()
-        assert len(robust.false_alarms) < len(olmo.false_alarms)
+        assert not robust.false_alarms
+        assert olmo.false_alarms
         for fault in TEXT_LIKE:
             assert not robust.found(fault)
         for fault in {*FAULTS} - TEXT_LIKE:
