@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,13 @@ class TaskClock:
     task_seconds: float = 0.0
     newest_seconds: float = 0.0
     """Of all tasks the last time; 0: never."""
+
+    def of_main_rank(self, device: torch.device) -> TaskClock:
+        """Ranks measure the same work a little differently, and a checkpoint wants one clock. Collective."""
+        values = torch.tensor(astuple(self), dtype=torch.float64, device=device)
+        dist.broadcast(values, src=0)
+        train_seconds, train_steps, *of_tasks = values.tolist()
+        return TaskClock(train_seconds, int(train_steps), *of_tasks)
 
     def expected_seconds(self, tasks: Sequence[PreparedTask], config: Config, parallel: Parallel) -> float:
         """Of scoring all tasks once: as the last time, or by the time of training steps; infinite before any."""

@@ -39,7 +39,7 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
         rng=gather_rng(run.parallel),
         validation_due=state.validation_due,
         tasks_due=state.tasks_due,
-        task_clock=asdict(state.task_clock),
+        task_clock=asdict(state.task_clock.of_main_rank(run.parallel.device)),
         monitor=asdict(state.monitor),
         run=run.config.run.name,
         run_id=run.run_id,
