@@ -19,7 +19,7 @@ from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.plots import DEPTHS
 from gsa_train.evaluation.ruler import Material, samples
 from gsa_train.evaluation.ruler_words import NOISE
-from helpers.copying_model import EOS, ESSAY, K_MAX, K_MIN, UNKNOWN, Defect, write_copying_model
+from helpers.copying_model import EOS, ESSAY, K_MAX, K_MIN, Defect, write_copying_model
 
 ONE_OF_ONE = ("niah_single_1", "niah_single_2")
 ONE_OF_MANY = ("niah_multikey_1", "niah_multikey_2")
@@ -86,7 +86,7 @@ def test_what_a_needle_is_found_by(
     assert {each["score"] for each in found["needles"]} == {score}
 
 
-@pytest.mark.parametrize(("sentences", "depths"), [(60, range(0, 101, 10)), (300, (0, 50, 100))])
+@pytest.mark.parametrize(("sentences", "depths"), [(60, range(0, 101, 10)), (300, (0, 100))])
 def test_depths_from_the_first_word_to_the_last(
     sentences: int, depths: Sequence[int], model: GSAForCausalLM, tokenizer: Tokenizer
 ) -> None:
@@ -112,7 +112,6 @@ def test_what_is_selected(model: GSAForCausalLM, tokenizer: Tokenizer) -> None:
         (low,) = tokenizer.encode(sample.answers[0])[1:]
         number = tokens.index(low) - 1
         assert tokenizer.decode(tokens) == sample.prompt
-        assert UNKNOWN not in sample.prompt
         selections = selected(model, tokens)
         counts = torch.stack([each.sum(-1) for each in selections])[:, K_MAX:]
         assert len(tokens) > 25 * K_MAX
