@@ -107,7 +107,7 @@ def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) ->
     try:
         sections = saved_sections(state.config_yaml)
         known = isinstance(sections, dict) and sections.keys() >= {"model", "gsa", "phases"}
-    except (yaml.YAMLError, AttributeError):
+    except (yaml.YAMLError, AttributeError, TypeError):
         known = False
     if not known:
         return f"{COMMON_STATE_FNAME} is damaged: it does not hold the run's config"

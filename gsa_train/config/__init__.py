@@ -106,6 +106,9 @@ def config_to_yaml(config: Config) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
+_SAVED_LOADER: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 def saved_sections(config_yaml: str) -> Any:
     """What `config_to_yaml` wrote, as dictionaries. A start reads several such texts, and libyaml takes a seventh of
     the time; without it PyYAML's own parser gives the same.
@@ -113,4 +116,4 @@ def saved_sections(config_yaml: str) -> Any:
     Raises:
         yaml.YAMLError: the text is damaged.
     """
-    return yaml.load(config_yaml, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load(config_yaml, _SAVED_LOADER)

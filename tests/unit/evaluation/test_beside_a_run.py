@@ -273,5 +273,6 @@ def test_a_kill_leaves_nothing_half_written(
     if has_name:
         assert "exists; give another name, or remove the folder" in capfd.readouterr().err
     assert {path.name for path in evaluations.iterdir()} == {"first"}
-    assert {path.name for path in (evaluations / "first").iterdir()} == {"results.json", "table.md"}
+    written = {path.name for path in (evaluations / "first").iterdir()}
+    assert written == {"results.json", "table.md", "perplexity_by_position.png"}
     assert contents(run.folder) == before

@@ -79,6 +79,7 @@ def test_megatron_core_cuts_its_rotary_angles_in_the_same_way(rank: int) -> None
 
     parallel = single_rank()  # installs what megatron-core needs on CPUs
     options = {"kv_channels": 8, "rotary_percent": 1.0, "cp_group": parallel.groups.cp}
+    options |= {"yarn": None, "rotary_base": 10000.0}
     angles = LocalRotaryEmbedding(ContextSharding(), **options)(24)
     theirs = get_pos_emb_on_this_cp_rank(angles, 0, Group())
     ours = LocalRotaryEmbedding(ContextSharding(rank, 3), **options)
