@@ -18,9 +18,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from gsa_train.convert import missing_package
+
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_data.faults import DataFault
     from gsa_train.config import ConfigError

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gsa_train.convert import missing_package
+
 if TYPE_CHECKING:
     from gsa_hf.generation import Generator, Sampling
     from gsa_train.convert.in_memory import TextModel
@@ -31,6 +33,9 @@ def main() -> int:
     samples = [arguments.temperature, arguments.top_k, arguments.top_p]
     if arguments.seed is not None and all(each is None for each in samples):
         parser.error("--seed is of sampling; give --temperature, --top-k or --top-p, too")
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_hf.generation import Generator

@@ -28,12 +28,6 @@ def forward_tiles(dtype: torch.dtype) -> Tiles:
     return Tiles(64, 64, 4, 3)
 
 
-def heads_in_tile(tiles: Tiles, heads: int, kv_heads: int) -> int:
-    """Of a packed mask. Two heads of half as many queries: then the two rows that a thread has of a product share
-    their bits."""
-    return 2 if heads // kv_heads % 2 == 0 and tiles.queries >= 64 else 1
-
-
 def attention_forward(
     inputs: AttentionInputs,
     packed_mask: torch.Tensor | None,
@@ -57,7 +51,9 @@ def attention_forward(
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    in_tile = heads_in_tile(tiles, heads, kv_heads) if packed_mask is not None else 1
+    # Two heads of half as many queries: then the two rows that a thread has of a product share their bits.
+    paired = packed_mask is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
+    in_tile = 2 if paired else 1
     grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))
     _forward_kernel[grid](
         q,
