@@ -6,8 +6,10 @@ that bits per byte need are those that the tokens spell, so tokens are enough fo
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +20,13 @@ from gsa_data.corpus import Corpus, shard_reader
 from gsa_data.faults import DataFault, Reading
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import LANE_START, Tokens, pack
+from gsa_data.reader import EncodedDocument, ShardLines
 from gsa_data.tokenize import Tokenizer
 
 DEFAULT_READING = Reading()
+MOST_THREADS = 16
+DOCUMENTS_AT_ONCE = 128
+"""What is tokenized beyond the last document that is wanted, at most."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +125,20 @@ def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading)
     does with one: a perplexity of less text would not be comparable."""
     reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
-        lines = reader.open(relpath, 0, 1, Counter())
-        for place in range(len(lines)):
-            line = lines[place]
+        for line in _tokenized(reader.open(relpath, 0, 1, Counter())):
             if not isinstance(line, str):
                 yield SourcedDocument(line.source, line.tokens.astype(np.int32))
+
+
+def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
+    """A shard's lines in their order, tokenized by several threads, for the tokenizers' libraries release the GIL."""
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    for first in range(0, len(lines), DOCUMENTS_AT_ONCE):
+        places = range(first, min(first + DOCUMENTS_AT_ONCE, len(lines)))
+        # A pool of its own for each window: no thread is alive while the caller has a document, who may fork.
+        with ThreadPoolExecutor(min(threads, len(places))) as pool:
+            found = [pool.submit(lines.__getitem__, place) for place in places]
+        yield from (line.result() for line in found)
 
 
 def is_scored(
