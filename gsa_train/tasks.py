@@ -33,6 +33,8 @@ from gsa_train.step import owners_losses
 NOBODY = -1
 FORWARD_SHARE = 1 / 3
 """Of a step's time: the backward pass takes about twice the forward's. Before tasks have been timed themselves."""
+COMPILATION_SECONDS = 10.0
+"""Of the first scoring on a GPU: where training attends across documents, tasks need kernels that it does not."""
 
 
 def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
@@ -178,7 +180,8 @@ class TaskClock:
         length, train = config.train.seq_len_tokens, config.train
         tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
         step_seconds = self.train_seconds / self.train_steps
-        return FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
+        compilation_seconds = COMPILATION_SECONDS if parallel.device.type == "cuda" else 0.0
+        return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
 
     def has_room(self, expected_seconds: float, max_percent: float) -> bool:
         """Whether tasks stay within their share of the time of steps and tasks; at 100 they always do."""

@@ -38,7 +38,15 @@ from gsa_train.run.hang_watchdog import ACTIVITIES
 from gsa_train.run.stop_signals import Stopped
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.step import owners_losses
-from gsa_train.tasks import NOBODY, TaskClock, _deal, log_likelihoods, pack_requests, shared_tasks
+from gsa_train.tasks import (
+    COMPILATION_SECONDS,
+    NOBODY,
+    TaskClock,
+    _deal,
+    log_likelihoods,
+    pack_requests,
+    shared_tasks,
+)
 from gsa_train.trainer import run_phase
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
@@ -291,6 +299,10 @@ def test_what_tasks_will_take(places: list[str]) -> None:
         train_seconds=30.0, train_steps=10
     )  # a step of 3 s takes 1 s forward, over 4 sequences of 32
     assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(tokens / 32 / 4)
+    on_gpu = dataclasses.replace(single_rank(), device=torch.device("cuda"))
+    assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(
+        COMPILATION_SECONDS + tokens / 32 / 4
+    )
     clock.newest_seconds = 5.0
     assert clock.expected_seconds(tasks, config, single_rank()) == 5.0
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("deepspeed")
+
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from gsa_train.batches import to_micro_batch
