@@ -134,7 +134,8 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
     while time.perf_counter() - began < turns.warm_up_seconds:
         for one in taking_turns:
             one.step_seconds()
-    began, rounds = time.perf_counter(), []
+    began = time.perf_counter()
+    rounds: list[list[float]] = []
     while len(rounds) < turns.steps:
         rounds.append([one.step_seconds() for one in taking_turns])
         if len(rounds) >= FEWEST_TURNS and time.perf_counter() - began > turns.seconds:
