@@ -74,7 +74,9 @@ class StepCase:
     layers: int
     model: str
     sequences: int
-    """Of a step, and of its one micro-batch."""
+    """Of a step."""
+    micro_batch: int
+    """Sequences of a micro-batch."""
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """
@@ -85,7 +87,7 @@ class StepCase:
         kind = STANDARD if self.model == STANDARD else "gsa"
         fixed = [
             f"train.global_batch_size={self.sequences}",
-            f"train.micro_batch_size={self.sequences}",
+            f"train.micro_batch_size={self.micro_batch}",
             f"train.seq_len_tokens={self.length}",
             f"model.num_layers={self.layers}",
             "data.num_workers=0",
@@ -99,17 +101,18 @@ class StepCase:
 
 
 def plan(
-    shapes: Sequence[str], lengths: Sequence[int], models: Sequence[str], tokens: int
+    shapes: Sequence[str], lengths: Sequence[int], models: Sequence[str], tokens: int, micro_batches: int = 1
 ) -> list[list[StepCase]]:
     """Groups of cases that take turns with the group's standard model, which comes first if it is asked for.
 
     Args:
         tokens: of a step, of at least one sequence
+        micro_batches: of a step, as far as it has sequences for them
     """
     order = sorted(dict.fromkeys(models), key=list(MODELS).index)
     cases = [
-        StepCase(name, length, layers, model, max(1, tokens // length))
-        for length in lengths
+        StepCase(name, length, layers, model, sequences, max(1, sequences // micro_batches))
+        for length, sequences in ((each, max(1, tokens // each)) for each in lengths)
         for name in shapes
         for layers in (SHAPES[name].shallow if length >= SHALLOW_FROM else SHAPES[name].depths)
         for model in order

@@ -50,11 +50,14 @@ AIMS = (
 )  # fmt: skip
 
 FIXED = (
-    "gpu", "commit", "shape", "length", "layers", "model", "sequences", "vocab", "indexer", "step_ms", "speed_up",
-    "speed_up_error", "tokens_per_second", "mfu", "flops_limit", "host_ms", "peak_gib", "synchronizations", "launches",
-    "r", "mean_k",
+    "gpu", "commit", "shape", "length", "layers", "model", "sequences", "micro_batch", "vocab", "indexer",
+    "step_ms", "speed_up", "speed_up_error", "tokens_per_second", "mfu", "flops_limit", "host_ms", "peak_gib",
+    "synchronizations", "launches", "r", "mean_k",
 )  # fmt: skip
 """Columns of a row before the parts."""
+
+SAME_MODEL = ("shape", "length", "model", "sequences", "micro_batch", "vocab", "indexer")
+"""What rows of different depths have in common, if a whole model follows from them."""
 
 Cells = dict[str, harness.Cell]
 
@@ -63,8 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("steps over lengths (with --lengths)")
     group.add_argument("--lengths", type=int, nargs="+", metavar="L", help=f"of {LENGTHS}, or others")
     group.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    group.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    group.add_argument("--tokens", type=int, default=32768, help="per step, in one micro-batch")
+    group.add_argument(
+        "--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "gsa_rope"]
+    )
+    group.add_argument("--tokens", type=int, default=32768, help="per step")
+    group.add_argument("--micro-batches", type=int, default=1, help="of a step")
     group.add_argument(
         "--seconds", type=float, default=5.0, help="of turns for each case; three turns at least"
     )
@@ -92,7 +98,9 @@ def main(arguments: argparse.Namespace) -> int:
     report = harness.Report(FILE, arguments)
     report.take_over()
     files = dict(exported(path, torch.device("cuda")) for path in arguments.selection)
-    groups = plan(arguments.shapes, arguments.lengths, arguments.models, arguments.tokens)
+    groups = plan(
+        arguments.shapes, arguments.lengths, arguments.models, arguments.tokens, arguments.micro_batches
+    )
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
     bench = Sweep(report, arguments, parallel, files)
     for group in groups:
@@ -140,6 +148,7 @@ class Sweep:
             "layers": case.layers,
             "model": case.model,
             "sequences": case.sequences,
+            "micro_batch": case.micro_batch,
             "vocab": case.config(self.arguments.overrides).model.vocab_size,
             "indexer": self._indexer(case),
         }
@@ -186,7 +195,7 @@ class Sweep:
         # A rate of 0: weights, and so selections, stay what they are.
         trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
         subject = Subject(case.model, trainee, others_bytes)
-        subject.set_micro_batch(case.sequences)
+        subject.set_micro_batch(case.micro_batch)
         return subject
 
     def _planting(self, case: StepCase) -> Callable[[Model], None] | None:
@@ -200,7 +209,7 @@ class Sweep:
                 for attention in model.attentions
                 if attention.indexer is not None
             ]
-            plant(model, found, case.sequences, case.length)
+            plant(model, found, case.micro_batch, case.length)
 
         return prepare
 
@@ -231,7 +240,7 @@ class Sweep:
 
     def _flops_limit(self, case: StepCase) -> float:
         """Matrix products of the standard model's step over those of this one: the speed-up at equal MFU."""
-        standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences)
+        standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
         for each in (standard, case):
             config = each.config(self.arguments.overrides)
@@ -241,7 +250,7 @@ class Sweep:
     def _keep(self, cells: Cells) -> None:
         """In place of an older row of the same case."""
         names = [*FIXED, *(f"{name} ms" for name in COLUMNS), "failed"]
-        identity = {name: cells[name] for name in FIXED[:9]}
+        identity = {name: cells[name] for name in FIXED[: FIXED.index("step_ms")]}
         self.report.rows = [row for row in self.report.rows if not identity.items() <= row.items()]
         self.report.row(**{name: cells.get(name) for name in names})
 
@@ -285,14 +294,14 @@ def add_whole_models(report: harness.Report) -> None:
     measured: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in report.rows:
         if "whole_ms" not in row and (row["gpu"], row["commit"]) == here and row["step_ms"] is not None:
-            key = tuple(row[name] for name in ("shape", "length", "model", "sequences", "vocab", "indexer"))
+            key = tuple(row[name] for name in SAME_MODEL)
             measured.setdefault(key, []).append(row)
     made = {key: _whole_row(key, rows) for key, rows in measured.items()}
     wholes: list[Cells] = []
     for key, found in made.items():
         if found is None:
             continue
-        standard = made.get((*key[:2], STANDARD, *key[3:5], "none"))
+        standard = made.get((*key[:2], STANDARD, *key[3:6], "none"))
         ratio = None if standard is None else float(standard["whole_ms"]) / float(found["whole_ms"])  # type: ignore[arg-type]
         wholes.append({"gpu": here[0], "commit": here[1], **found, "whole_speed_up": ratio})
     for whole in wholes:
@@ -317,5 +326,5 @@ def _whole_row(key: tuple[Any, ...], rows: list[dict[str, Any]]) -> Cells | None
         per_layer, whole = whole_model(rows[0], rows[-1], shape.layers)
     else:
         return None
-    named = dict(zip(("shape", "length", "model", "sequences", "vocab", "indexer"), key, strict=True))
+    named = dict(zip(SAME_MODEL, key, strict=True))
     return {**named, "layers": shape.layers, "layer_ms": per_layer, "whole_ms": whole}

@@ -355,7 +355,7 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "--seconds",
             "0",
         ]
-        options += ["--no-profile", "--out", str(tmp_path), "--models", *models]
+        options += ["--micro-batches", "2", "--no-profile", "--out", str(tmp_path), "--models", *models]
         monkeypatch.setattr(sys, "argv", ["bench_step.py", *options])
         assert bench_step.main() == 0
         return json.loads((tmp_path / "bench_step_lengths.json").read_text())["rows"]
@@ -366,9 +366,9 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     cut, whole = [row for row in rows if "step_ms" in row], [row for row in rows if "whole_ms" in row]
     assert [row["step_ms"] for row in cut] == [3000, 2000, 4000, 3000]
     assert [row["speed_up"] for row in cut] == [1, 1.5, 1, pytest.approx(4 / 3)]
-    assert [(row["sequences"], row["vocab"], row["indexer"]) for row in cut[:2]] == [
-        (2, 64, "none"),
-        (2, 64, "alike 0.78"),
+    assert [(row["sequences"], row["micro_batch"], row["vocab"], row["indexer"]) for row in cut[:2]] == [
+        (2, 1, 64, "none"),
+        (2, 1, 64, "alike 0.78"),
     ]
     assert cut[1]["r"] == pytest.approx(1, abs=0.5), "one selection for all, and their windows"
     assert cut[1]["mean_k"] > 1
