@@ -20,7 +20,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-node layouts-gpu docs clean
+.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-step bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -86,6 +86,11 @@ bench:
 		$(PYTHON) "benchmarks/bench_$$name.py" || failed="$$failed bench_$$name"; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
+
+# Training steps of standard and GSA models from 4K to 128K tokens on a CUDA device. Cases in its file are not measured again.
+bench-step:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) benchmarks/bench_step.py \
+		--lengths 4096 8192 16384 32768 65536 131072 $(ARGS)
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
 # a dry run predicts; on one GPU, on all, and what that scales. Tensor parallelism in a process of its own, as it sets

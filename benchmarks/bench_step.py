@@ -1,6 +1,7 @@
 """A training step of whole models on one CUDA device, through the framework: time, MFU, memory, and where it goes.
 
     python benchmarks/bench_step.py [key=value ...] [--configs standard_1.7b gsa_1.7b] [--micro-batch 1 4]
+    python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard shared] [key=value ...]
 
 Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline.
 `key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` of one:
@@ -9,196 +10,32 @@ Each config takes them in turn with the first one, step by step, for the clock o
 some percent; `ratio` is the median of what neighbours in time give, with its standard error. Another device of the same
 kind may give another: 1.145 and 1.151 with the same kernels. The table by part is one profiled step, in ms per
 sequence: what the kernels of a part took, and `idle`, the step's time without any kernel.
+
+--lengths (`make bench-step`): models of few layers with real embedding and head, standard ones (cuDNN) and GSA, per
+query and with a selection for 32 queries, over lengths; whole_steps/step_sweep.py. Each case's row is kept in
+bench_step_lengths.json at once, and a later call measures what the file lacks for its device and commit. `speed_up` is
+the standard model's time over this one's, in turns; `host_ms` what the host needs to launch a step; `r` and `mean_k`
+what was selected, and `indexer` by what: projections planted in place of the random weights' own, `alike` (the queries
+of a tile as alike as gives a trained model's r) or exported ones. From two depths follow `layer_ms` and the step of the
+whole model.
 """
 
 import dataclasses
-import re
-import statistics
 import sys
-import time
-import warnings
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import harness
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from gsa_train.batches import MicroBatch
 from gsa_train.config import Config, load_config
-from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from gsa_train.parallel import init_parallel, shutdown_parallel
-from whole_steps.step_bench import OurTrainee, random_batches, release_memory
+from whole_steps import step_sweep
+from whole_steps.step_bench import OurTrainee, release_memory
+from whole_steps.step_timing import Row, Subject, Turns, measure, part_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 DEFAULTS = ("standard_1.7b", "gsa_1.7b", "gsa_1.7b,gsa.indexer_loss_row_fraction=0.25")
-
-PARTS = (
-    ("selection", r"^_?(scores_kernel|select|best_groups)"),
-    (
-        "indexer KL",
-        r"^_?(stacked_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|totals_kernel)",
-    ),
-    ("attention", r"^_?(forward_kernel|queries_(with_target_)?kernel|keys_kernel|rows_kernel)"),
-    ("attention", r"^_?(sum_parts|transpose_kernel)"),
-    ("attention", r"flash|fmha|sdpa|cudnn_generated"),
-    ("cross-entropy", r"cross_entropy|softmax|vocabulary"),
-    ("optimizer", r"multi_tensor|adam|lpnorm|foreach"),
-    ("matmuls", r"gemm|nvjet|cutlass|splitK|cublas"),
-    ("norm", r"norm|GammaBeta"),
-    ("split, rope, gates", r"^_?heads_(backward_)?kernel"),
-    ("swiglu", r"swiglu|silu"),
-    ("communication", r"nccl"),
-    (
-        "embedding",
-        r"embedding|index|radix_?sort|sum_and_scatter|compute_grad_weight|gather_kernel|unique|scan",
-    ),
-    ("copies, fills", r"memcpy|memset|copy|fill|cat"),
-    ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
-)
-"""Part -> pattern of kernel names, the first that is found."""
-
-
-@dataclass
-class Row:
-    """One model at one micro-batch size."""
-
-    config: str
-    micro_batch: int
-    sequences: int
-    step_ms: float
-    ratio: float
-    """To the first config's steps, taken in turn with these."""
-    ratio_error: float
-    """Standard error of that."""
-    tokens_per_second: float
-    mfu: float
-    """Matrix products of the model's phase, sparse attention counted as sparse, over the device's peak."""
-    peak_gib: float
-    synchronizations: int
-    """Times that a step made the host wait for the device."""
-    launches: int
-    """Kernels, copies and fills of a step."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """ms per sequence."""
-    top: list[tuple[str, int, float]] = field(default_factory=list)
-    """Kernels that took longest: name, launches and ms per sequence."""
-
-
-@dataclass
-class Subject:
-    """A model on the device."""
-
-    name: str
-    bench: OurTrainee
-    others_bytes: int
-    """What was on the device before."""
-    batches: list[MicroBatch] = field(default_factory=list)
-
-    def set_micro_batch(self, size: int) -> None:
-        train = dataclasses.replace(self.bench.config.train, micro_batch_size=size)
-        self.bench.config = dataclasses.replace(self.bench.config, train=train)
-        self.batches = random_batches(self.bench.config, self.bench.parallel)
-
-    def step_seconds(self) -> float:
-        began = time.perf_counter()
-        self.bench.step(self.batches)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def peak_bytes(self) -> int:
-        torch.cuda.reset_peak_memory_stats()
-        self.step_seconds()
-        return torch.cuda.max_memory_allocated() - self.others_bytes
-
-
-def measure(
-    subject: Subject, reference: Subject | None, warm_up_seconds: float, steps: int, with_profile: bool
-) -> Row:
-    """Times in turn with those of `reference`, or alone."""
-    taking_turns = [subject] if reference is None else [reference, subject]
-    began = time.perf_counter()
-    while time.perf_counter() - began < warm_up_seconds:
-        for one in taking_turns:
-            one.step_seconds()
-    rounds = [[one.step_seconds() for one in taking_turns] for _ in range(steps)]
-    seconds = statistics.median(times[-1] for times in rounds)
-    ratio, ratio_error = harness.median_and_error([times[-1] / times[0] for times in rounds])
-    bench = subject.bench
-    config = bench.config
-    tokens = config.train.global_batch_size * config.train.seq_len_tokens
-    flops = flops_per_token(config.model, config.gsa, bench.phase, config.train.seq_len_tokens)
-    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
-    row = Row(
-        config=subject.name,
-        micro_batch=config.train.micro_batch_size,
-        sequences=config.train.global_batch_size,
-        step_ms=1e3 * seconds,
-        ratio=ratio,
-        ratio_error=ratio_error,
-        tokens_per_second=tokens / seconds,
-        mfu=float("nan") if peak is None else tokens / seconds * flops.total / peak,
-        peak_gib=subject.peak_bytes() / 2**30,
-        synchronizations=count_synchronizations(bench, subject.batches),
-        launches=0,
-    )
-    if with_profile:
-        add_parts(row, bench, subject.batches)
-    return row
-
-
-def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        bench.step(batches)
-        torch.cuda.set_sync_debug_mode("default")
-    places = Counter(
-        f"{Path(w.filename).name}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
-    )
-    for place, count in places.most_common(8):
-        print(f"  host waits for the device {count} times at {place}")
-    return sum(places.values())
-
-
-def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        bench.step(batches)
-        torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    per_sequence = 1 / (1e3 * row.sequences)  # from us per step
-    parts: Counter[str] = Counter()
-    names: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    for kernel in kernels:
-        duration = kernel.time_range.elapsed_us() * per_sequence
-        parts[part_of(kernel.name)] += duration
-        names[kernel.name] += duration
-        launches[kernel.name] += 1
-    row.launches = len(kernels)
-    row.parts = dict(parts.most_common())
-    row.parts["idle"] = row.step_ms / row.sequences - busy_us(kernels) * per_sequence
-    row.top = [(name, launches[name], took) for name, took in names.most_common(40)]
-
-
-def part_of(kernel: str) -> str:
-    for part, pattern in PARTS:
-        if re.search(pattern, kernel, re.IGNORECASE):
-            return part
-    return "other"
-
-
-def busy_us(kernels: list) -> float:
-    """Time in which at least one kernel runs."""
-    busy = end = 0.0
-    for start, stop in sorted((k.time_range.start, k.time_range.end) for k in kernels):
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return busy
 
 
 def load(name: str, sequences: int, overrides: list[str]) -> Config:
@@ -236,9 +73,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--top", type=int, default=0, help="print this many of the longest kernels")
+    step_sweep.add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     harness.require_cuda()
+    if arguments.lengths:
+        return step_sweep.main(arguments)
     report = harness.Report("bench_step", arguments)
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
@@ -251,8 +91,8 @@ def main() -> int:
         for micro_batch in arguments.micro_batch:
             for one in filter(None, (reference, subject)):
                 one.set_micro_batch(micro_batch)
-            timing = (arguments.warm_up_seconds, arguments.steps)
-            row = measure(subject, reference, *timing, not arguments.no_profile)
+            turns = Turns(arguments.warm_up_seconds, arguments.steps)
+            row = measure(subject, reference, turns, not arguments.no_profile)
             rows.append(row)
             print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")
             for kernel, count, took in row.top[: arguments.top]:

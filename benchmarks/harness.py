@@ -261,6 +261,11 @@ class Report:
         if not os.environ.get(QUIET):
             print(describe(self.environment), flush=True)
 
+    def take_over(self) -> None:
+        """Begin with the rows of the file that is there, so that this call adds to them."""
+        if self.path.exists():
+            self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+
     def row(self, **cells: Cell) -> None:
         """Keep and print a row; other columns than the row's before begin a new table."""
         if list(cells) != list(self._columns):

@@ -64,9 +64,24 @@ class Trainee(Protocol):
 class OurTrainee:
     """A config's phase through the framework."""
 
-    def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: Config,
+        phase: PhaseConfig,
+        parallel: Parallel,
+        prepare: Callable[[Model], None] | None = None,
+        lr: float | None = None,
+    ) -> None:
+        """
+        Args:
+            prepare: called with the model before its optimizer is built.
+            lr: of all steps; None: the phase's.
+        """
         self.config, self.parallel = config, parallel
+        self.lr = phase.lr if lr is None else lr
         self.model: Model = build_model(config, parallel)
+        if prepare is not None:
+            prepare(self.model)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, phase, config)
         self.detector = SpikeDetector(config.monitor, parallel.device)
 
@@ -80,7 +95,7 @@ class OurTrainee:
 
     def step(self, batches: list[MicroBatch], measures: bool = False) -> None:
         training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
-        self.result = train_step(training, batches, self.phase.lr, step=0, measures=measures)
+        self.result = train_step(training, batches, self.lr, step=0, measures=measures)
 
     def loss(self) -> float:
         total = self.result.loss_sum.double()

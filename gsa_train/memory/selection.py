@@ -60,8 +60,9 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Backward over a selection: its bits turned round; or partial gradients of K and V, [entries, 2 d_k] of one head
-    and some tiles at a time with a number each, and their sums, fp32 [B, Lw, n_kv, 2 d_k]."""
+    """Backward over a selection: its bits turned round; or partial gradients of K and V, [entries, 2 d_k] of some tiles
+    at a time, and of as many heads as have room, with a number for each entry, and their sums, fp32 [B, Lw, n_kv,
+    2 d_k]."""
     if not gathers(config):
         return sizes.pairs / 8
     block = config.gsa.selection_block
@@ -70,11 +71,12 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     else:
         entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
     row = 2 * config.model.head_dim * sizes.value
-    partials = min(
-        sizes.tokens / sizes.query_chunks / queries * entries * row, limits.GATHERED_GRADIENT_BYTES
-    )
+    room = limits.GATHERED_GRADIENT_BYTES
+    of_head = min(sizes.tokens / sizes.query_chunks / queries * entries * row, room)
+    heads = round(sizes.key_value / config.model.head_dim)
+    together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * of_head <= room))
     sums = 4 * 2 * sizes.key_value * sizes.all_tokens
-    return partials * (1 + 4 / row) + sums
+    return of_head * (together + 4 / row) + sums
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:

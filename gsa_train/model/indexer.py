@@ -59,7 +59,7 @@ class Indexer(MegatronModule):
         learned = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
-        self.split_op = _fused_split_op() if config.fused_ops and not self.gsa.indexer_rope else None
+        self.split_op = _fused_split_op() if config.fused_ops else None
         # YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
         self.rotary = rotary_embedding(config, dim, groups) if self.gsa.indexer_rope else None
 
@@ -78,7 +78,11 @@ class Indexer(MegatronModule):
         weights = (self.query_weight, self.key_weight, self.head_weight, self.padding)
         together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
         if self.split_op is not None:
-            return IndexerProjections(*self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim))
+            whole = hidden.shape[0] * self.groups.cp.size()
+            tables = () if self.rotary is None else self.rotary.tables(whole)
+            return IndexerProjections(
+                *self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim, *tables)
+            )
         queries, keys, head_weight_logits, _ = together.split([len(weight) for weight in weights], -1)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
         if self.rotary is not None:

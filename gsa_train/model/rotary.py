@@ -29,12 +29,21 @@ class LocalRotaryEmbedding(RotaryEmbedding):
             self.inv_freq: torch.Tensor = yarn.scaled(self.inv_freq, rotary_base)
         self._cut = cut
         self._angles: dict[int, torch.Tensor] = {}
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, max_seq_len: int, *_: Any, **options: Any) -> torch.Tensor:
         """Angles [L / size, 1, 1, channels] of sequences of `max_seq_len`; the same tensor each time."""
         if max_seq_len not in self._angles:
             self._angles[max_seq_len] = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
         return self._angles[max_seq_len]
+
+    def tables(self, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, fp32 [L / size, channels / 2], of the angles, whose halves are equal; the same each time."""
+        if max_seq_len not in self._tables:
+            angles = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
+            half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
+            self._tables[max_seq_len] = (half.cos().contiguous(), half.sin().contiguous())
+        return self._tables[max_seq_len]
 
 
 def rotary_embedding(

@@ -63,7 +63,7 @@ def one_step(
         for attention in model.attentions:
             attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
             attention.heads_op = prologue_op.fused_split_rotate_gate
-            if attention.indexer is not None and not config.gsa.indexer_rope:
+            if attention.indexer is not None:
                 attention.indexer.split_op = split_projection
     if len(cuts) > 2:  # as under context parallelism, with all chunks on this rank
         chunks = [QueryChunk(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]

@@ -249,6 +249,15 @@ def test_measures() -> None:
     assert peak == result.nbytes
 
 
+def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(harness, "require_cuda", lambda: None)
+
+
 def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models on a CPU, on which nothing is profiled: who takes turns with whom, and which ratios are bars."""
     import bench_step
@@ -262,6 +271,7 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return load_config(harness.ROOT / "configs" / "demo.yaml", own, world_size=1, need_data=False)
 
     turns: list[str] = []
+    stand_in_for_cuda(monkeypatch)
 
     class Subject(bench_step.Subject):
         def step_seconds(self) -> float:
@@ -270,12 +280,6 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             return {"standard_x": 2.0, "gsa_x": 3.0}.get(self.name, 5.0)
 
     names = ["standard_x", "gsa_x", "gsa_x,gsa.indexer_loss_row_fraction=0.25"]
-    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(harness, "require_cuda", lambda: None)
     monkeypatch.setattr(bench_step, "init_parallel", lambda *_, **__: single_rank())
     monkeypatch.setattr(bench_step, "shutdown_parallel", lambda: None)  # it serves other tests, too
     monkeypatch.setattr(bench_step, "load", load)
@@ -299,3 +303,132 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [row for row in report["rows"] if "ratio" in row]
     assert [(row["ratio"], row["ratio_error"]) for row in rows] == [(1.0, 0.0), (1.5, 0.0), (2.5, 0.0)]
     assert [bar["value"] for bar in report["bars"]][1:] == [1.5, 2.5]
+
+
+def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call measures what the file of the earlier ones lacks; what does not fit in memory says so, and the others go
+    on; of two depths follows the whole model."""
+    import bench_step
+
+    from helpers.single_rank import single_rank
+    from whole_steps import step_cases, step_sweep
+
+    stand_in_for_cuda(monkeypatch)
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_hidden_size": 32}
+    fields = [f"model.{name}={size}" for name, size in sizes.items()]
+    fields += ["model.vocab_size=64", "gsa.indexer_dim=16", "gsa.k_base=8", "gsa.k_min=4", "gsa.k_max=16"]
+    fields += ["train.precision=fp32", "gsa.dense_attention=auto"]
+    tiny = step_cases.StepShape("1.7b", layers=10, depths=(1, 2), shallow=(1,), overrides=tuple(fields))
+    monkeypatch.setitem(step_cases.SHAPES, "1.7b", tiny)
+    monkeypatch.setitem(step_cases.MODELS, "standard", ())
+    monkeypatch.setattr(step_sweep, "init_parallel", lambda *_, **__: single_rank())
+    monkeypatch.setattr(step_sweep, "shutdown_parallel", lambda: None)
+    measured: list[tuple[str, int, str]] = []
+    full: list[str] = []
+
+    class Subject(step_sweep.Subject):
+        def step_seconds(self) -> float:
+            if self.name in full:
+                raise torch.OutOfMemoryError("no room\nfor more")
+            super().step_seconds()
+            return (2.0 if self.name == "standard" else 1.0) + self.bench.config.model.num_layers
+
+    def measure(subject: Any, reference: Any, *options: Any) -> Any:
+        other = reference.name if reference else ""
+        measured.append((subject.name, subject.bench.config.model.num_layers, other))
+        return timed(subject, reference, *options)
+
+    timed = step_sweep.measure
+    monkeypatch.setattr(step_sweep, "measure", measure)
+    monkeypatch.setattr(step_sweep, "Subject", Subject)
+
+    def call(*models: str) -> list[dict[str, Any]]:
+        options = [
+            "--lengths",
+            "128",
+            "--shapes",
+            "1.7b",
+            "--tokens",
+            "256",
+            "--steps",
+            "1",
+            "--seconds",
+            "0",
+        ]
+        options += ["--micro-batches", "2", "--no-profile", "--out", str(tmp_path), "--models", *models]
+        monkeypatch.setattr(sys, "argv", ["bench_step.py", *options])
+        assert bench_step.main() == 0
+        return json.loads((tmp_path / "bench_step_lengths.json").read_text())["rows"]
+
+    rows = call("standard", "shared")
+    standard, shared = "standard", "shared"
+    assert measured == [(standard, 1, ""), (shared, 1, standard), (standard, 2, ""), (shared, 2, standard)]
+    cut, whole = [row for row in rows if "step_ms" in row], [row for row in rows if "whole_ms" in row]
+    assert [row["step_ms"] for row in cut] == [3000, 2000, 4000, 3000]
+    assert [row["speed_up"] for row in cut] == [1, 1.5, 1, pytest.approx(4 / 3)]
+    assert [(row["sequences"], row["micro_batch"], row["vocab"], row["indexer"]) for row in cut[:2]] == [
+        (2, 1, 64, "none"),
+        (2, 1, 64, "alike 0.78"),
+    ]
+    assert cut[1]["r"] == pytest.approx(1, abs=0.5), "one selection for all, and their windows"
+    assert cut[1]["mean_k"] > 1
+    assert [(row["layer_ms"], row["whole_ms"], row["whole_speed_up"]) for row in whole] == [
+        (1000, 12000, 1),
+        (1000, 11000, pytest.approx(12 / 11)),
+    ]
+
+    measured.clear()
+    full.append("gsa")
+    rows = call("shared", "gsa", "gsa_rope", "standard")
+    rope = "gsa_rope"
+    assert measured == [(rope, 1, standard), (rope, 2, standard)]
+    assert [row["failed"] for row in rows if row["model"] == "gsa"] == ["out of memory: no room"] * 2
+    assert len([row for row in rows if "whole_ms" in row]) == 3
+    measured.clear()
+    assert call("gsa", "gsa_rope", "shared", "standard") == rows
+    assert measured == []
+
+
+def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
+    """Exported layers give the model their scores and average; the gradients of its own indexer's are those of a loss
+    over theirs, and its weights learn."""
+    from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config
+    from whole_steps.planted_indexer import alike, exported, plant
+    from whole_steps.step_bench import OurTrainee
+
+    config = tiny_config([SPARSE], model={"init_std": 0.02}, data={"attend_across_documents": True})
+    found = []
+
+    def prepare(model: Any) -> None:
+        source = [alike(each.indexer, 24, 0.5, seed) for seed, each in enumerate(model.attentions)]
+        layers = {
+            number: {
+                "queries": layer.projections.queries,
+                "keys": layer.projections.keys,
+                "weight_logits": layer.projections.head_weight_logits,
+                "score_bias": layer.score_bias,
+                "weight_bias": layer.weight_bias,
+                "variance_ema": torch.tensor(0.5 + number),
+            }
+            for number, layer in enumerate(source)
+        }
+        torch.save({"seq_len_tokens": 24, "layers": layers}, tmp_path / "layers.pt")
+        length, planted = exported(tmp_path / "layers.pt", torch.device("cpu"))
+        assert length == 24
+        with pytest.raises(ValueError, match="25 or more"):
+            plant(model, planted, batch=2, length=25)
+        plant(model, planted, batch=2, length=16)
+        for number, attention in enumerate(model.attentions):
+            assert attention.variance.ema == 0.5 + number
+            assert torch.equal(attention.indexer.score_bias, source[number].score_bias)
+            given = attention.indexer(torch.randn(16, 2, 16))
+            assert torch.equal(given.keys[1], source[number].projections.keys[0, :16])
+        found.extend(source)
+
+    trainee = OurTrainee(config, SPARSE, single_rank(), prepare)
+    before = [each.indexer.key_weight.detach().clone() for each in trainee.model.attentions]
+    trainee.step(random_batches(config, attend_across=True))
+    for old, attention in zip(before, trainee.model.attentions, strict=True):
+        assert not torch.equal(old, attention.indexer.key_weight)
+    trainee.close()
+    assert len(found) == 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gsa_kernels import api
 from gsa_kernels.devices import interpreted
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.op import select_keys
@@ -23,10 +24,16 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.calculated = self.on_host = 0
+        """Without what only takes memory; of those, what works on tensors of the host."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
         self.count += not operation.is_view
-        return operation(*args, **(kwargs or {}))
+        if not operation.is_view and "empty" not in str(operation) and "detach" not in str(operation):
+            self.calculated += 1
+            self.on_host += isinstance(result, torch.Tensor) and result.device.type == "cpu"
+        return result
 
 
 @pytest.mark.parametrize(
@@ -50,9 +57,39 @@ def test_counts_of_a_selection(way, operations, launches, monkeypatch):
     assert (counted.count, len(launched)) == (operations, launches)
 
 
-def indexer(rows: int) -> Indexer:
-    return Indexer(
-        torch.empty((1, rows, 4, 64), dtype=torch.bfloat16, device="meta", requires_grad=True),
-        torch.empty((1, LENGTH, 64), dtype=torch.bfloat16, device="meta", requires_grad=True),
-        torch.empty((1, rows, 4), dtype=torch.bfloat16, device="meta", requires_grad=True),
+def indexer(rows: int, keys: int = LENGTH) -> Indexer:
+    return Indexer(empty(1, rows, 4, 64), empty(1, keys, 64), empty(1, rows, 4))
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "budget", "operations", "launches"),
+    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 33, 18), (32768, (16, 4, 128), RULE, 69, 64)],
+    ids=["8K, 94M shape", "32K, 1.7B shape"],
+)
+def test_counts_of_a_shared_layer(length, heads, budget, operations, launches, monkeypatch):
+    """Selection, attention and loss, forward and backward: nothing is calculated on the host, where it would wait for
+    the interpreter while short kernels run."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: list[str] = []
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__)
     )
+    count, kv_count, size = heads
+    geometry = Geometry(selection_block=BLOCK, local_window=64)
+    q, gate = (empty(1, length, count, size) for _ in range(2))
+    k, v = (empty(1, length, kv_count, size) for _ in range(2))
+    every = indexer(length, length)
+    with Operations() as counted:
+        shared = every.of_block_leaders(BLOCK)
+        ema = torch.ones((), device="meta")
+        selection = api.select(shared, budget, ema, geometry, implementation="triton")
+        out, lse = api.sparse_attention(q, k, v, selection, geometry, gate, implementation="triton")
+        loss, _ = api.indexer_loss(shared, q, k, lse, selection, geometry, implementation="triton")
+        torch.autograd.backward([out, loss], [torch.empty_like(out), torch.empty_like(loss)])
+    assert counted.on_host == 0
+    assert (counted.calculated, len(launched)) == (operations, launches)

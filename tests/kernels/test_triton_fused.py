@@ -313,6 +313,40 @@ def test_split_projection(device, shape, heads, dim):
             split_projection(*arguments)
 
 
+@devices
+@pytest.mark.parametrize(("shape", "heads", "dim"), [((37, 2, 328), 4, 64), ((5, 3, 32), 3, 6)])
+def test_split_projection_rotates(device, shape, heads, dim):
+    angles = torch.randn(shape[0], dim // 2, device=device) * 3
+    cos, sin = angles.cos(), angles.sin()
+
+    def turn(x):  # [B, L, ..., dim], in fp32, rounded once
+        first, second = x.float().chunk(2, -1)
+        c, s = (table.view(-1, *[1] * (x.ndim - 3), dim // 2) for table in (cos, sin))
+        return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
+
+    def plain(together):
+        sizes = [heads * dim, dim, heads, shape[2] - heads * dim - dim - heads]
+        queries, keys, weights, _ = (part.transpose(0, 1) for part in together.split(sizes, -1))
+        return turn(queries.unflatten(-1, (heads, dim))), turn(keys), weights
+
+    for dtype in DTYPES:
+        together = torch.randn(shape, device=device).to(dtype)
+        sizes = [(heads, dim), (dim,), (heads,)]
+        grads = [torch.randn(shape[0], shape[1], *size, device=device).transpose(0, 1) for size in sizes]
+        found = run(lambda x: split_projection(x, heads, dim, cos, sin), [together], grads)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        for value, wanted in zip(found, run(plain, [together], grads), strict=True):
+            torch.testing.assert_close(value, wanted, **tolerance)
+    wrong = [
+        ((together, heads, dim, cos), "sin is None"),
+        ((together, heads, dim, cos, sin[1:]), "sin has shape"),
+        ((together, heads, dim, cos.double(), sin), "cos is torch.float64"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            split_projection(*arguments)
+
+
 # --- cross-entropy ----------------------------------------------------------------------------------------
 
 

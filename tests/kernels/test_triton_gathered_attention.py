@@ -22,6 +22,7 @@ from gathered_problems import (  # noqa: E402
     with_full_parts,
 )
 
+from gsa_kernels.attention import triton_gathered_backward  # noqa: E402
 from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
 from gsa_kernels.attention.op import masked_attention  # noqa: E402
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists  # noqa: E402
@@ -132,6 +133,31 @@ def test_long_sequences(dim, heads, kv_heads, queries, dtype):
         assert torch.equal(mask_from_key_lists(lists), mask)
         inputs = make_inputs(2, lists.length, heads, kv_heads, dim, dtype, "cuda")
         check(inputs, mask, attention(lists), attention(lists, scratch_bytes=1 << 22))
+
+
+@devices
+@pytest.mark.parametrize("heads", [8, 16], ids=["one piece a head", "two pieces a head"])
+def test_heads_that_share_a_launch_have_the_same_bits(heads, device, monkeypatch):
+    """Whether the scratch memory has room for all key-value heads at once, for two of four, or for one."""
+    torch.manual_seed(8)
+    lists = key_lists_from_mask(random_mask(1, 48, 0.5, device), 16)
+    inputs = make_inputs(1, 48, heads, 4, 32, torch.float32, device)
+    grad, launched = torch.randn_like(inputs[0]), []
+    launch = triton_gathered_backward._launch
+
+    def noted(*arguments):
+        launched.append(len(arguments[-1]))
+        launch(*arguments)
+
+    monkeypatch.setattr(triton_gathered_backward, "_launch", noted)
+    of_head = lists.counts.numel() * lists.max_count * 2 * 32 * 4
+    results = [
+        differentiated(attention(lists, scratch_bytes=room * of_head), inputs, grad) for room in (1, 3, 4)
+    ]
+    pieces = heads // 8
+    assert launched == [1] * 4 * pieces + [2] * 2 * pieces + [4] * pieces
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other, results[0], strict=True))
 
 
 @devices

@@ -47,7 +47,7 @@ def test_partial_rows_are_added_by_key(device, dtype, known):
             row = int(each.starts[tile - each.first])
             partials[row : row + count] = torch.randn(count, 16, dtype=dtype, device=device)
             wanted[b, lists.keys[start : start + count].long()] += partials[row : row + count].float()
-        add_partials_by_key(partials, find_key_hits(lists, each), out)
+        add_partials_by_key(partials[None], find_key_hits(lists, each), out[:, :, None])
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -86,13 +86,16 @@ def test_errors(device):
     starts = torch.tensor([0, 64], device=device)
     order = torch.tensor([1, 0], dtype=torch.int32, device=device)
     hits = find_key_hits(lists, TileRows(0, 2, starts, order, 128))
-    out = torch.zeros(1, 40, 16, device=device)
+    out = torch.zeros(1, 40, 1, 16, device=device)
     for call, message in [
         (lambda: find_key_hits(lists, TileRows(1, 3, starts, order, 128)), "last is"),
         (lambda: find_key_hits(lists, TileRows(0, 2, starts, order, 2**31)), "2147483648 rows"),
-        (lambda: add_partials_by_key(torch.zeros(126, 16, device=device), hits, out), "partials has shape"),
-        (lambda: add_partials_by_key(torch.zeros(128, 24, device=device), hits, out[..., :1]), "out has"),
-        (lambda: add_partials_by_key(torch.zeros(128, 16, device=device), hits, out.half()), "float32"),
+        (
+            lambda: add_partials_by_key(torch.zeros(1, 126, 16, device=device), hits, out),
+            "partials has shape",
+        ),
+        (lambda: add_partials_by_key(torch.zeros(1, 128, 24, device=device), hits, out[..., :1]), "out has"),
+        (lambda: add_partials_by_key(torch.zeros(1, 128, 16, device=device), hits, out.half()), "float32"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

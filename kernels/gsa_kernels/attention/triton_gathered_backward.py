@@ -49,18 +49,22 @@ def gathered_backward(
     sums = torch.zeros(batch, num_keys, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
     shared = GradientInputs(grad_attended, q, k, v, delta, lse2)
     members = heads_per_program(group, lists.queries, tiles.queries)
-    parts = kv_heads * triton.cdiv(group, members)
+    splits = triton.cdiv(group, members)
     rows = scratch_bytes // (2 * head_size * q.element_size())
     # One program has room on a multiprocessor: whole waves of them.
     ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
     scratch_rows = max(each.num_rows for each in ranges)
-    scratch = torch.empty(scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
+    # Where a range leaves room for them, several key-value heads go in one launch: short lists fill no device alone.
+    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    together = max(n for n in divisors if n == 1 or n * scratch_rows <= rows)
+    scratch = torch.empty(together * scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
     for each in ranges:
         hits = find_key_hits(lists, each)
-        partials = scratch[: each.num_rows]
-        for part in range(parts):
-            _launch(shared, lists, grad_q, members, each, part, partials)
-            add_partials_by_key(partials, hits, sums[:, :, part * kv_heads // parts])
+        partials = scratch[: together * each.num_rows].view(together, each.num_rows, 2 * head_size)
+        for first in range(0, kv_heads, together):
+            for split in range(splits):
+                _launch(shared, lists, grad_q, members, each, first * splits + split, partials)
+                add_partials_by_key(partials, hits, sums[:, :, first : first + together])
     grad_v = torch.empty_like(v).copy_(sums[..., :head_size])
     grad_k = torch.empty_like(k).copy_(sums[..., head_size:])
     return grad_q, grad_k, grad_v, grad_gate
@@ -75,17 +79,18 @@ def _launch(
     part: int,
     partials: torch.Tensor,
 ) -> None:
-    """A range of tiles of one part: the parts are the pieces of `members` query heads of each kv head.
+    """A range of tiles of one piece of `members` query heads of each of N adjacent kv heads.
 
     Args:
-        grad_q, partials: out: [B, L, H, D] and [tile_rows.num_rows, 2 * D]
+        part: the piece of the first of them; those of each kv head follow one another
+        grad_q, partials: out: [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     tiles = backward_tiles(q.dtype)
     length, heads, head_size = q.shape[1:]
     group = heads // k.shape[2]
     num_tiles = tile_rows.last - tile_rows.first
-    _backward_kernel[(num_tiles,)](
+    _backward_kernel[(num_tiles * len(partials),)](
         q,
         k,
         v,
@@ -111,6 +116,7 @@ def _launch(
         tile_rows.first,
         num_tiles,
         part,
+        tile_rows.num_rows,
         tile_rows.starts,
         tile_rows.order,
         scale,
@@ -129,7 +135,7 @@ def _launch(
 
 
 # What is in the data must not be compiled in: training would stop for seconds where a list's length is new.
-@triton.jit(do_not_specialize=["first_tile", "num_tiles", "first_part", "row_starts", "order"])
+@triton.jit(do_not_specialize=["first_tile", "num_tiles", "first_part", "num_rows", "row_starts", "order"])
 def _backward_kernel(
     q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials,
     stride_qb, stride_ql, stride_qh,
@@ -137,14 +143,15 @@ def _backward_kernel(
     stride_vb, stride_vl, stride_vh,
     stride_ub, stride_ul, stride_uh,
     stride_db, stride_dl, stride_dh,
-    length, heads, tiles_per_sequence, first_tile, num_tiles, first_part, row_starts, order,
-    scale, scale_log2,
+    length, heads, tiles_per_sequence, first_tile, num_tiles, first_part, num_rows, row_starts,
+    order,     scale, scale_log2,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES."""
     slot = tl.load(order + tl.program_id(0) % num_tiles)
-    part = first_part + tl.program_id(0) // num_tiles
+    number_of_head = tl.program_id(0) // num_tiles
+    part = first_part + number_of_head * SPLITS
     number = first_tile + slot
     batch = number // tiles_per_sequence
     tile = number % tiles_per_sequence
@@ -176,7 +183,8 @@ def _backward_kernel(
     words += tl.load(word_starts + number)
     full_count = tl.load(full + number)
     count = tl.load(counts + number)
-    target = partials + tl.load(row_starts + slot) * (2 * D)
+    first_row = number_of_head.to(tl.int64) * num_rows + tl.load(row_starts + slot)
+    target = partials + first_row * (2 * D)
 
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
     step = tl.arange(0, KEYS)

@@ -1,4 +1,4 @@
-"""The indexer's one projection apart: queries, key and weights, batch first. One copy kernel each way."""
+"""The indexer's one projection apart: queries, key and weights, batch first, rotated on the way. A kernel each way."""
 
 from typing import Any
 
@@ -13,13 +13,19 @@ ROWS, WARPS = 16, 4
 
 
 def split_projection(
-    together: torch.Tensor, heads: int, dim: int
+    together: torch.Tensor,
+    heads: int,
+    dim: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[L, B, columns] -> queries [B, L, heads, dim], keys [B, L, dim], weight logits [B, L, heads], contiguous.
 
     Args:
         together: columns of the queries, the key, the weights, then any number of others, which get gradients of 0;
             contiguous
+        cos, sin: fp32 [L, dim / 2], contiguous: the rotary embedding of queries and keys, which turns the two halves of
+            a head in pairs, in fp32; none if None. Without gradient
     """
     check_shape("together", together, "[L, B, columns]", (None, None, None))
     check_at_least("heads", heads, 1)
@@ -30,34 +36,59 @@ def split_projection(
         )
     if not together.is_contiguous():
         raise ValueError(f"together has strides {together.stride()}; make it contiguous")
-    queries, keys, weights = _SplitProjection.apply(together, heads, dim)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if (table is None) != (cos is None):
+            raise ValueError(
+                f"{name} is {'None' if table is None else 'given'} and cos is not; pass both or none"
+            )
+        if table is None:
+            continue
+        if dim % 2:
+            raise ValueError(f"dim is {dim} with {name}; pass an even one, whose halves are turned in pairs")
+        check_shape(name, table, "[L, dim / 2]", (together.shape[0], dim // 2))
+        if table.dtype != torch.float32 or table.device != together.device or not table.is_contiguous():
+            raise ValueError(
+                f"{name} is {table.dtype} on {table.device} with strides {table.stride()}; pass float32 on "
+                f"{together.device}, contiguous"
+            )
+    queries, keys, weights = _SplitProjection.apply(together, heads, dim, cos, sin)
     return queries, keys, weights
 
 
 class _SplitProjection(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, together: torch.Tensor, heads: int, dim: int
+        ctx: Any,
+        together: torch.Tensor,
+        heads: int,
+        dim: int,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         length, batch, columns = together.shape
-        ctx.columns = columns
+        ctx.columns, ctx.tables = columns, (cos, sin)
         queries = together.new_empty(batch, length, heads, dim)
         keys = together.new_empty(batch, length, dim)
         weights = together.new_empty(batch, length, heads)
-        _copy(together, queries, keys, weights, backward=False)
+        _copy(together, queries, keys, weights, ctx.tables, backward=False)
         return queries, keys, weights
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         queries, keys, weights = (grad.contiguous() for grad in grads)
         batch, length = keys.shape[:2]
         together = keys.new_empty(length, batch, ctx.columns)
-        _copy(together, queries, keys, weights, backward=True)
-        return together, None, None
+        _copy(together, queries, keys, weights, ctx.tables, backward=True)
+        return together, None, None, None, None
 
 
 def _copy(
-    together: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, backward: bool
+    together: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None],
+    backward: bool,
 ) -> None:
     length, batch, columns = together.shape
     heads, dim = queries.shape[2:]
@@ -66,6 +97,7 @@ def _copy(
         queries,
         keys,
         weights,
+        *tables,
         length,
         batch,
         HEADS=heads,
@@ -83,7 +115,7 @@ def _copy(
 
 @triton.jit
 def _copy_kernel(
-    together, queries, keys, weights, length, batch,
+    together, queries, keys, weights, cos, sin, length, batch,
     HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr,
@@ -95,8 +127,13 @@ def _copy_kernel(
     mixed = together + (rows * batch + sequence) * COLUMNS
     token = sequence * length + rows
     WIDTH: tl.constexpr = HEADS * DIM
-    _copy_part(mixed, queries + token * WIDTH, exists, WIDTH, BLOCK_QUERIES, BACKWARD)
-    _copy_part(mixed + WIDTH, keys + token * DIM, exists, DIM, BLOCK_DIM, BACKWARD)
+    if cos is None:
+        _copy_part(mixed, queries + token * WIDTH, exists, WIDTH, BLOCK_QUERIES, BACKWARD)
+        _copy_part(mixed + WIDTH, keys + token * DIM, exists, DIM, BLOCK_DIM, BACKWARD)
+    else:
+        c, s = cos + rows * (DIM // 2), sin + rows * (DIM // 2)
+        _rotate_part(mixed, queries + token * WIDTH, c, s, exists, WIDTH, DIM, BLOCK_QUERIES, BACKWARD)
+        _rotate_part(mixed + WIDTH, keys + token * DIM, c, s, exists, DIM, DIM, BLOCK_DIM, BACKWARD)
     _copy_part(mixed + WIDTH + DIM, weights + token * HEADS, exists, HEADS, BLOCK_HEADS, BACKWARD)
     USED: tl.constexpr = WIDTH + DIM + HEADS
     if BACKWARD and USED < COLUMNS:
@@ -113,3 +150,28 @@ def _copy_part(mixed, part, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BA
         tl.store(mixed + columns, tl.load(part + columns, mask=mask), mask=mask)
     else:
         tl.store(part + columns, tl.load(mixed + columns, mask=mask), mask=mask)
+
+
+@triton.jit
+def _rotate_part(
+    mixed, part, cos, sin, exists, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
+):  # fmt: skip
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the elements of a head's halves; the other way round backwards."""
+    HALF: tl.constexpr = DIM // 2
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = exists & (columns < WIDTH)
+    in_head = columns % DIM
+    is_first = in_head < HALF
+    partners = tl.where(is_first, columns + HALF, columns - HALF)
+    if BACKWARD:
+        source, target = part, mixed
+    else:
+        source, target = mixed, part
+    own = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(source + partners, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + in_head % HALF, mask=mask, other=0.0)
+    s = tl.load(sin + in_head % HALF, mask=mask, other=0.0)
+    turned = partner * s
+    negative = is_first == (not BACKWARD)
+    result = own * c + tl.where(negative, -turned, turned)
+    tl.store(target + columns, result.to(target.dtype.element_ty), mask=mask)

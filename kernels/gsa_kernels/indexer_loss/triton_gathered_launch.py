@@ -99,8 +99,15 @@ def bytes_per_tile(inputs: GatheredInputs, with_gradients: bool) -> int:
 
 
 def lists_of_chunk(inputs: GatheredInputs, tiles: torch.Tensor) -> KeyLists:
-    """The lists of these tiles (of the first tile of these blocks) alone, [B, N]."""
-    lists, index = inputs.lists, tiles.long() * inputs.tiles_per_unit
+    """The lists of these tiles (of the first tile of these blocks) alone, [B, N].
+
+    Args:
+        tiles: int32 [N], ascending
+    """
+    lists = inputs.lists
+    if len(tiles) == lists.counts.shape[1]:  # each of them, in order
+        return replace(lists, host_counts=None)
+    index = tiles.long() * inputs.tiles_per_unit
     return replace(
         lists,
         key_starts=lists.key_starts.index_select(1, index),
@@ -242,7 +249,8 @@ def gathered_chunk_launches(
 
         def reduce_keys() -> None:
             (everything,) = split_tiles(lists, lists.counts.numel() * max(max_count, 1))
-            add_partials_by_key(dk_parts.flatten(0, 1), find_key_hits(lists, everything), dk)
+            hits = find_key_hits(lists, everything)
+            add_partials_by_key(dk_parts.flatten(0, 1)[None], hits, dk[:, :, None])
 
         launches["reduce keys"] = reduce_keys
     return launches

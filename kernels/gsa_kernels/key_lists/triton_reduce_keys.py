@@ -59,10 +59,10 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
     Args:
         multiple: of tiles in a range, as far as it holds that many: a launch then keeps all multiprocessors busy
     """
+    if lists.host_counts is None:
+        return _split_equal_tiles(lists, max_rows, multiple)
     num_tiles = lists.counts.numel()
-    sizes = torch.full((num_tiles,), lists.max_count)
-    if lists.host_counts is not None:
-        sizes = lists.host_counts.flatten().long()
+    sizes = lists.host_counts.flatten().long()
     ends = sizes.cumsum(0)
     starts, orders = ends - sizes, torch.empty(num_tiles, dtype=torch.int32)
     borders, first = [0], 0
@@ -72,7 +72,7 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
         if first + multiple <= last < num_tiles:
             last -= (last - first) % multiple
         last = max(last, first + 1)
-        # Of equal ones the last first: where sizes are bounds, it has the longest list.
+        # Of equal ones the last first.
         orders[first:last] = (
             last - first - 1 - sizes[first:last].flip(0).argsort(stable=True, descending=True)
         )
@@ -87,6 +87,29 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
             there_starts[first:last],
             there_orders[first:last],
             int(starts[last - 1] + sizes[last - 1]),
+        )
+        for first, last in pairwise(borders)
+    ]
+
+
+def _split_equal_tiles(lists: KeyLists, max_rows: int, multiple: int) -> list[TileRows]:
+    """`split_tiles` where every tile has `max_count` rows: by numbers alone, with three launches for all ranges.
+
+    The last tile of a range goes first: of equal bounds it has the longest list.
+    """
+    num_tiles, size, device = lists.counts.numel(), lists.max_count, lists.counts.device
+    fitting = max(max_rows // size if size > 0 else num_tiles, 1)
+    step = fitting - fitting % multiple if fitting >= multiple else fitting
+    borders = [0]
+    while borders[-1] < num_tiles:
+        first = borders[-1]
+        borders.append(num_tiles if first + fitting >= num_tiles else first + step)
+    longest = max(last - first for first, last in pairwise(borders))
+    starts = torch.arange(longest, device=device) * size
+    order = torch.arange(longest - 1, -1, -1, dtype=torch.int32, device=device)
+    return [
+        TileRows(
+            first, last, starts[: last - first], order[longest - (last - first) :], (last - first) * size
         )
         for first, last in pairwise(borders)
     ]
@@ -137,30 +160,30 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
 
 
 def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor) -> None:
-    """out[b, s] += the sum of the partial rows of key s, in fp32 and in the order of the tiles.
+    """out[b, s, n] += the sum of the partial rows of key s, in fp32 and in the order of the tiles.
 
     Args:
-        partials: [num_rows, C], contiguous; C a power of two up to 1024; bf16 or fp32. Rows that no entry
+        partials: [N, num_rows, C], contiguous; C a power of two up to 1024; bf16 or fp32. Rows that no entry
             owns are not read.
-        out: fp32 [B, Lk, C], the last dimension contiguous. A key without hits is left alone.
+        out: fp32 [B, Lk, N, C], the last dimension contiguous. A key without hits is left alone.
     """
-    check_shape("partials", partials, "[num_rows, C]", (hits.num_rows, None))
-    channels = partials.shape[1]
-    check_shape("out", out, "[B, Lk, C]", (None, None, channels))
+    check_shape("partials", partials, "[N, num_rows, C]", (None, hits.num_rows, None))
+    number, _, channels = partials.shape
+    check_shape("out", out, "[B, Lk, N, C]", (None, None, number, channels))
     if channels & (channels - 1) or not 16 <= channels <= 1024:
         raise ValueError(f"partials has {channels} channels; pass a power of two from 16 to 1024")
     if out.shape[0] * out.shape[1] != len(hits.starts) - 1:
         raise ValueError(f"out has shape {tuple(out.shape)}; pass B * Lk = {len(hits.starts) - 1} rows")
-    if out.dtype != torch.float32 or out.stride(2) != 1:
+    if out.dtype != torch.float32 or out.stride(3) != 1:
         raise ValueError(
-            f"out is {out.dtype}, stride {out.stride(2)}; pass float32, last dimension contiguous"
+            f"out is {out.dtype}, stride {out.stride(3)}; pass float32, last dimension contiguous"
         )
     if not partials.is_contiguous():
         raise ValueError("partials has gaps; pass a contiguous tensor")
     # One warp per key, four rows of 512 bytes at a time in flight: measured on an H200.
     rows = max(1, min(32, 2048 // (channels * partials.element_size())))
-    _add_kernel[(out.shape[0] * out.shape[1],)](
-        partials, hits.starts, hits.rows, out, *out.stride()[:2], out.shape[1],
+    _add_kernel[(out.shape[0] * out.shape[1], number)](
+        partials, hits.starts, hits.rows, out, *out.stride()[:3], out.shape[1], hits.num_rows,
         CHANNELS=channels, ROWS=rows, num_warps=1,
     )  # fmt: skip
 
@@ -223,12 +246,16 @@ def _place_kernel(
     tl.store(rows + place, (tl.load(row_starts + number) + entries).to(tl.int32), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_kernel(
-    partials, starts, rows, out, stride_ob, stride_ol, length, CHANNELS: tl.constexpr, ROWS: tl.constexpr
+    partials, starts, rows, out, stride_ob, stride_ol, stride_on, length, num_rows,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one key."""
+    """One program: one key, for one of the N."""
     key = tl.program_id(0)
+    number = tl.program_id(1).to(tl.int64)
+    partials += number * num_rows * CHANNELS
+    out += number * stride_on
     first = tl.load(starts + key)
     last = tl.load(starts + key + 1)
     if first < last:

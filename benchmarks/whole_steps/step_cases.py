@@ -1,0 +1,120 @@
+"""Which steps `bench_step.py --lengths` measures: shapes, models, lengths, depths. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from gsa_train.config import Config, load_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A model's sizes, from a shipped config, and to how many layers it is cut."""
+
+    config: str
+    """Part of the name behind `standard_` and `gsa_`."""
+    layers: int
+    """Of the whole model."""
+    depths: tuple[int, ...]
+    """Layers that are measured. Of two depths the difference is what a layer takes."""
+    shallow: tuple[int, ...]
+    """The same from `SHALLOW_FROM` tokens on, where activations and logits fill the device."""
+    overrides: tuple[str, ...] = ()
+
+
+SHALLOW_FROM = 131072
+
+SHAPES = {
+    "100m": StepShape(
+        "1.7b",
+        layers=12,
+        depths=(12,),
+        shallow=(12,),
+        overrides=(  # those of studies/four_models_base.yaml: 94M parameters
+            "model.hidden_size=768",
+            "model.num_heads=12",
+            "model.num_kv_heads=4",
+            "model.head_dim=64",
+            "model.ffn_hidden_size=2048",
+            "model.vocab_size=12288",
+            "gsa.k_base=512",
+            "gsa.k_min=64",
+            "gsa.k_max=1024",
+        ),
+    ),
+    "1.7b": StepShape("1.7b", layers=24, depths=(2, 4), shallow=(1, 2)),
+    "7b": StepShape("7b", layers=32, depths=(1, 2), shallow=(1, 2), overrides=("parallel.tensor=1",)),
+}
+
+STANDARD = "standard"
+_SHARED = ("gsa.selection_block=32", "gsa.local_window=64")
+MODELS: dict[str, tuple[str, ...]] = {
+    STANDARD: ("gsa.dense_attention=cudnn",),
+    "gsa": (),
+    "gsa_rope": ("gsa.indexer_rope=true",),
+    "shared": _SHARED,
+    "shared_rope": (*_SHARED, "gsa.indexer_rope=true"),
+}
+"""What each changes in its shape's config, that of the standard model or of GSA."""
+
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A step of one model."""
+
+    shape: str
+    length: int
+    layers: int
+    model: str
+    sequences: int
+    """Of a step."""
+    micro_batch: int
+    """Sequences of a micro-batch."""
+
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        """
+        Raises:
+            ConfigError: an override does not fit.
+        """
+        shape = SHAPES[self.shape]
+        kind = STANDARD if self.model == STANDARD else "gsa"
+        fixed = [
+            f"train.global_batch_size={self.sequences}",
+            f"train.micro_batch_size={self.micro_batch}",
+            f"train.seq_len_tokens={self.length}",
+            f"model.num_layers={self.layers}",
+            "data.num_workers=0",
+            "data.num_lanes=1",
+            "data.attend_across_documents=true",  # each sequence is one document
+            # The moving average of the variance stays where the first step, or an exported layer, put it.
+            "gsa.variance_ema_decay=0.9999",
+        ]
+        changes = [*fixed, *shape.overrides, *MODELS[self.model], *overrides]
+        return load_config(CONFIGS / f"{kind}_{shape.config}.yaml", changes, world_size=1, need_data=False)
+
+
+def plan(
+    shapes: Sequence[str], lengths: Sequence[int], models: Sequence[str], tokens: int, micro_batches: int = 1
+) -> list[list[StepCase]]:
+    """Groups of cases that take turns with the group's standard model, which comes first if it is asked for.
+
+    Args:
+        tokens: of a step, of at least one sequence
+        micro_batches: of a step, as far as it has sequences for them
+    """
+    order = sorted(dict.fromkeys(models), key=list(MODELS).index)
+    cases = [
+        StepCase(name, length, layers, model, sequences, max(1, sequences // micro_batches))
+        for length, sequences in ((each, max(1, tokens // each)) for each in lengths)
+        for name in shapes
+        for layers in (SHAPES[name].shallow if length >= SHALLOW_FROM else SHAPES[name].depths)
+        for model in order
+    ]
+    return [list(group) for _, group in groupby(cases, lambda case: (case.length, case.shape, case.layers))]

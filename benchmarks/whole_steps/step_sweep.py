@@ -1,0 +1,330 @@
+"""Whole steps over lengths, shapes and models, case by case into one file that later calls add to."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+from gsa_train.model.flops import flops_per_token
+from gsa_train.model.mcore.build import Model
+from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from whole_steps.planted_indexer import LIKENESS, Planted, alike, exported, plant
+from whole_steps.step_bench import OurTrainee, release_memory
+from whole_steps.step_cases import LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
+from whole_steps.step_timing import Row, Subject, Turns, measure
+
+FILE = "bench_step_lengths"
+
+COLUMNS = (
+    "selection",
+    "indexer split",
+    "indexer KL",
+    "attention",
+    "sums by key",
+    "matmuls",
+    "norm",
+    "copies, fills",
+    "elementwise, sums",
+    "optimizer",
+    "communication",
+    "other",
+    "idle",
+)
+"""Parts of a step in a row; those of `step_timing.PARTS` that are not here are in `other`."""
+
+AIMS = (
+    # shape, length, models, standard's time over theirs, of the whole model
+    *(("1.7b", length, ("shared", "shared_rope"), aim) for length, aim in
+      ((8192, 1.0), (16384, 1.3), (32768, 2.0), (131072, 3.0))),
+    ("1.7b", 32768, ("gsa",), 1.0),
+    ("1.7b", 131072, ("gsa",), 1.5),
+    ("100m", 8192, ("shared", "shared_rope"), 1.0),
+    ("1.7b", 4096, ("gsa",), 1 / 1.1),
+)  # fmt: skip
+
+FIXED = (
+    "gpu", "commit", "shape", "length", "layers", "model", "sequences", "micro_batch", "vocab", "indexer",
+    "step_ms", "speed_up", "speed_up_error", "tokens_per_second", "mfu", "flops_limit", "host_ms", "peak_gib",
+    "synchronizations", "launches", "r", "mean_k",
+)  # fmt: skip
+"""Columns of a row before the parts."""
+
+SAME_MODEL = ("shape", "length", "model", "sequences", "micro_batch", "vocab", "indexer")
+"""What rows of different depths have in common, if a whole model follows from them."""
+
+Cells = dict[str, harness.Cell]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("steps over lengths (with --lengths)")
+    group.add_argument("--lengths", type=int, nargs="+", metavar="L", help=f"of {LENGTHS}, or others")
+    group.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    group.add_argument(
+        "--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "gsa_rope"]
+    )
+    group.add_argument("--tokens", type=int, default=32768, help="per step")
+    group.add_argument("--micro-batches", type=int, default=1, help="of a step")
+    group.add_argument(
+        "--seconds", type=float, default=5.0, help="of turns for each case; three turns at least"
+    )
+    group.add_argument(
+        "--indexer",
+        choices=("alike", "own"),
+        default="alike",
+        help="selections like a trained model's, or those of random weights",
+    )
+    group.add_argument(
+        "--likeness", type=float, default=LIKENESS, help="of neighbouring queries, from 0 to 1"
+    )
+    group.add_argument(
+        "--selection",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="of launch/export_indexer.py, instead",
+    )
+    group.add_argument("--again", action="store_true", help="measure cases that the file has, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    report = harness.Report(FILE, arguments)
+    report.take_over()
+    files = dict(exported(path, torch.device("cuda")) for path in arguments.selection)
+    groups = plan(
+        arguments.shapes, arguments.lengths, arguments.models, arguments.tokens, arguments.micro_batches
+    )
+    parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
+    bench = Sweep(report, arguments, parallel, files)
+    for group in groups:
+        bench.run(group)
+    add_whole_models(report)
+    shutdown_parallel()
+    return report.finish()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The groups of cases one after another."""
+
+    report: harness.Report
+    arguments: argparse.Namespace
+    parallel: Parallel
+    files: Mapping[int, list[Planted]]
+    """Exported layers by their length."""
+
+    def run(self, group: Sequence[StepCase]) -> None:
+        """Measure what the file does not have. The standard model stays on the device for the others' turns."""
+        missing = [case for case in group if self.arguments.again or not self._has(case)]
+        if not missing:
+            return
+        reference: Subject | None = None
+        for case in group:
+            if case.model != STANDARD and case not in missing:
+                continue
+            kept = reference
+            reference = self._measured(case, kept, case in missing) if case.model == STANDARD else kept
+            if case.model != STANDARD:
+                self._measured(case, kept, True)
+        if reference is not None:
+            reference.bench.close()
+        del reference
+        release_memory(self.parallel.device)
+
+    def identity(self, case: StepCase) -> Cells:
+        """The cells that say which row this is."""
+        return {
+            "gpu": self.report.environment["gpu"],
+            "commit": self.report.environment["commit"],
+            "shape": case.shape,
+            "length": case.length,
+            "layers": case.layers,
+            "model": case.model,
+            "sequences": case.sequences,
+            "micro_batch": case.micro_batch,
+            "vocab": case.config(self.arguments.overrides).model.vocab_size,
+            "indexer": self._indexer(case),
+        }
+
+    def _indexer(self, case: StepCase) -> str:
+        if case.model == STANDARD:
+            return "none"
+        if self.files:
+            return f"exported at {self._file_length(case)}"
+        return "own" if self.arguments.indexer == "own" else f"alike {self.arguments.likeness:g}"
+
+    def _file_length(self, case: StepCase) -> int:
+        """The shortest that has enough tokens."""
+        fitting = [length for length in self.files if length >= case.length]
+        if not fitting:
+            raise ValueError(f"--selection: no file has {case.length} tokens; export one of that length")
+        return min(fitting)
+
+    def _has(self, case: StepCase) -> bool:
+        wanted = self.identity(case)
+        return any(wanted.items() <= row.items() for row in self.report.rows)
+
+    def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
+        """Measure a case and keep its row; the model itself if it is the standard one and fits the device."""
+        subject, failed = None, ""
+        cells: Cells = {}
+        try:
+            subject = self._build(case)
+            if with_row:
+                cells = self._row(subject, reference, case)
+        except torch.OutOfMemoryError as error:
+            failed = f"out of memory: {str(error).splitlines()[0]}"
+        if with_row:  # behind the handler, whose error holds on to the tensors
+            self._keep(self.identity(case) | cells | {"failed": failed})
+        if subject is not None and (case.model != STANDARD or failed):
+            subject.bench.close()
+            subject = None
+        release_memory(self.parallel.device)
+        return subject
+
+    def _build(self, case: StepCase) -> Subject:
+        config = case.config(self.arguments.overrides)
+        others_bytes = torch.cuda.memory_allocated()
+        # A rate of 0: weights, and so selections, stay what they are.
+        trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
+        subject = Subject(case.model, trainee, others_bytes)
+        subject.set_micro_batch(case.micro_batch)
+        return subject
+
+    def _planting(self, case: StepCase) -> Callable[[Model], None] | None:
+        if case.model == STANDARD or (self.arguments.indexer == "own" and not self.files):
+            return None
+        layers = self.files[self._file_length(case)] if self.files else []
+
+        def prepare(model: Model) -> None:
+            found = layers or [
+                alike(attention.indexer, case.length, self.arguments.likeness, attention.layer)
+                for attention in model.attentions
+                if attention.indexer is not None
+            ]
+            plant(model, found, case.micro_batch, case.length)
+
+        return prepare
+
+    def _row(self, subject: Subject, reference: Subject | None, case: StepCase) -> Cells:
+        subject.step_seconds()  # compiles
+        turns = Turns(self.arguments.seconds / 5, self.arguments.steps, self.arguments.seconds)
+        row = measure(subject, reference, turns, not self.arguments.no_profile)
+        host = statistics.median(subject.host_seconds() for _ in range(3))
+        print_top(row, self.arguments.top)
+        in_turn = reference is not None or case.model == STANDARD
+        parts = dict.fromkeys(COLUMNS, 0.0)
+        for name, took in row.parts.items():
+            parts[name if name in COLUMNS else "other"] += took * row.sequences
+        cells: Cells = {
+            "step_ms": row.step_ms,
+            "speed_up": 1 / row.ratio if in_turn else None,
+            "speed_up_error": row.ratio_error / row.ratio**2 if in_turn else None,
+            "tokens_per_second": row.tokens_per_second,
+            "mfu": row.mfu,
+            "flops_limit": self._flops_limit(case),
+            "host_ms": 1e3 * host,
+            "peak_gib": row.peak_gib,
+            "synchronizations": row.synchronizations,
+            "launches": row.launches,
+            **selected(subject),
+        }
+        return cells | {f"{name} ms": took for name, took in parts.items()}
+
+    def _flops_limit(self, case: StepCase) -> float:
+        """Matrix products of the standard model's step over those of this one: the speed-up at equal MFU."""
+        standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
+        totals = []
+        for each in (standard, case):
+            config = each.config(self.arguments.overrides)
+            totals.append(flops_per_token(config.model, config.gsa, config.phases[-1], each.length).total)
+        return totals[0] / totals[1]
+
+    def _keep(self, cells: Cells) -> None:
+        """In place of an older row of the same case."""
+        names = [*FIXED, *(f"{name} ms" for name in COLUMNS), "failed"]
+        identity = {name: cells[name] for name in FIXED[: FIXED.index("step_ms")]}
+        self.report.rows = [row for row in self.report.rows if not identity.items() <= row.items()]
+        self.report.row(**{name: cells.get(name) for name in names})
+
+
+def print_top(row: Row, number: int) -> None:
+    for kernel, count, took in row.top[:number]:
+        print(f"  {took * row.sequences:8.3f} ms {count:6} x {kernel[:130]}")
+
+
+def selected(subject: Subject) -> Cells:
+    """What the selections of a step are like, mean over the layers; nothing where attention is dense."""
+    if subject.bench.phase.attention == "dense":
+        return {}
+    stats = subject.bench.model.runtime.stats
+    try:
+        subject.bench.step(subject.batches, measures=True)
+    except torch.OutOfMemoryError:  # the step itself has its time; these rows lack r
+        return {}
+    nothing = torch.zeros(0, dtype=torch.float64, device=subject.bench.parallel.device)
+    found = stats.reduce(nothing, [], [])[0]
+    stats.reset()
+
+    def mean(name: str) -> float | None:
+        values = [each for each in found.get(name, []) if each is not None]
+        return statistics.fmean(values) if values else None
+
+    return {"r": mean("union_ratio_32"), "mean_k": mean("k_mean")}
+
+
+def whole_model(shallow: Mapping[str, Any], deep: Mapping[str, Any], layers: int) -> tuple[float, float]:
+    """ms of a layer, and of a step with `layers` of them, from rows of two depths."""
+    per_layer = (deep["step_ms"] - shallow["step_ms"]) / (deep["layers"] - shallow["layers"])
+    return per_layer, deep["step_ms"] + (layers - deep["layers"]) * per_layer
+
+
+def add_whole_models(report: harness.Report) -> None:
+    """From rows of this device and commit: a row for each whole model, and whether the aims are met."""
+    here = (report.environment["gpu"], report.environment["commit"])
+    report.rows = [row for row in report.rows if "whole_ms" not in row or (row["gpu"], row["commit"]) != here]
+    report.bars.clear()
+    measured: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in report.rows:
+        if "whole_ms" not in row and (row["gpu"], row["commit"]) == here and row["step_ms"] is not None:
+            key = tuple(row[name] for name in SAME_MODEL)
+            measured.setdefault(key, []).append(row)
+    made = {key: _whole_row(key, rows) for key, rows in measured.items()}
+    wholes: list[Cells] = []
+    for key, found in made.items():
+        if found is None:
+            continue
+        standard = made.get((*key[:2], STANDARD, *key[3:6], "none"))
+        ratio = None if standard is None else float(standard["whole_ms"]) / float(found["whole_ms"])  # type: ignore[arg-type]
+        wholes.append({"gpu": here[0], "commit": here[1], **found, "whole_speed_up": ratio})
+    for whole in wholes:
+        report.row(**whole)
+    for shape, length, models, aim in AIMS:
+        for whole in wholes:
+            if (whole["shape"], whole["length"]) == (shape, length) and whole["model"] in models:
+                value = whole["whole_speed_up"]
+                of = f"{whole['model']}, {shape} at {length}, {whole['indexer']}"
+                faster = float("nan") if value is None else float(value)
+                report.bar(f"whole step of {of}: standard's time over its", faster, at_least=aim)
+
+
+def _whole_row(key: tuple[Any, ...], rows: list[dict[str, Any]]) -> Cells | None:
+    """None where one depth alone was measured, and it is not the whole model."""
+    shape = SHAPES[key[0]]
+    rows = sorted(rows, key=lambda row: row["layers"])
+    per_layer: float | None = None
+    if rows[-1]["layers"] == shape.layers:
+        whole = rows[-1]["step_ms"]
+    elif len(rows) > 1:
+        per_layer, whole = whole_model(rows[0], rows[-1], shape.layers)
+    else:
+        return None
+    named = dict(zip(SAME_MODEL, key, strict=True))
+    return {**named, "layers": shape.layers, "layer_ms": per_layer, "whole_ms": whole}

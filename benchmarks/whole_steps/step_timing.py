@@ -1,0 +1,216 @@
+"""What a training step of one model costs, taken in turn with another's: time, memory, and the parts of it."""
+
+import dataclasses
+import re
+import statistics
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import harness
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from gsa_train.batches import MicroBatch
+from gsa_train.model.flops import flops_per_token, peak_flops_per_second
+from whole_steps.step_bench import OurTrainee, random_batches
+
+PARTS = (
+    (
+        "selection",
+        r"^_?(scores_kernel|select|best_groups|candidates|guess|narrow|block_lists_kernel|fill_kernel)",
+    ),
+    (
+        "indexer KL",
+        r"^_?(stacked_|gathered_|block_)?(probs_kernel|stats_kernel|grad_kernel|reduce_kernel|totals_kernel)",
+    ),
+    (
+        "attention",
+        r"^_?(forward_kernel|backward_kernel|queries_(with_target_)?kernel|keys_kernel|rows_kernel)",
+    ),
+    ("attention", r"^_?(sum_parts|transpose_kernel)"),
+    ("attention", r"flash|fmha|sdpa|cudnn_generated"),
+    ("sums by key", r"^_?(mark|count|place|add)_kernel"),
+    ("indexer split", r"^_?copy_kernel"),
+    ("cross-entropy", r"cross_entropy|softmax|vocabulary"),
+    ("optimizer", r"multi_tensor|adam|update_kernel|lpnorm|foreach"),
+    ("matmuls", r"gemm|nvjet|cutlass|splitK|cublas"),
+    ("norm", r"norm|GammaBeta"),
+    ("split, rope, gates", r"^_?(heads_(backward_)?kernel|gate_(backward_)?kernel)"),
+    ("swiglu", r"swiglu|silu"),
+    ("communication", r"nccl"),
+    (
+        "embedding",
+        r"embedding|index|radix_?sort|sum_and_scatter|compute_grad_weight|gather_kernel|unique|scan",
+    ),
+    ("copies, fills", r"memcpy|memset|copy|fill|cat"),
+    ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
+)
+"""Part -> pattern of kernel names, the first that is found. `sums by key`: of the gradients of what was gathered by
+key, for attention over key lists and for the loss over them."""
+
+
+@dataclass
+class Row:
+    """One model at one micro-batch size."""
+
+    config: str
+    micro_batch: int
+    sequences: int
+    step_ms: float
+    ratio: float
+    """To the first config's steps, taken in turn with these."""
+    ratio_error: float
+    """Standard error of that."""
+    tokens_per_second: float
+    mfu: float
+    """Matrix products of the model's phase, sparse attention counted as sparse, over the device's peak."""
+    peak_gib: float
+    synchronizations: int
+    """Times that a step made the host wait for the device."""
+    launches: int
+    """Kernels, copies and fills of a step."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """ms per sequence."""
+    top: list[tuple[str, int, float]] = field(default_factory=list)
+    """Kernels that took longest: name, launches and ms per sequence."""
+
+
+@dataclass
+class Subject:
+    """A model on the device."""
+
+    name: str
+    bench: OurTrainee
+    others_bytes: int
+    """What was on the device before."""
+    batches: list[MicroBatch] = field(default_factory=list)
+
+    def set_micro_batch(self, size: int) -> None:
+        train = dataclasses.replace(self.bench.config.train, micro_batch_size=size)
+        self.bench.config = dataclasses.replace(self.bench.config, train=train)
+        self.batches = random_batches(self.bench.config, self.bench.parallel)
+
+    def step_seconds(self) -> float:
+        began = time.perf_counter()
+        self.bench.step(self.batches)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def host_seconds(self) -> float:
+        """What the host alone needs to launch a step; the device may go on after it."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.bench.step(self.batches)
+        return time.perf_counter() - began
+
+    def peak_bytes(self) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        self.step_seconds()
+        return torch.cuda.max_memory_allocated() - self.others_bytes
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How many steps two models take in turn."""
+
+    warm_up_seconds: float
+    steps: int
+    """At most."""
+    seconds: float = float("inf")
+    """After which no further turn begins, if there were `FEWEST_TURNS`."""
+
+
+FEWEST_TURNS = 3
+
+
+def measure(subject: Subject, reference: Subject | None, turns: Turns, with_profile: bool) -> Row:
+    """Times in turn with those of `reference`, or alone."""
+    taking_turns = [subject] if reference is None else [reference, subject]
+    began = time.perf_counter()
+    while time.perf_counter() - began < turns.warm_up_seconds:
+        for one in taking_turns:
+            one.step_seconds()
+    began = time.perf_counter()
+    rounds: list[list[float]] = []
+    while len(rounds) < turns.steps:
+        rounds.append([one.step_seconds() for one in taking_turns])
+        if len(rounds) >= FEWEST_TURNS and time.perf_counter() - began > turns.seconds:
+            break
+    seconds = statistics.median(times[-1] for times in rounds)
+    ratio, ratio_error = harness.median_and_error([times[-1] / times[0] for times in rounds])
+    bench = subject.bench
+    config = bench.config
+    tokens = config.train.global_batch_size * config.train.seq_len_tokens
+    flops = flops_per_token(config.model, config.gsa, bench.phase, config.train.seq_len_tokens)
+    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
+    row = Row(
+        config=subject.name,
+        micro_batch=config.train.micro_batch_size,
+        sequences=config.train.global_batch_size,
+        step_ms=1e3 * seconds,
+        ratio=ratio,
+        ratio_error=ratio_error,
+        tokens_per_second=tokens / seconds,
+        mfu=float("nan") if peak is None else tokens / seconds * flops.total / peak,
+        peak_gib=subject.peak_bytes() / 2**30,
+        synchronizations=count_synchronizations(bench, subject.batches),
+        launches=0,
+    )
+    if with_profile:
+        add_parts(row, bench, subject.batches)
+    return row
+
+
+def count_synchronizations(bench: OurTrainee, batches: list[MicroBatch]) -> int:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        bench.step(batches)
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        f"{Path(w.filename).name}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
+    )
+    for place, count in places.most_common(8):
+        print(f"  host waits for the device {count} times at {place}")
+    return sum(places.values())
+
+
+def add_parts(row: Row, bench: OurTrainee, batches: list[MicroBatch]) -> None:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        bench.step(batches)
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    per_sequence = 1 / (1e3 * row.sequences)  # from us per step
+    parts: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for kernel in kernels:
+        duration = kernel.time_range.elapsed_us() * per_sequence
+        parts[part_of(kernel.name)] += duration
+        names[kernel.name] += duration
+        launches[kernel.name] += 1
+    row.launches = len(kernels)
+    row.parts = dict(parts.most_common())
+    row.parts["idle"] = row.step_ms / row.sequences - busy_us(kernels) * per_sequence
+    row.top = [(name, launches[name], took) for name, took in names.most_common(40)]
+
+
+def part_of(kernel: str) -> str:
+    for part, pattern in PARTS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return part
+    return "other"
+
+
+def busy_us(kernels: list) -> float:
+    """Time in which at least one kernel runs."""
+    busy = end = 0.0
+    for start, stop in sorted((k.time_range.start, k.time_range.end) for k in kernels):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy
