@@ -16,6 +16,9 @@ from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
 from gsa_kernels.row_product.tiling import Tiling
 
+INDEXER_TILING = Tiling(rows=2)
+"""Of the indexer's rows by themselves: few."""
+
 HEADS, GATE, INDEX = "heads", "gate", "index"
 
 
@@ -110,7 +113,8 @@ def enter_row(
     if unknown or not part.sections:
         raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
     out = _new_entered(x, sizes) if part.into is None else part.into
-    tiling = DEFAULT_TILING if tiling is None else tiling
+    if tiling is None:
+        tiling = INDEXER_TILING if part.sections == (INDEX,) else DEFAULT_TILING
     wanted = (HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
     with launching_on(x, "x"):
         launch = Launch(tiling, wanted, can_chain(x), part.beside)
