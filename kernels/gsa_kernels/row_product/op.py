@@ -9,6 +9,9 @@ dependent launch). The rule that makes this safe, for all kernels of this packag
    the one in front of it has, and who waits for its predecessor has waited for all kernels before that, too.
 3. What is read before the wait (weights, positions) is written by no kernel of the chain. An ordinary kernel, which
    starts when all in front of it has ended, may write it.
+4. A kernel may run beside the one in front where that one lets it start only after its own wait: all kernels before
+   that have ended then. So it may read what these wrote and write what the one in front neither reads nor writes, and
+   waits in one program before it ends, for rule 2.
 """
 
 import torch
