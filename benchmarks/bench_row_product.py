@@ -317,7 +317,7 @@ def measure_steps(report: harness.Report, arguments: argparse.Namespace) -> None
 
 
 def show_layer(name: str, step: Callable[[], object]) -> None:
-    """Kernels from one joined product to the next, in the middle of a step."""
+    """Kernels from one launch of a joined product to the third behind it, in the middle of a step."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         for _ in range(3):
             step()
@@ -329,9 +329,9 @@ def show_layer(name: str, step: Callable[[], object]) -> None:
         print(f"{name}: the profiler saw no kernels")
         return
     middle = len(entries) // 2
-    first, last = entries[middle], entries[middle + 1]
+    first, last = entries[middle], entries[min(middle + 3, len(entries) - 1)]  # a layer has one to three
     origin = kernels[first].time_range.start
-    print(f"{name}, one layer, us: start, end, kernel")
+    print(f"{name}, a layer or more, us: start, end, kernel")
     for each in kernels[first : last + 1]:
         start, end = each.time_range.start - origin, each.time_range.end - origin
         print(f"{start:9.2f} {end:9.2f}  {each.name[:60]}")
