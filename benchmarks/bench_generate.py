@@ -214,10 +214,10 @@ def capture(
         graphs = DecodingGraphs(decoder)
     check(report, what, wanted, graphs.step(refresh=True))
 
-    def step(refresh: bool) -> None:
+    def step(refresh: bool) -> torch.Tensor:
         decoder.slot.fill_(filled)
         decoder.lengths.fill_(filled + 1)
-        graphs.step(refresh)
+        return graphs.step(refresh)
 
     kinds = (True, False) if decoder.config.index_block_size > 1 else (True,)
     return {"select" if kind else "keep": partial(step, kind) for kind in kinds}

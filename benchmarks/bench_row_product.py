@@ -8,31 +8,30 @@ none comes from the L2 cache; the output layer, larger than that cache, alone. u
 alone; ours has the norm in front of it, the gate, the residual. `chain`: the four products of a layer, each on the
 result of the one before, in all layers, with the default tilings and with those that were fastest here.
 
---step: instead, one sequence's step of the whole model by other tilings of the joined product and of attention; and
-when the kernels of one layer start and end. A kernel that waits for the one in front counts.
+--step: instead, one sequence's step of the whole model: as it is, and in other ways (step_variants.py), group by group,
+of which the fastest is kept; and when the kernels of one layer start and end. A kernel that waits for the one in front
+counts.
 """
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import bench_generate
 import harness
 import torch
 import yaml
+from step_variants import Way, applied, groups
 from torch.profiler import ProfilerActivity, profile
 from triton.errors import TritonError
 
 from gsa_hf.decoding import FusedDecoder
-from gsa_kernels.decode import joined, state, triton_attend
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.reference import row_product as wanted_product
@@ -223,88 +222,102 @@ def measure_chain(
         report.row(chain_of_a_layer=name, batch=batch, us=us, gb_per_s=moved / us / 1e3)
 
 
-JOINED = {
-    "joined 4 pairs": Tiling(4),
-    "joined 4 pairs, 8 warps, 264 programs": Tiling(4, 8, 264),
-    "joined 2 pairs": Tiling(2),
-    "joined 2 pairs, 396 programs": Tiling(2, programs=396),
-}
-PARTS = (16, 64)
-DEFAULT, LATE = "default", "no keys before the wait"
+CROSS_TOLERANCE = 3e-2
+"""Of logits of another way beside those of the code as it is: bf16 rounds at other places, in all layers."""
 
 
-def variants(shared: bool) -> list[str]:
-    """Of steps that keep a selection only: those of attention that reads keys before it waits."""
-    kept = [LATE, "tiles of 64 keys"] if shared else []
-    return [DEFAULT, *JOINED, *kept, *(f"{parts} parts" for parts in PARTS)]
+@dataclass
+class Trial:
+    """A way, with its captured steps of each model; ms of a token, and of each kind of step."""
+
+    name: str
+    way: Way
+    steps: dict[str, Callable[[], object]]
+    held: list[Any]  # a graph keeps no tensor alive
+    ms: float = float("inf")
 
 
-def as_variant(decoder: FusedDecoder, variant: str) -> ExitStack:
-    """While it is open, the decoder's steps are captured so."""
-    changed = ExitStack()
-    if variant in JOINED:
-        changed.enter_context(mock.patch.object(joined, "DEFAULT_TILING", JOINED[variant]))
-    if variant == "tiles of 64 keys":
-        changed.enter_context(mock.patch.object(triton_attend, "SETTLED_TILE", triton_attend.Tile(64, 4, 1)))
-    if variant == LATE:
-        made = decoder._layer_cache
+def capture_way(
+    report: harness.Report,
+    name: str,
+    way: Way,
+    decoders: dict[str, FusedDecoder],
+    wanted: dict[str, torch.Tensor],
+) -> Trial | None:
+    """None, and a line, if it does not run or gives other logits than the first one, whose `wanted` are empty."""
+    trial = Trial(name, way, {}, [])
+    for model, decoder in decoders.items():
+        try:
+            with applied(way, decoder):
+                steps = bench_generate.capture(report, f"{model}, {name}", decoder, nullcontext)
+                trial.held.append(decoder._workspace)
+        except (TritonError, RuntimeError, ArithmeticError) as error:
+            print(f"{model}, {name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+            return None
+        for kind, step in steps.items():
+            what = f"{model} {kind}"
+            logits = step()
+            assert isinstance(logits, torch.Tensor)
+            error_found = harness.relative_error(logits, wanted.setdefault(what, logits.clone()))
+            if not error_found < CROSS_TOLERANCE:
+                report.fail(f"{what}, {name}: logits have relative error {error_found:.1e}")
+                return None
+            trial.steps[what] = step
+    return trial
 
-        def made_late(place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:
-            return made(place, leader, lengths, settled=False)
 
-        late = mock.patch.object(decoder, "_layer_cache", made_late)
-        changed.enter_context(late)
-    for parts in PARTS:
-        if variant == f"{parts} parts":
-            workspace, config = decoder._workspace, decoder.config
-            assert workspace is not None
-            other = state.new_workspace(
-                1,
-                workspace.scores.shape[1],
-                heads=config.num_attention_heads,
-                kv_heads=config.num_key_value_heads,
-                head_size=config.head_dim,
-                device=workspace.scores.device,
-                splits=parts,
-            )
-            changed.enter_context(mock.patch.object(decoder, "_workspace", other))
-    return changed
+def time_trials(report: harness.Report, trials: list[Trial]) -> None:
+    """In turns. ms: GSA's step and, of GSA shared, the mean over a block."""
+    runs = {f"{place} {what}": step for place, each in enumerate(trials) for what, step in each.steps.items()}
+    times = harness.measure(runs, budget_ms=80, flush_l2=False, compiled=True)
+    for place, trial in enumerate(trials):
+        ms = {what: times[f"{place} {what}"].ms for what in trial.steps}
+        gsa, select, keep = ms["GSA select"], ms["GSA shared select"], ms["GSA shared keep"]
+        shared = (select + (bench_generate.BLOCK - 1) * keep) / bench_generate.BLOCK
+        trial.ms = gsa + shared
+        report.row(way=trial.name, gsa_ms=gsa, shared_ms=shared, select_ms=select, keep_ms=keep)
 
 
 def measure_steps(report: harness.Report, arguments: argparse.Namespace) -> None:
-    """Both models of `bench_generate` that have an indexer, with our products. A variant that does not run is named."""
-    started = time.perf_counter()
-    for name in bench_generate.PROMISES:
-        layers = arguments.shapes["model"]["num_layers"]
-        decoder = bench_generate.open_decoder(name, 1, arguments.length, layers, arguments, "cuda")
-        shared = decoder.config.index_block_size > 1
-        runs: dict[str, Callable[[], object]] = {}
-        held = []
-        for variant in variants(shared):
-            if time.perf_counter() - started > arguments.seconds and variant != DEFAULT:
-                print(f"{name}, {variant}: left out (--seconds)")
+    """Both models of `bench_generate` that have an indexer, with our products: group by group of changes, each beside
+    the fastest way so far; then that way and the code as it is, kernel by kernel."""
+    until = time.perf_counter() + arguments.seconds
+    layers = arguments.shapes["model"]["num_layers"]
+    decoders = {
+        name: bench_generate.open_decoder(name, 1, arguments.length, layers, arguments, "cuda")
+        for name in bench_generate.PROMISES
+    }
+    wanted: dict[str, torch.Tensor] = {}
+    first = capture_way(report, "as it is", Way(), decoders, wanted)
+    if first is None:
+        report.fail("the code as it is does not run")
+        return
+    best = first
+    for group, changes in groups().items():
+        if time.perf_counter() > until:
+            print(f"{group} and those behind it left out (--seconds)")
+            break
+        trials = [best]
+        for change, change_way in changes.items():
+            way = change_way(best.way)
+            if way == best.way:
                 continue
-            try:
-                with as_variant(decoder, variant):
-                    steps = bench_generate.capture(report, f"{name}, {variant}", decoder, nullcontext)
-                    held.append(decoder._workspace)  # a graph keeps no tensor alive
-            except (TritonError, RuntimeError) as error:
-                print(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0]}")
-                continue
-            runs |= {f"{variant}, {kind}": step for kind, step in steps.items()}
-        times = harness.measure(runs, budget_ms=60, flush_l2=False, compiled=True)
-        for what, timing in times.items():
-            report.row(model=name, variant=what, step_ms=timing.ms, low_ms=timing.low)
-        for what, step in runs.items():
-            if what.startswith((DEFAULT, LATE)):
-                show_layer(f"{name}, {what}", step)
-        del decoder, runs, steps, times, held
-        gc.collect()
-        torch.cuda.empty_cache()
+            trial = capture_way(report, f"{group}: {change}", way, decoders, wanted)
+            if trial is not None:
+                trials.append(trial)
+        time_trials(report, trials)
+        best = min(trials, key=lambda each: each.ms)
+        print(f"{group}: kept {best.name}", flush=True)
+    time_trials(report, [first, best])
+    print(f"fastest: {best.way}")
+    for trial in dict.fromkeys((id(first), id(best))):
+        each = first if trial == id(first) else best
+        for what, step in each.steps.items():
+            show_layer(f"{what}, {each.name}", step)
 
 
 def show_layer(name: str, step: Callable[[], object]) -> None:
-    """Kernels from one joined product to the next, in the middle of a step."""
+    """Kernels from one launch of a joined product to the third behind it, in the middle of a step."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         for _ in range(3):
             step()
@@ -316,9 +329,9 @@ def show_layer(name: str, step: Callable[[], object]) -> None:
         print(f"{name}: the profiler saw no kernels")
         return
     middle = len(entries) // 2
-    first, last = entries[middle], entries[middle + 1]
+    first, last = entries[middle], entries[min(middle + 3, len(entries) - 1)]  # a layer has one to three
     origin = kernels[first].time_range.start
-    print(f"{name}, one layer, us: start, end, kernel")
+    print(f"{name}, a layer or more, us: start, end, kernel")
     for each in kernels[first : last + 1]:
         start, end = each.time_range.start - origin, each.time_range.end - origin
         print(f"{start:9.2f} {end:9.2f}  {each.name[:60]}")
@@ -330,13 +343,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="PRODUCT", help="of joined, out, gate_up, down, head")
     parser.add_argument("--budget-ms", type=float, default=30.0, help="of device time for each candidate")
     parser.add_argument(
-        "--seconds", type=float, help="after which no candidate is begun; 140, or 40 with --step"
+        "--seconds",
+        type=float,
+        help="after which no candidate, or way, is begun; 140, or 300 with --step",
     )
     parser.add_argument("--step", action="store_true", help="time steps of the model instead")
     parser.add_argument("--length", type=int, default=bench_generate.PROMISED_LENGTH, help="tokens")
     arguments: argparse.Namespace = parser.parse_args()
     if arguments.seconds is None:
-        arguments.seconds = 40.0 if arguments.step else 140.0
+        arguments.seconds = 300.0 if arguments.step else 140.0
     harness.require_cuda()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)

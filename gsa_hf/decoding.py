@@ -5,6 +5,7 @@ static cache in place and reads nothing back from the device, so that its step c
 in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -204,6 +205,8 @@ class FusedDecoder:
         projected = self._enter(h, *layers[0], self.buffers[0], *place)
         for index, attention in enumerate(model.layers):
             module = attention.self_attn
+            if isinstance(projected, row_layers.Entry) and not module.is_sparse:
+                projected = projected.launch()
             if module.is_sparse:
                 attended = self._attend(index, module, projected, refresh)
             else:
@@ -242,7 +245,7 @@ class FusedDecoder:
         index_cos, index_sin = (x[:, 0] for x in model.indexer_rotary_emb(h, position_ids=positions))
         return cos, sin, index_cos, index_sin
 
-    def _attend(self, place: int, module: Any, projected: Projected, refresh: bool) -> torch.Tensor:
+    def _attend(self, place: int, module: Any, projected: Any, refresh: bool) -> Any:
         config = self.config
         leader = config.indexer_layer(place)
         assert leader is not None
@@ -250,6 +253,25 @@ class FusedDecoder:
         # With blocks, a step that keeps selections makes none; another one, and `place`, come behind ordinary kernels.
         settled = selects or not (refresh or config.index_block_size == 1)
         held = self._layer_cache(place, leader, self.lengths, settled)
+        if not isinstance(projected, row_layers.Entry):
+            return self._attend_projected(place, module, projected, held, selects)
+        joined, launch = kernel_module("decode.joined"), projected.launch
+        parts = row_layers.parts(selects, self.layers[place][1].parts[4] > 0)
+        entered = launch(part=joined.Part(parts.front))
+        if parts.beside_selection:
+            part = joined.Part(parts.beside_selection, entered, beside=True)
+            beside = kernel_module("decode.state").Beside(partial(launch, part=part), row_layers.ORDER.heads)
+            held = dataclasses.replace(held, beside=beside)
+        if not parts.beside_attention:
+            return self._attend_projected(place, module, entered, held, selects)
+        attended = self._attend_projected(place, module, entered._replace(gate=None), held, selects)
+        launch(part=joined.Part(parts.beside_attention, entered, beside=True))
+        return row_layers.Attended(attended, entered.gate)
+
+    def _attend_projected(
+        self, place: int, module: Any, projected: Any, held: Any, selects: bool
+    ) -> torch.Tensor:
+        config = self.config
         window = config.index_local_window
         decode = kernel_module("decode.op")
         if not selects:

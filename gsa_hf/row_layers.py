@@ -6,11 +6,61 @@ Each starts while the one in front of it ends, so that the weights stream withou
 arguments as in joined_layers.py, where what they calculate is written in plain torch.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .kernel_pass_gsa import kernel_module
+
+
+class Order(NamedTuple):
+    """When the rows of a sparse layer's joined product are multiplied, where `enters_at_once`."""
+
+    heads: Literal["front", "scores", "bin"] = "front"
+    """Queries, keys and values of a step that selects: in front of the scores, or beside what `Beside.behind` names."""
+
+    gate: Literal["heads", "attention"] = "heads"
+    """G1: with the heads; or beside attention, whose output the product with W_O gates then. So are the indexer's rows
+    of a step that keeps its selection."""
+
+
+ORDER = Order()
+
+
+class Entry(NamedTuple):
+    """The joined product of a layer, not yet multiplied."""
+
+    launch: Callable[..., Any]
+    """`enter_row` but for its `part`."""
+
+
+class Attended(NamedTuple):
+    """Attention's output [B, H, D] without its gate, and that gate before its sigmoid."""
+
+    out: torch.Tensor
+    gate: torch.Tensor
+
+
+class Parts(NamedTuple):
+    """Sections of a layer's joined product, by when they are launched."""
+
+    front: tuple[str, ...]
+    beside_selection: tuple[str, ...]
+    beside_attention: tuple[str, ...]
+
+
+def parts(selects: bool, gated: bool) -> Parts:
+    """Of a layer, by `ORDER`: whether it selects in this step, and whether it has G1."""
+    late_gate = ORDER.gate == "attention" and gated
+    heads = ("heads",) if late_gate else ("heads", "gate")
+    if not selects:
+        return Parts(heads, (), ("gate", "index")) if late_gate else Parts((*heads, "index"), (), ())
+    gate = ("gate",) if late_gate else ()
+    if ORDER.heads == "front":
+        return Parts((*heads, "index"), (), gate)
+    return Parts(("index",), heads, gate)
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
@@ -39,7 +89,7 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """The joined product; norms, rotation, gate G2 and the writes into the cache. Two launches, or with a table of all
-    angles one."""
+    angles one, which is still to be launched."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
@@ -47,7 +97,8 @@ def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tenso
     buffers = formats.EntryCache(*cache)
     if isinstance(rotary, formats.AngleTable):
         product = formats.JoinedProduct(layer.joined, norm, layer.bias)
-        return kernel_module("decode.joined").enter_row(h, product, columns, rotary, buffers, slot)
+        enter_row = kernel_module("decode.joined").enter_row
+        return Entry(partial(enter_row, h, product, columns, rotary, buffers, slot))
     projected = kernel_module("row_product.op").row_product(h, layer.joined, norm, layer.bias)
     norms = None
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -57,17 +108,19 @@ def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tenso
     )
 
 
-def leave(h: torch.Tensor, attended: torch.Tensor, layer: Any, sizes: Any) -> torch.Tensor:
+def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tensor:
     """Three launches: W_O with the residual, the gated product, its way back with the residual."""
     row_product = kernel_module("row_product.op").row_product
     norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
-    h = row_product(attended.flatten(1), layer.out, residual=h)
+    out, gate = attended if isinstance(attended, Attended) else (attended, None)
+    gate = None if gate is None else gate.flatten(1)
+    h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate)
     return row_product(row_product(h, layer.gate_up, norm, gated=True), layer.down, residual=h)
 
 
 def pass_on(
     h: torch.Tensor,
-    attended: torch.Tensor,
+    attended: Any,
     left: tuple[Any, Any],
     entered: tuple[Any, Any],
     cache: Any,
@@ -79,9 +132,7 @@ def pass_on(
     return h, enter(h, *entered, cache, slot, rotary)
 
 
-def finish(
-    h: torch.Tensor, attended: torch.Tensor, left: Any, norm: torch.Tensor, head: torch.Tensor
-) -> torch.Tensor:
+def finish(h: torch.Tensor, attended: Any, left: Any, norm: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """`leave`, and the logits [B, vocab]."""
     h = leave(h, attended, *left)
     given = kernel_module("row_product.reference").Norm(norm, left[1].eps)

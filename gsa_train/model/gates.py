@@ -123,30 +123,40 @@ def split_gate_logits(
     )
 
 
-def gate_statistics(logits: torch.Tensor, config: GSATransformerConfig) -> Statistics:
+def gate_statistics(
+    logits: torch.Tensor, config: GSATransformerConfig, bins: tuple[torch.Tensor, torch.Tensor]
+) -> Statistics:
     """How far both gates are open.
 
     Args:
         logits: of some tokens, [T, B, local rows], without graph.
+        bins: `gate_bins`
     """
     rows = _rows_per_group(config)
     opening = logits.float().sigmoid()
-    numbers = torch.arange(GATE_BINS, device=logits.device)
+    numbers, edges = bins
     # What is not finite is in the last one.
-    bins = torch.bucketize(opening, numbers[1:] / GATE_BINS, right=True)
+    places = torch.bucketize(opening, edges, right=True)
     # [rows of a key-value head, bins], both gates at once.
-    in_bins = (bins.unflatten(-1, (-1, sum(rows)))[..., None] == numbers).sum((0, 1, 2)).split(rows)
-    of_both = {"mean": opening, "low": opening < 0.1, "high": opening > 0.9}
-    of_each = {what: split_gate_logits(values, config) for what, values in of_both.items()}
+    in_bins = (places.unflatten(-1, (-1, sum(rows)))[..., None] == numbers).sum((0, 1, 2)).split(rows)
     statistics = Statistics()
-    for number, name in enumerate(("value_gate", "output_gate")):
-        for what, gates in of_each.items():
-            if (gate := gates[number]) is not None:
-                statistics.means[f"{name}_{what}"] = gate
-        if rows[number]:
-            counts = in_bins[number].sum(0)
-            statistics.vectors[f"{name}_histogram"] = Vector(counts, counts.sum().expand(GATE_BINS))
+    for name, gate, counts in zip(
+        ("value_gate", "output_gate"), split_gate_logits(opening, config), in_bins, strict=True
+    ):
+        if gate is None:
+            continue
+        statistics.means[f"{name}_mean"] = gate
+        for what, bin in (("low", 0), ("high", GATE_BINS - 1)):
+            statistics.means[f"{name}_{what}"] = counts[:, bin]
+            statistics.counts[f"{name}_{what}"] = gate.numel()
+        statistics.vectors[f"{name}_histogram"] = Vector(counts)
     return statistics
+
+
+def gate_bins(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the gates' histograms: their numbers, and the edges between them."""
+    numbers = torch.arange(GATE_BINS, device=device)
+    return numbers, numbers[1:] / GATE_BINS
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, int]:

@@ -32,7 +32,13 @@ from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.build import build_core
 from gsa_train.model.cores.interface import CoreSettings
 from gsa_train.model.cores.over_chunks import CoreOverChunks, Projected
-from gsa_train.model.gates import build_gate_projection, gate_statistics, has_gates, split_gate_logits
+from gsa_train.model.gates import (
+    build_gate_projection,
+    gate_bins,
+    gate_statistics,
+    has_gates,
+    split_gate_logits,
+)
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
@@ -153,7 +159,8 @@ class GSASelfAttention(MegatronModule):
             sampled = gates.detach()[
                 self.over_chunks.sampled_tokens(len(gates), attention_mask, attention_pass)
             ]
-            self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config))
+            bins = self.runtime.once(attention_mask, "gate_bins", lambda: gate_bins(sampled.device))
+            self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config, bins))
         projected = Projected(q, k, v, output_gate, attention_mask)
         selections = None
         if attention_pass.uses_indexer:

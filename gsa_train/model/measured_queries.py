@@ -57,6 +57,17 @@ class SparseQueries:
         return causal & (keys >= self.starts[..., None])
 
     @cached_property
+    def causal_numbers(self) -> dict[torch.dtype, torch.Tensor]:
+        """`causal` as ones and zeros of the types that have been asked for (`causal_as`)."""
+        return {}
+
+    def causal_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """`causal` as ones and zeros, which multiply."""
+        if dtype not in self.causal_numbers:
+            self.causal_numbers[dtype] = self.causal.to(dtype)
+        return self.causal_numbers[dtype]
+
+    @cached_property
     def causal_packed(self) -> torch.Tensor:
         """`causal` as a packed mask, int32 [B, T, ceil(L_k / 32)]."""
         return causal_packed_mask(self.positions, self.num_keys, self.starts)

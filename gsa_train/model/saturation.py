@@ -35,9 +35,9 @@ def saturation_statistics(
     logit = largest_logit(inputs.q[:, rows], inputs.k, sparse.causal_with_choice)
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
-        share = saturated_share(
-            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, sparse.causal
-        )
+        asked = indexer.queries[:, rows]
+        causal = (sparse.causal_as(asked.dtype), sparse.visible)
+        share = saturated_share(asked, indexer.keys, indexer.score_bias, indexer.activation, causal)
         statistics.average("indexer_saturated", share, sparse.has_choice[..., None])
     return statistics
 
@@ -63,7 +63,7 @@ def saturated_share(
     keys: torch.Tensor,
     score_bias: torch.Tensor | None,
     activation: str,
-    causal: torch.Tensor,
+    causal: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Of the pairs of each query and indexer head, the share whose activation (eq. 7) has no slope to speak of: fp32
     [B, T, H_I].
@@ -73,13 +73,14 @@ def saturated_share(
         keys: [B, L_k, d_I]
         score_bias: b_j [H_I]
         activation: `sigmoid`, saturated below and above, or `relu`, below 0.
-        causal: bool [B, T, L_k] or [1, T, L_k]
+        causal: the keys that each query sees, ones and zeros [B, T, L_k] in the type of the queries, and how many these
+            are, [B, T]; or of B = 1
     """
+    seen, number = causal
     scaled = (queries * queries.shape[-1] ** -0.5).flatten(1, 2)
     z = (scaled @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])  # [B, T, H_I, L_k]
     if score_bias is not None:
         z += score_bias[:, None]
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
-    # Counted in the type of z: a sum of bools copies them to int64 first.
-    count = (flat & causal[:, :, None]).to(z.dtype).sum(-1, dtype=torch.float32)
-    return count / causal[:, :, None].sum(-1)
+    # A product in the type of z: a sum of bools copies them to int64 first.
+    return (flat * seen[:, :, None]).sum(-1, dtype=torch.float32) / number[..., None]

@@ -81,9 +81,9 @@ LARGE = 1 << 16
 
 class Vector(NamedTuple):
     sums: torch.Tensor
-    """[entries]"""
-    counts: torch.Tensor
-    """[entries]: by what each sum is divided."""
+    """[entries], or [rows, entries], of which the rows are still to be added."""
+    counts: torch.Tensor | None = None
+    """[entries]: by what each sum is divided; None: by the sum of all."""
     first: int = 0
     """Number of the first of these entries."""
 
@@ -174,7 +174,7 @@ class LayerStats:
         for name, vector in statistics.vectors.items():
             entries = self._entries[name]
             first = entries.start + vector.first
-            last = first + len(vector.sums)
+            last = first + vector.sums.shape[-1]
             assert last <= entries.stop
             self._wait("vectors", (name, first, last), layer, vector.sums, vector.counts)
         for name, values in statistics.maxima.items():
@@ -241,7 +241,10 @@ class LayerStats:
             elif what == "vectors":
                 _, first, last = where
                 into = [self._vectors[layer, part, first:last] for part in range(2) for layer in layers]
-                torch._foreach_add_(into, [*tensors[0].double(), *tensors[1].double()])
+                sums = tensors[0].view(len(layers), -1, last - first).sum(1, dtype=torch.float64)
+                counts = tensors[1]
+                counts = sums.sum(1, keepdim=True).expand_as(sums) if counts is None else counts.double()
+                torch._foreach_add_(into, [*sums, *counts])
             elif what == "extremes":
                 values, counted = tensors
                 values = (

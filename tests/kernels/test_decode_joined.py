@@ -73,11 +73,30 @@ def make(
     return given, reference.EntryCache(normal(1, kv_heads, ROOM, dim), normal(1, kv_heads, ROOM, dim), kept)
 
 
-def check(options: dict[str, Any], tiling: Tiling | None) -> None:
+WHOLE = (("heads", "gate", "index"),)
+
+
+def enter(
+    given: dict[str, Any],
+    cache: reference.EntryCache,
+    tiling: Tiling | None,
+    groups: tuple[tuple[str, ...], ...],
+) -> reference.Entered:
+    """In as many launches as there are groups of sections; those behind the first as beside something."""
+    entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=joined.Part(groups[0]))
+    for group in groups[1:]:
+        part = joined.Part(group, entered, beside=True)
+        joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
+    return entered
+
+
+def check(
+    options: dict[str, Any], tiling: Tiling | None, groups: tuple[tuple[str, ...], ...] = WHOLE
+) -> None:
     """Also that nothing but its slot of the cache is written."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
-    found = joined.enter_row(**given, cache=cache, tiling=tiling)
+    found = enter(given, cache, tiling, groups)
     wanted = reference.enter_row(**given, cache=copy)
     # The reference rounds to bf16 after each of up to four steps.
     rtol = 1e-5 if options["dtype"] == torch.float32 else 4 * 2**-8
@@ -103,6 +122,22 @@ def test_joined_product(options: dict[str, Any]) -> None:
     options = dict(options)
     tiling = options.pop("tiling")
     check(options | {"heads": (4, 2, 32)}, tiling)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "groups",
+    [(("index",), ("gate", "heads")), (("heads",), ("gate", "index")), (("index",), ("heads",), ("gate",))],
+)
+def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> None:
+    options = {
+        "hidden": 40,
+        "heads": (4, 2, 32),
+        "gates": (True, True),
+        "indexer": (3, 22),
+        "channels": (32, 22),
+    }
+    check(options | {"bias": True, "wide": True, "dtype": dtype}, Tiling(2, programs=5), groups)
 
 
 @pytest.mark.parametrize("tiling", [None, Tiling(4), Tiling(4, 8, programs=264)], ids=str)
@@ -183,6 +218,8 @@ def test_what_it_does_not_take() -> None:
         ({"slot": torch.tensor([1, 2])}, "slot has shape"),
         ({"cache": cache._replace(rows=None)}, "cache.rows is None with an indexer"),
         ({"cache": cache._replace(k=cache.k.bfloat16())}, "cache.k is torch.bfloat16"),
+        ({"part": joined.Part(("q",))}, "part.sections is"),
+        ({"part": joined.Part(())}, "part.sections is"),
     ]:
         with pytest.raises(ValueError, match=words):
             joined.enter_row(**({**given, "cache": cache} | changes))

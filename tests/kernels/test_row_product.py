@@ -21,7 +21,13 @@ TURNS = Tiling(2, programs=3)
 
 
 def operands(
-    batch: int, columns: int, count: int, norm: bool, epilogue: str, dtype: torch.dtype
+    batch: int,
+    columns: int,
+    count: int,
+    norm: bool,
+    epilogue: str,
+    dtype: torch.dtype,
+    x_gate: bool = False,
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(batch * columns + count)
 
@@ -36,6 +42,7 @@ def operands(
         "bias": normal(count) if epilogue in (BIAS, RESIDUAL) else None,
         "residual": normal(batch, count) if epilogue == RESIDUAL else None,
         "gated": epilogue == GATED,
+        "x_gate": normal(batch, columns) if x_gate else None,
     }
 
 
@@ -62,6 +69,7 @@ def check(given: dict[str, Any], tiling: Tiling | None) -> None:
     norm=[False, True],
     epilogue=[NONE, BIAS, RESIDUAL, GATED],
     dtype=[torch.float32, torch.bfloat16],
+    x_gate=[False, True],
     in_turns=[False, True],
 )
 def test_product(options: dict[str, Any]) -> None:
@@ -74,20 +82,21 @@ def test_product(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
 @pytest.mark.parametrize(
-    ("columns", "count", "norm", "epilogue"),
+    ("columns", "count", "norm", "epilogue", "x_gate"),
     [
-        (2048, 6016, True, BIAS),
-        (2048, 2048, False, RESIDUAL),
-        (2048, 5504, True, GATED),
-        (5504, 2048, False, RESIDUAL),
-        (8192, 520, True, NONE),
+        (2048, 6016, True, BIAS, False),
+        (2048, 2048, False, RESIDUAL, False),
+        (2048, 2048, False, RESIDUAL, True),
+        (2048, 5504, True, GATED, False),
+        (5504, 2048, False, RESIDUAL, False),
+        (8192, 520, True, NONE, False),
     ],
 )
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_sizes_of_a_model(
-    batch: int, columns: int, count: int, norm: bool, epilogue: str, marked: None
+    batch: int, columns: int, count: int, norm: bool, epilogue: str, x_gate: bool, marked: None
 ) -> None:
-    check(operands(batch, columns, count, norm, epilogue, torch.bfloat16), None)
+    check(operands(batch, columns, count, norm, epilogue, torch.bfloat16, x_gate), None)
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
@@ -140,6 +149,7 @@ def test_pieces_cover_the_columns() -> None:
         ({"weight": torch.zeros(4, 16, dtype=torch.bfloat16)}, "weight is torch.bfloat16"),
         ({"weight": torch.zeros(16, 4).T}, "weight has stride"),
         ({"residual": torch.zeros(1, 5)}, r"residual has shape \(1, 5\)"),
+        ({"x_gate": torch.zeros(1, 4)}, r"x_gate has shape \(1, 4\)"),
         ({"x": torch.zeros(1, 16).half(), "weight": torch.zeros(4, 16).half()}, "x has dtype torch.float16"),
     ],
 )

@@ -1,17 +1,42 @@
 """`enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
 
-Launched early on Hopper; the rule that makes it safe is in row_product/op.py.
+Launched early on Hopper; the rule that makes it safe is in row_product/op.py. Or in several launches, a part of the
+rows each: what selection needs first, the rest beside kernels that leave the memory idle.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry import check_entry_cache
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.decode.triton_joined import DEFAULT_TILING, launch_joined
+from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, launch_joined
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
 from gsa_kernels.row_product.tiling import Tiling
+
+INDEXER_TILING = Tiling(rows=2)
+"""Of the indexer's rows by themselves: few."""
+
+HEADS, GATE, INDEX = "heads", "gate", "index"
+
+
+class Part(NamedTuple):
+    """Of the joined product's rows."""
+
+    sections: tuple[str, ...]
+    """Of HEADS (queries, keys, values), GATE (G1) and INDEX, which may be named where there are none."""
+
+    into: Entered | None = None
+    """Where to write what attention and selection take; allocated if None, all of it."""
+
+    beside: bool = False
+    """Run beside the kernel in front. That one must let the next one start only after its own wait, and must neither
+    write x nor read what this part writes."""
+
+
+WHOLE = Part((HEADS, GATE, INDEX))
 
 
 @torch.no_grad()
@@ -23,6 +48,7 @@ def enter_row(
     cache: EntryCache,
     slot: torch.Tensor,
     tiling: Tiling | None = None,
+    part: Part = WHOLE,
 ) -> Entered:
     """Arguments and result as of the reference; x [1, d], bf16 or fp32, all of one dtype. What is between the product
     and the results is not rounded.
@@ -30,6 +56,7 @@ def enter_row(
     Args:
         sizes: an even index_dim
         tiling: `rows` are pairs of rows
+        part: what to calculate now; the rest of the result is left as it is
 
     Raises:
         ValueError: a shape, a size or a dtype is none that the kernel takes.
@@ -82,13 +109,23 @@ def enter_row(
             )
         if tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous()):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
+    unknown = set(part.sections) - set(WHOLE.sections)
+    if unknown or not part.sections:
+        raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
+    out = _new_entered(x, sizes) if part.into is None else part.into
+    if tiling is None:
+        tiling = INDEXER_TILING if part.sections == (INDEX,) else DEFAULT_TILING
+    wanted = (HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
+    with launching_on(x, "x"):
+        launch = Launch(tiling, wanted, can_chain(x), part.beside)
+        launch_joined(x, product, sizes, table, cache, slot, out, launch)
+    return out
+
+
+def _new_entered(x: torch.Tensor, sizes: EntrySizes) -> Entered:
     q = x.new_empty(1, sizes.q // sizes.head_dim, sizes.head_dim)
     gate = torch.empty_like(q) if sizes.gate else None
-    index_queries = index_weights = None
-    if sizes.index_heads:
-        index_queries = x.new_empty(1, 1, sizes.index_heads, sizes.index_dim)
-        index_weights = x.new_empty(1, 1, sizes.index_heads)
-    launch = (DEFAULT_TILING if tiling is None else tiling, can_chain(x))
-    with launching_on(x, "x"):
-        launch_joined(x, product, sizes, table, cache, slot, (q, gate, index_queries, index_weights), launch)
-    return Entered(q, gate, index_queries, index_weights)
+    if not sizes.index_heads:
+        return Entered(q, gate, None, None)
+    index_queries = x.new_empty(1, 1, sizes.index_heads, sizes.index_dim)
+    return Entered(q, gate, index_queries, x.new_empty(1, 1, sizes.index_heads))

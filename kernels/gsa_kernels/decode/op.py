@@ -110,8 +110,9 @@ def decode_select(
     # high, which costs time alone.
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
     with launching_on(queries, "the query"):
-        chain = (chained, chained and cache.in_chain)
-        score_keys(indexer, cache.lengths, cache.starts, k_max, selection_block, workspace, chain)
+        score_keys(indexer, cache, k_max, selection_block, workspace, chained)
+        if cache.beside is not None and cache.beside.behind == "scores":
+            cache.beside.launch()
         select_indices(cache, workspace, max_length, rule, variance_ema, selection_block, chained)
 
 

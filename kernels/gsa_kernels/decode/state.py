@@ -1,6 +1,8 @@
 """What decoding keeps between calls: the selection of each sequence, and scratch memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -76,6 +78,15 @@ class DecodeWorkspace:
         return self.partial_out.shape[2]
 
 
+class Beside(NamedTuple):
+    """A kernel of the caller's that needs nothing of the selection, launched between its kernels so that it runs beside
+    the one in front, and that waits for this one before it ends (row_product/op.py)."""
+
+    launch: Callable[[], object]
+    behind: Literal["scores", "bin"]
+    """The scores, or the first of the two kernels behind them, which let it start once their own wait is over."""
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """What decoding keeps of one layer, beside the keys of its indexer (`Indexer.keys`, [B, L_max, DI])."""
@@ -113,6 +124,9 @@ class LayerCache:
     """The kernels in front of a step and behind it are launched early, too, and wait (row_product/op.py). Then scores
     are in place before the one in front ends, and attention behind a selection lets the next one start. Between
     ordinary kernels that makes a step slower: programs that wait stand in the way of those that work."""
+
+    beside: Beside | None = None
+    """Launched by a call that selects."""
 
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:

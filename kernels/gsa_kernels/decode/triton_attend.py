@@ -31,6 +31,8 @@ FLOAT_TILE = Tile(32, 4, 1)
 SETTLED_TILE = Tile(128, 8, 1)
 """Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
 Eight warps hold it in registers."""
+RELEASE_AT_WAIT = False
+"""Let the next kernel start when the wait is over, and not when the keys have been attended to."""
 STRIP = 16
 """Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how
 many there are: their indices are asked for beside the count."""
@@ -92,6 +94,7 @@ def attend_to_indices(
         CHAINED=chained,
         BEHIND_SELECTION=behind_selection,
         RELEASES=chained and (cache.in_chain or not behind_selection),
+        RELEASES_AT_WAIT=RELEASE_AT_WAIT,
         SETTLED=settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -151,6 +154,7 @@ def _attend_kernel(
     CHAINED: tl.constexpr,
     BEHIND_SELECTION: tl.constexpr,
     RELEASES: tl.constexpr,
+    RELEASES_AT_WAIT: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
     """One program: one part of the keys of one key-value head of one sequence."""
@@ -204,6 +208,8 @@ def _attend_kernel(
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
+    if RELEASES and RELEASES_AT_WAIT and not BEHIND_SELECTION:
+        gdc_launch_dependents()
     if SETTLED:
         is_newest = hit & (index == newest)
         new_k = tl.load(
@@ -224,6 +230,8 @@ def _attend_kernel(
         if CHAINED and BEHIND_SELECTION:
             # The selection's kernels have waited for all before them, and so for who wrote q.
             gdc_wait()
+            if RELEASES and RELEASES_AT_WAIT:
+                gdc_launch_dependents()
         top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
         count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
         slots = count + length - window_first
@@ -236,7 +244,7 @@ def _attend_kernel(
         maximum, total, acc = _attend_to_tile(
             q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
         )
-    if RELEASES:
+    if RELEASES and not RELEASES_AT_WAIT:
         gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh

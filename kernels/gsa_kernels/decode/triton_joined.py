@@ -4,12 +4,14 @@ A program takes pairs of the weight's rows: two channels that turn with each oth
 rows. So no program needs what another one calculated. The rest is as in row_product/triton_product.py.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gsa_kernels.decode.entry_reference import AngleTable, EntryCache, EntrySizes, JoinedProduct
+from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
 from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_product import load_piece, pieces
 
@@ -20,6 +22,16 @@ _MOST_REGISTERS = 128
 """Of a thread: 528 programs of four warps are at once on the 132 multiprocessors of an H100 or H200."""
 
 
+class Launch(NamedTuple):
+    tiling: Tiling
+    sections: tuple[bool, bool, bool]
+    """Whether to calculate queries, keys and values; G1; what the indexer has."""
+    chained: bool
+    """Start before the kernel in front has ended."""
+    beside: bool
+    """And wait for it at the end only."""
+
+
 def launch_joined(
     x: torch.Tensor,
     product: JoinedProduct,
@@ -27,19 +39,14 @@ def launch_joined(
     table: AngleTable,
     cache: EntryCache,
     slot: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    launch: tuple[Tiling, bool],
+    out: Entered,
+    launch: Launch,
 ) -> None:
-    """Arguments as in `enter_row`, checked by it.
-
-    Args:
-        out: q, the gate, the indexer's queries and its head weights
-        launch: the tiling, and whether to start before the kernel in front has ended
-    """
-    tiling, chained = launch
+    """Arguments as in `enter_row`, checked by it."""
+    tiling, sections, chained, beside = launch
     columns = x.shape[1]
     first, second = pieces(columns)
-    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.rows)
+    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.rows, sections)
     programs = min(tiling.programs or tiles, tiles)
     has_index = sizes.index_heads > 0
     rows = cache.rows if has_index else None
@@ -85,23 +92,28 @@ def launch_joined(
         TILES=tiles,
         LOOPS=programs < tiles,
         CHAINED=chained,
+        BESIDE=beside,
         num_warps=tiling.warps,
         maxnreg=_MOST_REGISTERS,
         **({"launch_pdl": True} if chained else {}),
     )
 
 
-def _sections(sizes: EntrySizes, tile: int) -> tuple[int, int, int, int, int]:
-    """First tile of the values, of G1, of the indexer's key and queries, of its head weights; and the end."""
+def _sections(
+    sizes: EntrySizes, tile: int, wanted: tuple[bool, bool, bool]
+) -> tuple[int, int, int, int, int]:
+    """First tile of the values, of G1, of the indexer's key and queries, of its head weights; and the end. What is not
+    wanted has no tiles."""
+    heads, gate, indexer = wanted
     index = (1 + sizes.index_heads) * sizes.index_dim if sizes.index_heads else 0
     values = sizes.value_gate or sizes.k // 2
     ends = [0]
     for pairs in (
-        (sizes.q + sizes.k) // 2,
-        values,
-        sizes.gate // 2,
-        index // 2,
-        (sizes.index_heads + 1) // 2,
+        (sizes.q + sizes.k) // 2 * heads,
+        values * heads,
+        sizes.gate // 2 * gate,
+        index // 2 * indexer,
+        (sizes.index_heads + 1) // 2 * indexer,
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
@@ -229,6 +241,7 @@ def _joined_kernel(
     TILES: tl.constexpr,
     LOOPS: tl.constexpr,
     CHAINED: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """One program: the tiles start, start + programs, ... of TILE pairs of rows."""
     if CHAINED:
@@ -256,14 +269,16 @@ def _joined_kernel(
     v_ptr += slot * stride_vl
     if HI:
         rows_ptr += slot * stride_rl
-    if CHAINED:
+    if CHAINED and not BESIDE:
         gdc_wait()
 
-    x = load_piece(x_ptr, COLUMNS, 0, FIRST)
+    # Beside the kernel in front, past the first-level cache: nothing says that it has forgotten what was there before.
+    CACHE: tl.constexpr = ".cg" if BESIDE else ""
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST, CACHE)
     squares = tl.sum(x * x)
     x *= norm
     if SECOND:
-        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND)
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, CACHE)
         squares += tl.sum(x_second * x_second)
         x_second *= norm_second
     scale = tl.rsqrt(squares / COLUMNS + eps)
@@ -356,6 +371,9 @@ def _joined_kernel(
             if SECOND:
                 w_second = next_w_second
                 other_second = next_other_second
+    if CHAINED and BESIDE:  # noqa: SIM102 - the first is decided when the kernel is compiled
+        if start == 0:
+            gdc_wait()
 
 
 @triton.jit

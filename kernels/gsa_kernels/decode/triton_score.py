@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.checks import kernels_use_sigmoid
-from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace
+from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace, LayerCache
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
 from gsa_kernels.indexer.triton_scores import fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
@@ -26,21 +26,25 @@ _COPIED_BYTES = 64 * 1024
 """Of keys on their way to shared memory, at most: several programs share a multiprocessor."""
 
 
+READ_AHEAD = False
+"""Keys of a settled cache are asked for before the wait."""
+
+
 def score_keys(
     indexer: Indexer,
-    lengths: torch.Tensor,
-    starts: torch.Tensor | None,
+    cache: LayerCache,
     k_max: int,
     selection_block: int,
     workspace: DecodeWorkspace,
-    chain: tuple[bool, bool],
+    chained: bool,
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    Arguments as in `decode_select`, checked by it. `chain`: whether to let the next kernel start early, and whether to
-    start before the one in front has ended.
+    Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early, and with
+    `cache.in_chain` start before the one in front has ended.
     """
-    chained, early = chain
+    early = chained and cache.in_chain
+    beside = cache.beside is not None and cache.beside.behind == "scores"
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
     max_length = keys.shape[1]
@@ -52,8 +56,8 @@ def score_keys(
         weight_logits,
         indexer.score_bias,
         indexer.head_weight_bias,
-        lengths,
-        starts,
+        cache.lengths,
+        cache.starts,
         workspace.scores,
         workspace.histogram,
         workspace.borderline_counts,
@@ -80,6 +84,8 @@ def score_keys(
         TANH=bf16 and queries.is_cuda,
         PRECISION="tf32" if bf16 else "ieee",
         CHAINED=chained,
+        RELEASES_LATE=beside,
+        SETTLED=cache.settled and READ_AHEAD,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if bf16 else _FLOAT_WARPS,
         **({"launch_pdl": True} if early else {}),
@@ -123,40 +129,56 @@ def _score_kernel(
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
+    RELEASES_LATE: tl.constexpr,
+    SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program: CHUNK keys of one sequence."""
-    if CHAINED:
+    if CHAINED and not RELEASES_LATE:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    first = chunk * CHUNK
+    idle = (first >= length) | ((length - 1) % selection_block != 0)
+    # All programs wait, before any of them returns: the kernels behind rely on it (row_product/op.py).
     if CHAINED:
-        # All programs, before any of them returns: the kernels behind rely on it (row_product/op.py).
-        gdc_wait()
+        if not SETTLED:
+            gdc_wait()
+            if RELEASES_LATE:
+                gdc_launch_dependents()
+        elif idle:
+            gdc_wait()
     # What depends on no length comes beside it.
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     heads = tl.arange(0, BLOCK_H)
     head_ok = heads < HI
-    query_ptrs = q_ptr + batch * stride_qb + heads[None, :] * stride_qh + dims[:, None]
-    queries = tl.load(query_ptrs, mask=head_ok[None, :] & dim_ok[:, None], other=0.0)
-    weights = tl.load(weight_ptr + batch * stride_wb + heads, mask=head_ok, other=0.0).to(tl.float32)
+    q_ptr += batch * stride_qb
+    weight_ptr += batch * stride_wb
+    queries = tl.zeros([BLOCK_D, BLOCK_H], q_ptr.dtype.element_ty)
+    weights = tl.zeros([BLOCK_H], tl.float32)
+    if not SETTLED:
+        queries = _load_queries(q_ptr, heads, dims, stride_qh, HI, DI)
+        weights = _load_weights(weight_ptr, weight_bias_ptr, heads, HI, SIGMOID)
     bias = tl.zeros([BLOCK_H], tl.float32)
-    if SIGMOID:
-        if weight_bias_ptr is not None:
-            weights += tl.load(weight_bias_ptr + heads, mask=head_ok, other=0.0).to(tl.float32)
-        weights = tl.where(head_ok, tl.sigmoid(weights), 0.0)
+    if SIGMOID:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if score_bias_ptr is not None:
             bias = tl.load(score_bias_ptr + heads, mask=head_ok, other=0.0).to(tl.float32)
-    first = chunk * CHUNK
-    if (first >= length) | ((length - 1) % selection_block != 0):
+    if idle:
         return
 
     # The sample is a tile like those of the program's own keys. In a loop, so that Triton asks for all tiles before it
     # uses the first: the floor is found while the own keys, which are what takes time, come.
     lanes = tl.arange(0, SAMPLE)
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
+    end = length
+    if SETTLED:  # without the newest key, whose turn is after the wait
+        end = length - 1
+        sampled = tl.minimum(sampled, tl.maximum(end - 1, 0))
+    has_newest = (end >= first) & (end < first + CHUNK)
+    new_lanes = tl.arange(0, 16)  # rows of the smallest product
+    new_tile = tl.zeros([16, BLOCK_D], k_ptr.dtype.element_ty)
     k_ptr += batch * stride_kb
     if starts_ptr is not None:
         k_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
@@ -166,9 +188,20 @@ def _score_kernel(
     squares = tl.zeros([SAMPLE], tl.float32)
     for tile in tl.range(0, CHUNK // SAMPLE + 1, num_stages=STAGES):
         keys = tl.where(tile == 0, sampled, first + (tile - 1) * SAMPLE + lanes)
-        valid = keys < length
+        valid = keys < end
         key_ptrs = k_ptr + keys.to(tl.int64)[:, None] * stride_kl + dims[None, :]
         key_tile = tl.load(key_ptrs, mask=valid[:, None] & dim_ok[None, :], other=0.0)
+        if SETTLED:  # noqa: SIM102 - decided when the kernel is compiled
+            if tile == 0:
+                if CHAINED:
+                    gdc_wait()
+                    if RELEASES_LATE:
+                        gdc_launch_dependents()
+                queries = _load_queries(q_ptr, heads, dims, stride_qh, HI, DI)
+                weights = _load_weights(weight_ptr, weight_bias_ptr, heads, HI, SIGMOID)
+                new_ptrs = k_ptr + (end + new_lanes.to(tl.int64))[:, None] * stride_kl + dims[None, :]
+                new_ok = (new_lanes == 0) & has_newest
+                new_tile = tl.load(new_ptrs, mask=new_ok[:, None] & dim_ok[None, :], other=0.0)
         scores = _score_tile(key_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
         ordered = order_key(scores)
         if tile == 0:
@@ -187,6 +220,17 @@ def _score_kernel(
             distance = tl.where(valid, scores - origin, 0.0)
             total += distance
             squares += distance * distance
+    if SETTLED:  # noqa: SIM102 - decided when the kernel is compiled
+        if has_newest:
+            new_scores = _score_tile(new_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
+            score = tl.sum(tl.where(new_lanes == 0, new_scores, 0.0))
+            tl.store(scores_ptr + batch * columns + end, score)
+            bin = score_bin(order_key(score))
+            slot = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
+            tl.atomic_add(slot, 1, mask=bin > floor, sem="relaxed")
+            distance = tl.where(lanes == 0, score - origin, 0.0)
+            total += distance
+            squares += distance * distance
 
     if chunk == 0:
         tl.store(list_counts_ptr + batch, 0)
@@ -201,6 +245,24 @@ def _score_kernel(
     tl.store(
         squares_ptr + slot, tl.maximum(squares_sum - total_sum * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     )
+
+
+@triton.jit
+def _load_queries(q_ptr, heads, dims, stride_qh, HI: tl.constexpr, DI: tl.constexpr):
+    """[BLOCK_D, BLOCK_H]"""
+    ptrs = q_ptr + heads[None, :] * stride_qh + dims[:, None]
+    return tl.load(ptrs, mask=(heads < HI)[None, :] & (dims < DI)[:, None], other=0.0)
+
+
+@triton.jit
+def _load_weights(weight_ptr, bias_ptr, heads, HI: tl.constexpr, SIGMOID: tl.constexpr):
+    """fp32 [BLOCK_H]: the heads' weights, after their sigmoid if there is one."""
+    weights = tl.load(weight_ptr + heads, mask=heads < HI, other=0.0).to(tl.float32)
+    if SIGMOID:
+        if bias_ptr is not None:
+            weights += tl.load(bias_ptr + heads, mask=heads < HI, other=0.0).to(tl.float32)
+        weights = tl.where(heads < HI, tl.sigmoid(weights), 0.0)
+    return weights
 
 
 @triton.jit

@@ -7,7 +7,8 @@ it is counted from the spans' totals and the list, so that no program waits for 
 timing, the result does not. Many equal scores, or a floor that was too high, make a long list, which costs time
 and nothing else.
 
-Each kernel lets the next one start when about half of its own work is done. At once is slower (docs/kernels.md,
+Each kernel lets the next one start when about half of its own work is done, but a kernel that runs beside it
+(`Beside`) at once. At once is slower for the selection's own (docs/kernels.md,
 Tuning), likely because programs that wait hold registers, more of them on one multiprocessor than on another.
 """
 
@@ -50,6 +51,7 @@ def select_indices(
         chained: start before `score_keys` has ended, and wait for it on the device
     """
     lengths, selection = cache.lengths, cache.selection
+    beside = cache.beside if cache.beside is not None and cache.beside.behind == "bin" else None
     columns = workspace.scores.shape[1]
     span = _span(lengths.shape[0], max_length)
     grid = (triton.cdiv(max_length, span), lengths.shape[0])
@@ -80,8 +82,11 @@ def select_indices(
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
         CHAINED=chained,
+        RELEASES_AT_ONCE=beside is not None,
         **options,
     )
+    if beside is not None:
+        beside.launch()
     _write_indices_kernel[grid](
         workspace.scores,
         workspace.histogram,
@@ -151,6 +156,7 @@ def _find_bin_kernel(
     BINS: tl.constexpr,
     BINS_PER_OCTAVE: tl.constexpr,
     CHAINED: tl.constexpr,
+    RELEASES_AT_ONCE: tl.constexpr,
 ):
     """One program: the budget and its bin, and of one span the keys above it (counted) and in it (listed)."""
     span = tl.program_id(0)
@@ -158,6 +164,8 @@ def _find_bin_kernel(
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     if CHAINED:
         gdc_wait()
+        if RELEASES_AT_ONCE:
+            gdc_launch_dependents()
     first = span * SPAN
     if (length <= 0) & (span == 0):
         tl.store(counts_ptr + batch, 0)
@@ -200,7 +208,7 @@ def _find_bin_kernel(
     threshold_bin = octave * BINS_PER_OCTAVE + in_octave
     wanted = k - tl.sum(tl.where(within == in_octave, after_bin, 0))
 
-    if CHAINED:
+    if CHAINED and not RELEASES_AT_ONCE:
         gdc_launch_dependents()
     keys = order_key(scores)
     bin = bin_above(keys, floor)

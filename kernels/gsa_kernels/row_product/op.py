@@ -9,16 +9,19 @@ dependent launch). The rule that makes this safe, for all kernels of this packag
    the one in front of it has, and who waits for its predecessor has waited for all kernels before that, too.
 3. What is read before the wait (weights, positions) is written by no kernel of the chain. An ordinary kernel, which
    starts when all in front of it has ended, may write it.
+4. A kernel may run beside the one in front where that one lets it start only after its own wait: all kernels before
+   that have ended then. So it may read what these wrote and write what the one in front neither reads nor writes, and
+   waits in one program before it ends, for rule 2.
 """
 
 import torch
 
-from gsa_kernels.checks import check_kernel_dtype
+from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
 from gsa_kernels.row_product.tiling import Tiling, default_tiling
-from gsa_kernels.row_product.triton_product import multiply
+from gsa_kernels.row_product.triton_product import Before, multiply
 
 
 @torch.no_grad()
@@ -30,6 +33,7 @@ def row_product(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     tiling: Tiling | None = None,
+    x_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as of the reference; bf16 or fp32, all of one dtype, contiguous, on one device.
 
@@ -55,8 +59,16 @@ def row_product(
     if weight.numel() >= 2**31:
         raise ValueError(f"weight has {weight.numel()} elements; pass fewer than 2^31")
     check_kernel_dtype("x", x)
+    if x_gate is not None:
+        check_shape("x_gate", x_gate, "[B, K]", (batch, columns))
     norm_weight = None if norm is None else norm.weight
-    named = {"weight": weight, "norm.weight": norm_weight, "bias": bias, "residual": residual}
+    named = {
+        "weight": weight,
+        "norm.weight": norm_weight,
+        "bias": bias,
+        "residual": residual,
+        "x_gate": x_gate,
+    }
     for name, tensor in {"x": x, **named}.items():
         if tensor is None:
             continue
@@ -72,5 +84,6 @@ def row_product(
     out = torch.empty(batch, count, dtype=x.dtype, device=x.device)
     eps = 0.0 if norm is None else norm.eps
     with launching_on(x, "x"):
-        multiply(x, weight, (norm_weight, eps), bias, residual, gated, out, tiling, can_chain(x))
+        before = Before(x_gate, norm_weight, eps)
+        multiply(x, weight, before, (bias, residual), gated, out, tiling, can_chain(x))
     return out

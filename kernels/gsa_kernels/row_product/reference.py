@@ -22,8 +22,9 @@ def row_product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    x_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(x) W^T + bias + residual, calculated in fp32 (fp64 for fp64) and rounded once.
+    """norm(x sigmoid(x_gate)) W^T + bias + residual, calculated in fp32 (fp64 for fp64) and rounded once.
 
     Args:
         x: [B, K]
@@ -32,6 +33,7 @@ def row_product(
         bias: [N], without `gated`
         residual: [B, N], without `gated`
         gated: SwiGLU, silu(gate) * up, is the result
+        x_gate: [B, K], before the sigmoid
 
     Returns:
         [B, N] in the dtype of x
@@ -42,6 +44,9 @@ def row_product(
     count = check_row_product(x, weight, norm, bias, residual, gated)
     dtype = compute_dtype(x=x, weight=weight)
     value = x.to(dtype)
+    if x_gate is not None:
+        check_shape("x_gate", x_gate, "[B, K]", tuple(x.shape))
+        value = value * torch.sigmoid(x_gate.to(dtype))
     if norm is not None:
         value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(dtype)
     out = value @ weight.to(dtype).T

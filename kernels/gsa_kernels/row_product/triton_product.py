@@ -5,6 +5,8 @@ so that the memory is never idle between two products. The norm's factor 1 / rms
 multiplied at the end, so that its sum runs beside the product's; each program calculates it for itself.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,23 +18,32 @@ from gsa_kernels.row_product.tiling import Tiling
 _LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
 
 
+class Before(NamedTuple):
+    """What happens to x in front of the product."""
+
+    gate: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    eps: float
+
+
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
-    norm: tuple[torch.Tensor | None, float],
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    before: Before,
+    added: tuple[torch.Tensor | None, torch.Tensor | None],
     gated: bool,
     out: torch.Tensor,
     tiling: Tiling,
     chained: bool,
 ) -> None:
-    """Arguments as in `row_product`, checked by it. `chained`: start before the kernel in front has ended."""
+    """Arguments as in `row_product`, checked by it. `added`: bias and residual. `chained`: start before the kernel in
+    front has ended.
+    """
     batch, columns = x.shape
     rows = out.shape[1]
     tiles = triton.cdiv(rows, tiling.rows)
-    norm_weight, eps = norm
-    operands = (x, weight, norm_weight, bias, residual, out)
+    x_gate, norm_weight, eps = before
+    operands = (x, x_gate, weight, norm_weight, *added, out)
     shared = {
         "ROWS": rows,
         "COLUMNS": columns,
@@ -91,15 +102,20 @@ def _load_rows(
 
 
 @triton.jit
-def load_piece(vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
+def load_piece(
+    vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr = ""
+):
     """fp32 [WIDTH] of a vector, zeros beyond its end."""
     columns = START + tl.arange(0, WIDTH)
-    return tl.load(vector_ptr + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+    return tl.load(vector_ptr + columns, mask=columns < COLUMNS, other=0.0, cache_modifier=CACHE).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def _one_row_kernel(
     x_ptr,
+    x_gate_ptr,
     weight_ptr,
     norm_ptr,
     bias_ptr,
@@ -139,6 +155,10 @@ def _one_row_kernel(
     x = load_piece(x_ptr, COLUMNS, 0, FIRST)
     if SECOND:
         x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND)
+    if x_gate_ptr is not None:
+        x *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, 0, FIRST))
+        if SECOND:
+            x_second *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND))
     scale = 1.0
     if norm_ptr is not None:
         squares = tl.sum(x * x)
@@ -189,6 +209,7 @@ def _one_row_kernel(
 @triton.jit
 def _several_rows_kernel(
     x_ptr,
+    x_gate_ptr,
     weight_ptr,
     norm_ptr,
     bias_ptr,
@@ -222,13 +243,17 @@ def _several_rows_kernel(
         weight_mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
         offsets = rows[:, None] * COLUMNS + columns[None, :]
         x_mask = (columns < COLUMNS)[:, None] & (in_batch < batch)[None, :]
-        x = tl.load(x_ptr + in_batch[None, :] * COLUMNS + columns[:, None], mask=x_mask, other=0.0)
+        x_offsets = in_batch[None, :] * COLUMNS + columns[:, None]
+        x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
         w = tl.load(weight_ptr + offsets, mask=weight_mask, other=0.0)
+        value = x.to(tl.float32)
+        if x_gate_ptr is not None:
+            value *= tl.sigmoid(tl.load(x_gate_ptr + x_offsets, mask=x_mask, other=0.0).to(tl.float32))
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
-            value = x.to(tl.float32)
             squares += tl.sum(value * value, axis=0)
-            x = (value * norm[:, None]).to(x.dtype)
+            value *= norm[:, None]
+        x = value.to(x.dtype)
         acc = tl.dot(w, x, acc, input_precision=PRECISION)
         if GATED:
             up = tl.load(up_ptr + offsets, mask=weight_mask, other=0.0)

@@ -43,7 +43,7 @@ def test_the_largest_logit_is_that_of_a_visible_pair(documents: bool) -> None:
 def test_saturated_are_activations_without_slope(activation: str, documents: bool) -> None:
     queries, keys, bias, mask = 6 * draw(2, 3, 2, 4), draw(2, 9, 4), draw(2), visible(documents)
     bias = bias if activation == "sigmoid" else None
-    found = saturated_share(queries, keys, bias, activation, mask)
+    found = saturated_share(queries, keys, bias, activation, (mask.to(queries.dtype), mask.sum(-1)))
     for b in range(2):
         for t in range(3):
             for head in range(2):

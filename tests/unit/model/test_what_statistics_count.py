@@ -17,7 +17,7 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.metrics.record import attention_metrics
 from gsa_train.model import measured_queries, query_sample
 from gsa_train.model.attention_statistics import log_sums, sink_statistics
-from gsa_train.model.gates import gate_statistics
+from gsa_train.model.gates import gate_bins, gate_statistics
 from gsa_train.model.massive_activations import largest_activation, token_kinds
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.measured_queries import SparseQueries
@@ -272,15 +272,22 @@ def test_gates_in_bins_are_those_of_the_loops() -> None:
     model = tiny_model(config)
     logits = 3 * torch.randn(5, 2, 24, generator=torch.Generator().manual_seed(1))
     logits[0, 0, 0] = math.nan
-    found = gate_statistics(logits, model.mcore_config)
+    found = gate_statistics(logits, model.mcore_config, gate_bins(logits.device))
     opened = logits.sigmoid().unflatten(-1, (2, 12))
     for name, gate in (("value", opened[..., :4]), ("output", opened[..., 4:])):
         counts = [0] * 10
         for value in gate.flatten().tolist():
             counts[9 if math.isnan(value) else min(int(value * 10), 9)] += 1
         vector = found.vectors[f"{name}_gate_histogram"]
-        assert vector.sums.tolist() == counts
-        assert vector.counts.tolist() == [gate.numel()] * 10
+        assert vector.sums.sum(0).tolist() == counts
+        stats = LayerStats(1, torch.device("cpu"))
+        stats.record(0, found)
+        stats.sum_up()
+        first = stats._entries[f"{name}_gate_histogram"].start
+        assert stats._vectors[0, :, first : first + 10].tolist() == [counts, [gate.numel()] * 10]
+        for what, place in (("low", 0), ("high", 9)):
+            assert found.means[f"{name}_gate_{what}"].sum() == counts[place]
+            assert found.counts[f"{name}_gate_{what}"] == gate.numel()
 
 
 def test_the_largest_activation_and_its_place() -> None:
