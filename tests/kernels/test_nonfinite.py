@@ -1,7 +1,7 @@
 """NaN and infinities in the indexer's inputs: interpreted on the CPU by a GPU's rule for extremes, or on a CUDA device.
 
 `api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many visible keys,
-and a NaN KL; a row that does not see it keeps its bits.
+and a NaN KL; a row that does not see it keeps its bits, its KL over key lists those of its tile's list.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
     check_valid(case, clean.geometry, masks, after.budget)
 
     kl = loss(bad, after)[1]
-    assert torch.equal(kl[~seen], old_kl[~seen])
+    if "key lists" in options["case"]:  # where a neighbour's selection moves its tile's list, sums have another order
+        torch.testing.assert_close(kl[~seen], old_kl[~seen], rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(kl[~seen], old_kl[~seen])
     if math.isnan(value):
         assert torch.equal(kl.isnan(), loss(bad, after, "reference")[1].isnan())
     if math.isnan(value) and place != "keys":

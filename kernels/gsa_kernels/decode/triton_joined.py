@@ -258,9 +258,9 @@ def _joined_kernel(
     if SECOND:
         w_second = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, FIRST, SECOND)
         other_second = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, FIRST, SECOND)
-    norm = load_piece(norm_ptr, COLUMNS, 0, FIRST)
+    norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
     if SECOND:
-        norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND)
+        norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
     table_ptr += tl.load(lengths_ptr).to(tl.int64) * (2 * CHANNELS + 2 * INDEX_CHANNELS)
     cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)

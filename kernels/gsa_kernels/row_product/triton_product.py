@@ -103,7 +103,7 @@ def _load_rows(
 
 @triton.jit
 def load_piece(
-    vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr = ""
+    vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr
 ):
     """fp32 [WIDTH] of a vector, zeros beyond its end."""
     columns = START + tl.arange(0, WIDTH)
@@ -146,19 +146,19 @@ def _one_row_kernel(
         if SECOND:
             up_second = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND)
     if norm_ptr is not None:
-        norm = load_piece(norm_ptr, COLUMNS, 0, FIRST)
+        norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
         if SECOND:
-            norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND)
+            norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
     if CHAINED:
         gdc_wait()
 
-    x = load_piece(x_ptr, COLUMNS, 0, FIRST)
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST, "")
     if SECOND:
-        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND)
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, "")
     if x_gate_ptr is not None:
-        x *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, 0, FIRST))
+        x *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, 0, FIRST, ""))
         if SECOND:
-            x_second *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND))
+            x_second *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND, ""))
     scale = 1.0
     if norm_ptr is not None:
         squares = tl.sum(x * x)
