@@ -15,11 +15,14 @@ import itertools
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import harness
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from gsa_train.config import Config, load_config
 from gsa_train.metrics.record import (
@@ -59,6 +62,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
     parser.add_argument("--rounds", type=int, default=30, help="a multiple of 6 has all orders alike")
+    parser.add_argument("--top", type=int, default=0, help="print this many kernels that a record adds")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     harness.require_cuda()
@@ -73,7 +77,7 @@ def main() -> int:
     config = load_config(path, overrides, world_size=1, need_data=False)
     parallel = init_parallel(config.parallel, seed=1)
     with tempfile.TemporaryDirectory() as folder:
-        seconds = time_watching(config, parallel, arguments.rounds, Path(folder))
+        seconds = time_watching(config, parallel, arguments.rounds, Path(folder), arguments.top)
     shutdown_parallel()
 
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -103,8 +107,41 @@ def difference(more: list[float], less: list[float], of: float) -> tuple[float, 
     return 100 * middle / of, 100 * error / of
 
 
-def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path) -> dict[str, list[float]]:
-    """Seconds per step of the three kinds of pairs in turn, and of the verdict."""
+Pair = tuple[Callable[[], None], Callable[[], None]]
+"""Two steps, one behind the other."""
+
+
+def show_difference(more: Pair, less: Pair, top: int) -> None:
+    """Prints where the device is longer in one pair than in the other: the `top` kernels, and idle."""
+    found, other = (device_ms(pair) for pair in (more, less))
+    extra = Counter({name: found[name] - other[name] for name in found.keys() | other.keys()})
+    print(f"ms of the device in a logged pair beyond those in a watched one: {sum(extra.values()):.2f}")
+    for name, ms in extra.most_common(top):
+        print(f"{ms:8.3f}  {name[:110]}")
+
+
+def device_ms(pair: Pair) -> Counter[str]:
+    """By kernel, and `idle` between the first and the last one."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for step in pair:
+            step()
+        torch.cuda.synchronize()
+    kernels = [each for each in recorded.events() if each.device_type == DeviceType.CUDA]
+    kernels.sort(key=lambda each: each.time_range.start)
+    found: Counter[str] = Counter()
+    end = kernels[0].time_range.start
+    for each in kernels:
+        found["idle"] += max(each.time_range.start - end, 0) / 1e3
+        found[each.name] += each.time_range.elapsed_us() / 1e3
+        end = max(end, each.time_range.end)
+    return found
+
+
+def time_watching(
+    config: Config, parallel: Parallel, rounds: int, run_dir: Path, top: int = 0
+) -> dict[str, list[float]]:
+    """Seconds per step of the three kinds of pairs in turn, and of the verdict; `top` kernels of the difference."""
     phase = config.phases[-1]
     trainee = OurTrainee(config, phase, parallel)
     model = trainee.model
@@ -156,7 +193,7 @@ def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path
     def verdict() -> None:
         monitor.detector.judge(trainee.result.grad_norm, trainee.result.grad_norm, config.train.grad_clip)
 
-    kinds: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+    kinds: dict[str, Pair] = {
         "unwatched": (plain, plain),
         "watched": (watched, watched),
         "logged": (logged, watched),
@@ -181,6 +218,8 @@ def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path
         for name in order:
             seconds[name].append(pair_of(name))
     seconds["verdict alone"] = time_steps(verdict, 50, parallel.device)
+    if top:
+        show_difference(kinds["logged"], kinds["watched"], top)
     gc.unfreeze()
     sinks.close()
     trainee.close()
