@@ -52,7 +52,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     (resumed_at,) = (int(step) for step in re.findall(r"resuming from .* at step (\d+)", run.output))
     assert told["step"] == resumed_at
     place = rf"rank 1 on {re.escape(os.uname().nodename)} \(process {victim.pid}\): \w+ after step \d+"
-    assert re.search(rf"no progress for 45 s\. .*; {place}", told["reason"])
+    assert re.search(rf"no progress for 4[0-5] s\. .*; {place}", told["reason"])
     hung, restarted = sorted((run.folder / "wandb").glob("offline-run-*/*.wandb"))  # of one W&B run
     assert hung.name == restarted.name
     for file, title in ((hung, "The run hangs"), (restarted, "Restarted after a hang")):
