@@ -49,8 +49,8 @@ LOSSES = (
     "other",
 )
 """What a second may be lost to."""
-COMPLETE = "complete"
-"""Reason of an `end`."""
+COMPLETE, STOPPED = "complete", "stopped"
+"""Reasons of an `end` behind a save."""
 
 
 @dataclass
@@ -69,6 +69,8 @@ class StartAccount:
     """Of the fault that ended it."""
     ended: str = ""
     """Reason of its end, `lost` for a process that could not say one; empty while it runs."""
+    until: float = 0.0
+    """Unix seconds of its newest line; of one that ended by a fault, its last sign of life."""
     last_step: int = 0
     repeated_steps: int = 0
     """Of its steps and of those before, which later starts had to do again."""
@@ -173,7 +175,7 @@ class Accounting:
         if event == "lost":
             start.detection_seconds = max(0.0, line["time"] - line["progress"])
             self._lost["detection"] += start.detection_seconds
-        start.last_step = line["step"]
+        start.last_step, start.until = line["step"], line["time"]
         if event == "rewind":
             self._go_back(line["step"])
         if event in ("end", "lost"):

@@ -17,6 +17,7 @@ from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.files import write_atomically
 from gsa_train.goodput.account import COMPLETE
+from gsa_train.goodput.account import STOPPED as GOODPUT_STOPPED
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.monitor.stop import note_stop
@@ -119,7 +120,7 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
 
 def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
-    run.services.goodput.end("stopped")
+    run.services.goodput.end(GOODPUT_STOPPED)
     if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):

@@ -157,7 +157,7 @@ def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0, least_seconds=0.2)
     watch_compilation(watched.watch.compiling)
     watched.steps(5)
-    names = {name: None for name in ("key", "repr", "fn", "compile", "is_manual_warmup", "already_compiled")}
+    names = dict.fromkeys(("key", "repr", "fn", "compile", "is_manual_warmup", "already_compiled"))
     assert not hooks.jit_cache_hook(**names)  # True would keep Triton from compiling
     watched.look(100)
     assert not watched.found.is_set()
