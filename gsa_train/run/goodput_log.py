@@ -81,7 +81,8 @@ class GoodputLog:
         if self._file is None:
             return {}
         account = self.account()
-        return {"ettr": account.ettr, "lost_seconds": _rounded(account.lost_seconds)}
+        lost = {name: seconds for name, seconds in _rounded(account.lost_seconds).items() if seconds}
+        return {"ettr": account.ettr, "lost_seconds": lost}
 
     def summary(self) -> dict[str, Any]:
         """For summary.json."""
