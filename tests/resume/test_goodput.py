@@ -42,7 +42,9 @@ class Process:
 
     def stall(self, number: int) -> float:
         """Of the save behind a step: both are logged at their end, as saves are waited for."""
-        found = [each for each in self.records if each["step"] == number and each.get("event") == "checkpoint"]
+        found = [
+            each for each in self.records if each["step"] == number and each.get("event") == "checkpoint"
+        ]
         return sum(each["time"] - self.step(number)["time"] for each in found)
 
     def seconds(self, number: int) -> float:
