@@ -6,9 +6,9 @@ SIGTERM, a rank frozen, the newest checkpoint damaged, a disk that is full. Nobo
 again, and where it has itself ended, this script starts the same command again, as a Slurm job would.
 
 Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again;
-and where the run's time went, by its own account. Exit code 0 if the last checkpoint is that of the undisturbed run, bit
-for bit, with all its logged numbers, and no hang was reported but of frozen ranks. Filling a disk takes a file system
-of its own, and that takes root.
+then where the run's time went, by its own account. Exit code 0 if the last checkpoint is that of the undisturbed run,
+bit for bit, with all its logged numbers, and no hang was reported but of frozen ranks. Filling a disk takes a file
+system of its own, and that takes root.
 """
 
 from __future__ import annotations

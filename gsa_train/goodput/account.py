@@ -154,8 +154,8 @@ class Accounting:
 
     def add(self, line: Line) -> None:
         """The next line of the file. What comes before the first start is left out."""
-        event = line["event"]
-        if event == "start":
+        kind = line["kind"]
+        if kind == "start":
             self._begin(line)
         if not self._starts:
             return
@@ -167,19 +167,19 @@ class Accounting:
             if name in START_UP:
                 start.start_up_seconds += seconds
         self._saves += spent.get("save", 0.0) > 0
-        if event in ("lost", "rewind"):  # no checkpoint has what was done since the line before
+        if kind in ("lost", "rewind"):  # no checkpoint has what was done since the line before
             self._lost["repeated"] += spent.get("training", 0.0)
             self._lost["first_step"] += spent.get("first_step", 0.0)
         else:
             self._count_steps(line, spent.get("training", 0.0), spent.get("first_step", 0.0))
-        if event == "lost":
+        if kind == "lost":
             start.detection_seconds = max(0.0, line["time"] - line["progress"])
             self._lost["detection"] += start.detection_seconds
         start.last_step, start.until = line["step"], line["time"]
-        if event == "rewind":
+        if kind == "rewind":
             self._go_back(line["step"])
-        if event in ("end", "lost"):
-            start.ended = line.get("reason", event)
+        if kind in ("end", "lost"):
+            start.ended = line.get("reason", kind)
         self._step, self._time = line["step"], line["time"]
 
     def account(self) -> Account:

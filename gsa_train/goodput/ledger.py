@@ -28,11 +28,11 @@ def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
 
     Its last sign of life is the newest of its last line, its alive.json, and a report of a hang by another rank.
     """
-    starts = [each for each in lines if each["event"] == "start"]
-    if not starts or lines[-1]["event"] in ("end", "lost"):
+    starts = [each for each in lines if each["kind"] == "start"]
+    if not starts or lines[-1]["kind"] in ("end", "lost"):
         return []
     newest, began = lines[-1], starts[-1]["began"]
-    line = {**newest, "event": "lost", "progress": newest["time"]}
+    line = {**newest, "kind": "lost", "progress": newest["time"]}
     alive = _read_alive(folder / ALIVE)
     if alive and alive["began"] == began and alive["progress"] >= newest["time"]:
         line |= {key: alive[key] for key in ("time", "progress", "step", "seconds")}

@@ -125,11 +125,11 @@ class GoodputLog:
                 os.close(self._alive)
                 self._alive = None
 
-    def _note(self, event: str, step: int, **more: Any) -> None:
+    def _note(self, kind: str, step: int, **more: Any) -> None:
         if self._file is None or self._over:
             return
         now, seconds = self.clock.read()
-        line = {"event": event, "step": step, "time": now, **more, "seconds": _rounded(seconds)}
+        line = {"kind": kind, "step": step, "time": now, **more, "seconds": _rounded(seconds)}
         self._file.write(line)
         self._accounting.add(line)
 

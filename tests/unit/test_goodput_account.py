@@ -13,7 +13,7 @@ Line = dict[str, Any]
 
 def line(event: str, at: float, step: int, more: Line | None = None, **seconds: float) -> Line:
     """`more`: further keys of the line; `seconds` by activity."""
-    return {"event": event, "time": at, "step": step, "phase": "sparse", "seconds": seconds, **(more or {})}
+    return {"kind": event, "time": at, "step": step, "phase": "sparse", "seconds": seconds, **(more or {})}
 
 
 def start(began: float, at: float, step: int, **seconds: float) -> Line:

@@ -139,7 +139,7 @@ def test_what_a_killed_process_did_is_told_by_the_next_one(tmp_path: Path) -> No
     expected = {"import": 3, "checkpoint": 2, "first_step": 3, "repeated": 3, "detection": 4}
     assert lost(read_account(tmp_path)) == expected  # before there is a next one
     log, clock = start(tmp_path, 1040, step=8)
-    assert [line["event"] for line in read_lines(tmp_path)][-2:] == ["lost", "start"]
+    assert [line["kind"] for line in read_lines(tmp_path)][-2:] == ["lost", "start"]
     train(log, clock, 9, 12)
     account = read_account(tmp_path)
     assert account is not None
@@ -164,7 +164,7 @@ def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> 
         file.write(json.dumps(line) + "\n")
     start(tmp_path, 1040, step=8)
     log, _ = start(tmp_path, 1060, step=8)
-    assert [line["event"] for line in read_lines(tmp_path)][-4:] == ["lost", "start", "lost", "start"]
+    assert [line["kind"] for line in read_lines(tmp_path)][-4:] == ["lost", "start", "lost", "start"]
     account = log.account()
     assert (account.lost_seconds["detection"], account.lost_seconds["down"]) == (4, 15 + 15)
     assert account.wall_seconds == 65
@@ -278,5 +278,5 @@ def test_a_file_that_is_gone_costs_no_step(tmp_path: Path) -> None:
     clock.wait(1, "training")
     log.note(4, "sparse")
     assert (tmp_path / FILE).read_text().startswith(whole)
-    write_atomically(tmp_path / FILE, whole + '{"event": "steps"\n' + "no line\n")
+    write_atomically(tmp_path / FILE, whole + '{"kind": "steps"\n' + "no line\n")
     assert read_account(tmp_path) is not None
