@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from gsa_train.goodput.account import Account, Accounting, Line
 from gsa_train.metrics.record_format import read_records
 
+logger = logging.getLogger(__name__)
+
 FILE = "goodput.jsonl"
 """Lines of gsa_train.goodput.account. Nothing is ever taken out of it."""
 ALIVE = "alive.json"
 """What the newest process would say in a `lost` line, written again every few seconds."""
+NEEDED: dict[str, tuple[str, ...]] = {
+    "start": ("began",),
+    "steps": (),
+    "rewind": (),
+    "end": (),
+    "lost": ("progress",),
+}
+"""Kind of a line -> numbers that it has beside `time` and `step`."""
 ALIVE_BYTES = 1024
 """Its size, with spaces at the end: written at once in its place, it is whole after any kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Of the run so far; empty for one of a version that wrote none."""
+    """Of the run so far; empty for one of a version that wrote none. A warning names damaged lines, which are left
+    out: later ones hold what they said."""
     path = folder / FILE
-    return [each for each in read_records(path) if "seconds" in each] if path.exists() else []
+    if not path.exists():
+        return []
+    found = read_records(path)
+    whole = [each for each in found if is_whole(each)]
+    if len(whole) < len(found):
+        logger.warning("%s: %d of %d lines are damaged; left out", path, len(found) - len(whole), len(found))
+    return whole
+
+
+def is_whole(line: Line) -> bool:
+    """It has what lines of its kind have."""
+    needed = {"time", *NEEDED.get(line.get("kind", ""), ("kind",))}
+    seconds = line.get("seconds")
+    return (
+        all(_is_number(line.get(name)) for name in needed)
+        and isinstance(seconds, dict)
+        and all(map(_is_number, seconds.values()))
+        and isinstance(line.get("reason", ""), str)
+        and isinstance(line.get("phase", ""), str)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
@@ -51,7 +87,9 @@ def _read_alive(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     keys = {"began", "time", "progress", "step", "seconds"}
-    return content if isinstance(content, dict) and content.keys() == keys else {}
+    if not isinstance(content, dict) or content.keys() != keys or not isinstance(content["step"], int):
+        return {}
+    return content if is_whole({**content, "kind": "lost"}) and _is_number(content["began"]) else {}
 
 
 def read_account(folder: Path) -> Account | None:

@@ -50,8 +50,13 @@ class GoodputLog:
         if is_complete and self._accounting.is_complete:
             self._over = True  # nothing is trained, and the account is closed
             return
-        has_moved = not (folder / FILE).exists()
-        self._file = MetricsFile(folder / FILE, to_json)
+        path = folder / FILE
+        has_moved = not path.exists()
+        is_cut = not has_moved and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+        if is_cut:
+            with path.open("ab") as file:
+                file.write(b"\n")
+        self._file = MetricsFile(path, to_json)
         for line in [*(before if has_moved else []), *lost]:
             self._file.write(dict(line))
         self._alive = os.open(folder / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

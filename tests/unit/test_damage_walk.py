@@ -43,6 +43,8 @@ OUTPUTS = (
     "metrics_rewound.jsonl",
     "samples.jsonl",
     "starts.jsonl",
+    "goodput.jsonl",
+    "alive.json",
     "summary.json",
     "stopped.json",
     "lock",

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gsa_train.files import write_atomically
 from gsa_train.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
 from gsa_train.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
 from gsa_train.goodput.words import NAMES, in_one_line, rows_of_losses, rows_of_starts, table
@@ -278,5 +277,34 @@ def test_a_file_that_is_gone_costs_no_step(tmp_path: Path) -> None:
     clock.wait(1, "training")
     log.note(4, "sparse")
     assert (tmp_path / FILE).read_text().startswith(whole)
-    write_atomically(tmp_path / FILE, whole + '{"kind": "steps"\n' + "no line\n")
-    assert read_account(tmp_path) is not None
+
+
+NO_LINES = (
+    "no line",
+    "[1]",
+    '{"step": 1}',
+    '{"step": 1, "kind": "steps", "time": "soon", "seconds": {}}',
+    '{"step": 1, "kind": "steps", "time": 1.0, "seconds": [1]}',
+    '{"step": 1, "kind": "steps", "time": 1.0, "seconds": {"save": "Infinity"}}',
+    '{"step": 1, "kind": "start", "time": 1.0, "seconds": {}}',
+    '{"step": 1, "kind": "lost", "time": 1.0, "seconds": {}}',
+    '{"step": 1, "kind": "none", "time": 1.0, "seconds": {}}',
+    '{"step": 1, "kind": "end", "time": 1.0, "seconds": {}, "reason": 7}',
+    '{"step": 1, "kind": "en',
+)
+
+
+def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(tmp_path)
+    expected = read_account(tmp_path)
+    with (tmp_path / FILE).open("a") as file:
+        file.write("\n".join(NO_LINES))
+    assert read_account(tmp_path) == expected
+    assert "lines are damaged; left out" in caplog.text
+    log, clock = start(tmp_path, 1040, step=8)
+    train(log, clock, 9, 12)
+    account = read_account(tmp_path)
+    assert account is not None
+    assert account.productive_seconds == 12
