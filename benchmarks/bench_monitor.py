@@ -36,6 +36,8 @@ from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_ranges
+from gsa_train.run.goodput_log import GoodputLog
+from gsa_train.run.run_clock import RunClock
 from whole_steps.step_bench import OurTrainee, random_batches, time_steps
 
 MOST_PERCENT = 0.5
@@ -117,6 +119,9 @@ def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path
     clock = IntervalClock(parallel.device)
     wandb = open_wandb(config.logging, run_dir, config.run.name, {}, run_id=None)
     sinks = open_sinks(config.logging, run_dir, [phase.name], None, wandb)
+    goodput = GoodputLog(RunClock())
+    goodput.open(run_dir, phase_range.start, [], [], is_complete=False)
+    goodput.clock.begin("training")
     step, tokens = phase_range.start, config.train.global_batch_size * config.train.seq_len_tokens
 
     def plain() -> None:
@@ -150,7 +155,10 @@ def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path
         reduced = reduce_step(stats, result.loss_sum, loss_tokens, measured, parallel)
         logged_step = LoggedStep(step, phase, {"base": phase.lr}, monitor.last_grad_norm, tokens)
         record = step_record(logged_step, reduced, interval, config, parallel, "bf16")
-        sinks.log_later(record | {"update_norm": changed.item(), **monitor.metrics()})
+        goodput.clock.share_out({"text": reduced.part_seconds["data_wait"], "stragglers": 0.0})
+        goodput.note(step, phase.name)
+        record |= {"update_norm": changed.item(), **monitor.metrics(), **goodput.metrics()}
+        sinks.log_later(record)
         monitor.watch_layers(step, record)
 
     def verdict() -> None:
@@ -183,6 +191,7 @@ def time_watching(config: Config, parallel: Parallel, rounds: int, run_dir: Path
     seconds["verdict alone"] = time_steps(verdict, 50, parallel.device)
     gc.unfreeze()
     sinks.close()
+    goodput.close()
     trainee.close()
     return seconds
 

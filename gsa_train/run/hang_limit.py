@@ -26,8 +26,8 @@ ACTIVITIES = (
 """What a main thread does behind a number of steps, in this order: who is behind is who the others wait for."""
 STEP = "training"
 """The activity whose limit follows the steps."""
-OF_STEPS = ("reading text", STEP, "logging")
-"""Activities in which a process without a heartbeat is given no more time than a step."""
+SILENT = ("starting", "compiling", "ending")
+"""Activities that may keep the heartbeat's thread from running, as one call of a compiler does."""
 TIMES_THE_SLOWEST = 5.0
 RECENT_STEPS = 32
 FEWEST_STEPS = 3
@@ -73,16 +73,6 @@ class StepLimit:
 
 def step_limit(config: ParallelConfig) -> StepLimit:
     return StepLimit(60 * config.timeout_minutes, config.hang_limit_seconds)
-
-
-def limit_of(activity: str, step_limit_seconds: float, longest_seconds: float, beat_seconds: float) -> float:
-    """How long a rank may stay where it is.
-
-    Args:
-        beat_seconds: since its newest heartbeat, which comes whatever its main thread does.
-    """
-    is_frozen = beat_seconds >= step_limit_seconds / 2
-    return step_limit_seconds if activity == STEP or (is_frozen and activity in OF_STEPS) else longest_seconds
 
 
 def watch_compilation(compiling: Callable[[bool], None]) -> None:

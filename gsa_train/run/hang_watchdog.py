@@ -33,7 +33,7 @@ import psutil
 import torch.distributed as dist
 
 from gsa_train.run.exit_codes import FAILED
-from gsa_train.run.hang_limit import ACTIVITIES, STEP, StepLimit, limit_of
+from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
 
 LATE_SHARE = 0.2
 """Of the limit: without a heartbeat for so long, a process may be frozen."""
@@ -83,16 +83,18 @@ def is_frozen(age: Age, timeout_seconds: float) -> bool:
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """The longest that a rank may stay where it is: the others wait for it."""
-    return max(
-        limit_of(
-            ACTIVITIES[age.beat.activity],
-            age.beat.step_limit_seconds,
-            longest_seconds,
-            min(age.of_progress, age.of_beat),
-        )
+    """How long ranks may show no progress. That of the slowest activity, as the others wait for it; but a process that
+    is silent for longer than a step may take is frozen, whatever it did."""
+    frozen = [
+        age.beat.step_limit_seconds
         for age in ages
-    )
+        if ACTIVITIES[age.beat.activity] not in SILENT
+        and min(age.of_progress, age.of_beat) >= age.beat.step_limit_seconds
+    ]
+    if frozen:
+        return min(frozen)
+    steps = [ACTIVITIES[age.beat.activity] == STEP for age in ages]
+    return max(age.beat.step_limit_seconds for age in ages) if all(steps) else longest_seconds
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
