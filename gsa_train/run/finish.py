@@ -120,7 +120,7 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
 
 def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
-    run.services.goodput.end(GOODPUT_STOPPED)
+    _end_account(run, GOODPUT_STOPPED)
     if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):
@@ -135,7 +135,7 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
     event = {"event": "stop", "step": run.state.step, "phase": phase.name, "reason": str(stop)}
     run.services.log.log(event)
-    run.services.goodput.end("stopped by the monitor")
+    _end_account(run, "stopped by the monitor")
     if run.parallel.is_main:
         with _goes_on_without(run, "the note by which the same command is refused"):
             note_stop(run_dir(run.config), stop, run.services.saver.durable_step or 0)
@@ -148,7 +148,7 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
     The metrics have it already, but a restart drops what they say after its checkpoint; the report stays.
     """
     newest_save(run)
-    run.services.goodput.end("corrupted")
+    _end_account(run, "corrupted")
     if run.parallel.is_main:
         folder = run_dir(run.config) / "faults" / time.strftime("%Y%m%d-%H%M%S")
         with _goes_on_without(run, "the report"):
@@ -156,6 +156,11 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
             note = f"{fault}\nno update was made after step {run.state.step} <--\n"
             (folder / "report.txt").write_text(note)
     _close(run, exit_codes.CORRUPTED)
+
+
+def _end_account(run: Run, reason: str) -> None:
+    run.services.goodput.clock.begin("other")  # whatever an exception has left
+    run.services.goodput.end(reason)
 
 
 @contextmanager

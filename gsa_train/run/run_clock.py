@@ -58,13 +58,12 @@ class RunClock:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """This, and then again what was before."""
+        """This, and then again what was before. An error leaves it at this: a peer may have died long before, and what
+        has passed since the last progress is no part of any activity."""
         before = self._spent.activity
         self.begin(activity)
-        try:
-            yield
-        finally:
-            self.begin(before)
+        yield
+        self.begin(before)
 
     def share_out(self, parts: Mapping[str, float]) -> None:
         """So many seconds of the training since the last call were these activities: no more than there were."""

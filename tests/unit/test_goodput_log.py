@@ -169,6 +169,22 @@ def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> 
     assert account.wall_seconds == 65
 
 
+def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Path) -> None:
+    """It is raised 100 s after the main thread went into a save, and closes the log on its way out."""
+    log, clock = start(tmp_path, 1000)
+    train(log, clock, 1, 10)
+    with pytest.raises(RuntimeError, match="connection closed"), clock.during("save"):
+        clock.at += 1
+        log.beat(10, clock.at)
+        clock.at += 100
+        log.beat(10, clock.at - 100)
+        raise RuntimeError("connection closed by peer")
+    clock.at += 5
+    log.close()
+    expected = {"import": 3, "checkpoint": 2, "first_step": 3, "save": 1, "detection": 105}
+    assert lost(read_account(tmp_path)) == expected
+
+
 def test_the_report_of_a_hang_is_a_sign_of_life(tmp_path: Path) -> None:
     """The main rank may have been the frozen one."""
     killed(tmp_path)
