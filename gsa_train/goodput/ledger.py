@@ -36,7 +36,7 @@ def read_lines(folder: Path) -> list[Line]:
     if not path.exists():
         return []
     found = read_records(path)
-    whole = [each for each in found if is_whole(each)]
+    whole: list[Line] = [each for each in found if is_whole(each)]
     if len(whole) < len(found):
         logger.warning("%s: %d of %d lines are damaged; left out", path, len(found) - len(whole), len(found))
     return whole

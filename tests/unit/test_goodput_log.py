@@ -14,8 +14,11 @@ import pytest
 from gsa_train.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
 from gsa_train.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
 from gsa_train.goodput.words import NAMES, in_one_line, rows_of_losses, rows_of_starts, table
+from gsa_train.resume import Start
+from gsa_train.run.folder import open_run_folder
 from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.run_clock import RunClock, process_began
+from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
 class Clock(RunClock):
@@ -325,3 +328,32 @@ def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(
     account = read_account(tmp_path)
     assert account is not None
     assert account.productive_seconds == 12
+
+
+@pytest.mark.parametrize(
+    ("again", "starts"),
+    [
+        (Start(same_job=True), 2),  # torchrun's or Slurm's, before the first checkpoint
+        (Start(), 1),  # a person's, or --no-resume: a new run
+    ],
+)
+def test_which_start_at_step_0_goes_on_with_the_account(
+    again: Start, starts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging = {"wandb": "disabled", "tensorboard": False}
+    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
+    first = open_run_folder(config, Start(), single_rank(), RunClock())
+    assert "has lost" not in capsys.readouterr().out
+    first.goodput.clock.begin("training")
+    first.goodput.note(3, "sparse")
+    first.goodput.close()
+    first.log.close(1)
+    opened = open_run_folder(config, again, single_rank(), RunClock())
+    assert len(opened.goodput.account().starts) == starts
+    assert ("goodput: this run has lost " in capsys.readouterr().out) is (starts > 1)
+    account = read_account(tmp_path / "run")
+    assert account is not None
+    assert [each.step for each in account.starts] == [0] * starts
+    assert account.productive_seconds == 0
+    opened.goodput.close()
+    opened.log.close(0)
