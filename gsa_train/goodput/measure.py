@@ -73,12 +73,16 @@ def _parts(account: Account, metrics: Path) -> dict[str, float]:
 
 
 def again_in_fast_motion(run: MeasuredRun, parts: Parts) -> Outcome:
-    """The run with its own faults and stops, each at its own time, and the mean of its parts."""
+    """The run with its own faults and stops, each at its own time, its own start-ups, and the mean of all else."""
+    account = run.account
+    first_step = account.lost_seconds["first_step"] / len(account.starts)
     lives = [
         Life(
-            max(0.0, start.until - start.detection_seconds - start.began), start.ended in (STOPPED, COMPLETE)
+            max(0.0, start.until - start.detection_seconds - start.began),
+            start.ended in (STOPPED, COMPLETE),
+            start.start_up_seconds + first_step,
         )
-        for start in run.account.starts
+        for start in account.starts
     ]
-    lives[-1] = Life(float("inf"))
-    return simulate(parts, run.interval_steps, lives, run.account.wall_seconds)
+    lives[-1] = lives[-1]._replace(seconds=float("inf"))
+    return simulate(parts, run.interval_steps, lives, account.wall_seconds)

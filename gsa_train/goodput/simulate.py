@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SECONDS_PER_DAY = 86400.0
@@ -52,7 +52,9 @@ class Life(NamedTuple):
     seconds: float
     """From their begin to the fault, or to the stop."""
     saves_at_end: bool = False
-    """They were asked to stop, and saved what was done."""
+    """They were asked to stop, saved what was done, and waited for that."""
+    start_up_seconds: float | None = None
+    """Their own; None takes the usual one."""
 
 
 @dataclass
@@ -83,7 +85,13 @@ def simulate(parts: Parts, interval_steps: int, lives: Iterable[Life], wall_seco
     found, left = Outcome(wall=wall_seconds), wall_seconds
     for life in lives:
         survives = life.seconds >= left
-        start_up, worked, stalls, durable = _one_life(parts, interval_steps, min(life.seconds, left))
+        own = (
+            parts if life.start_up_seconds is None else replace(parts, start_up_seconds=life.start_up_seconds)
+        )
+        start_up, worked, stalls, durable = _one_life(own, interval_steps, min(life.seconds, left))
+        if life.saves_at_end:
+            last_save = min(worked, parts.durable_seconds)
+            stalls, worked = stalls + last_save, worked - last_save
         kept = worked if survives or life.saves_at_end else durable
         found.start_up += start_up
         found.stalls += stalls

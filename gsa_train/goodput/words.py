@@ -91,7 +91,7 @@ def about_run(name: str, account: Account, ettr_in_fast_motion: float) -> str:
         "",
         *table(STARTS_HEAD, rows_of_starts(account)),
         "",
-        f"the same faults simulated with the mean of each part: ETTR {ettr_in_fast_motion:.2%}",
+        f"its faults and start-ups simulated with the mean of all else: ETTR {ettr_in_fast_motion:.2%}",
     ]
     return "\n".join(lines)
 

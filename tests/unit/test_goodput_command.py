@@ -28,7 +28,8 @@ def line(
 
 def write_run(folder: Path) -> Path:
     """Steps of 1 s, saves that stall 2 s and are durable after 4, 10 s of start-up and a first step 5 s longer than
-    others. A fault in step 120, 15 s after the second save; detected after 6 s, and 3 s down."""
+    others. A fault in step 120, 15 s after the second save; detected after 6 s, and 3 s down. The last save is waited
+    for."""
     folder.mkdir(parents=True)
     up = {"import": 10.0}
     lines = [
@@ -39,7 +40,7 @@ def write_run(folder: Path) -> Path:
         line("lost", 1139, 118, {"progress": 1133}, **up, first_step=6.0, training=113.0, save=4.0),
         line("start", 1152, 100, {"began": 1142}, **up),
         line("steps", 1158, 101, **up, first_step=6.0),
-        line("end", 1207, 150, {"reason": "complete"}, **up, first_step=6.0, training=49.0),
+        line("end", 1211, 150, {"reason": "complete"}, **up, first_step=6.0, training=49.0, save=4.0),
     ]
     records: list[dict[str, Any]] = [{"step": 50, "phase": "sparse", "loss": 2.5, "ettr": 0.5}]
     records += [
@@ -68,7 +69,7 @@ def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
     assert measured.interval_steps == EVERY
     assert measured.parts == {
         "step_seconds": 1.0,
-        "stall_seconds": 2.0,
+        "stall_seconds": (2 + 2 + 4) / 3,
         "durable_seconds": 4.0,
         "start_up_seconds": 15.0,
         "detection_seconds": 6.0,
@@ -78,14 +79,14 @@ def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
 
 
 def test_the_same_faults_in_fast_motion_give_the_runs_ettr(run: Path) -> None:
-    """Exactly, as each part of this run is its mean."""
     measured = measure_run(run)
-    assert measured.account.wall_seconds == 207
+    assert measured.account.wall_seconds == 211
     assert measured.account.productive_seconds == 150
     found = again_in_fast_motion(measured, Parts(**measured.parts))
-    assert (found.wall, found.productive, found.repeated) == (207, 150, 14)
-    assert (found.start_up, found.stalls, found.detection, found.down) == (30, 4, 6, 3)
-    assert found.ettr == measured.account.ettr
+    assert found.ettr == pytest.approx(measured.account.ettr, abs=0.02)
+    assert (found.wall, found.faults, found.start_up) == (211, 1, 30)
+    assert (found.detection, found.down) == (6, 3)
+    assert found.repeated == pytest.approx(14, abs=2)  # the first two saves took less than the mean
 
 
 def test_the_account_of_a_run(
@@ -93,16 +94,20 @@ def test_the_account_of_a_run(
 ) -> None:
     assert called("--run", str(run), monkeypatch=monkeypatch) == 0
     said = capsys.readouterr().out
-    assert f"{run}: ETTR 72.46% over 3m27s and 2 starts" in said
+    assert f"{run}: ETTR 71.09% over 3m31s and 2 starts" in said
     for row in (
-        "productive 2m30s 72.46%",
-        "import 20s 9.66%",
-        "steps done again 14s 6.76%",
-        "down 3.0s 1.45%",
+        "productive 2m30s 71.09%",
+        "import 20s 9.48%",
+        "steps done again 14s 6.64%",
+        "down 3.0s 1.42%",
     ):
         assert row in re.sub(" +", " ", said)
     assert "1 0 0.0s 10s lost 118 6.0s 18" in re.sub(" +", " ", said)
-    assert said.endswith("simulated with the mean of each part: ETTR 72.46%\n")
+    simulated = re.search(
+        r"its faults and start-ups simulated with the mean of all else: ETTR ([\d.]+)%\n$", said
+    )
+    assert simulated is not None
+    assert abs(float(simulated[1]) - 71.09) < 2
 
 
 def test_a_plan_says_where_its_parts_come_from(
@@ -114,10 +119,10 @@ def test_a_plan_says_where_its_parts_come_from(
     assert (
         "16 GPUs, a fault of each every 40 h: of the run every 2h30m; 4 runs of 3 days simulated" in measured
     )
-    for row in ("step 1 s measured", "stall 2 s measured", "down 30 s given", "start up 15 s measured"):
+    for row in ("step 1 s measured", "stall 2.667 s measured", "down 30 s given", "start up 15 s measured"):
         assert row in measured
     assert f"with one every {EVERY} steps (50s): ETTR 9" in measured
-    assert "Young, sqrt(2 C M): 3m10s of work; Daly: 3m08s" in measured
+    assert "Young, sqrt(2 C M): 3m39s of work; Daly: 3m37s" in measured
 
     assert (
         called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77", monkeypatch=monkeypatch) == 0
@@ -177,9 +182,9 @@ def test_folders_without_an_account_are_refused(
 def test_the_report_shows_where_the_time_went(run: Path, tmp_path: Path) -> None:
     page = write_report([run], tmp_path / "report.html").read_text()
     assert "<th class=number>ETTR</th>" in page
-    assert "<td class=number>72.5%</td>" in page
-    assert "<summary>where the time went: ETTR 72.5%</summary>" in page
-    assert "<tr><td>steps done again</td><td class=number>14s</td><td class=number>6.76%</td></tr>" in page
+    assert "<td class=number>71.1%</td>" in page
+    assert "<summary>where the time went: ETTR 71.1%</summary>" in page
+    assert "<tr><td>steps done again</td><td class=number>14s</td><td class=number>6.64%</td></tr>" in page
     assert "<td class=number>lost</td><td class=number>118</td><td class=number>6.0s</td>" in page
 
     old = tmp_path / "old"

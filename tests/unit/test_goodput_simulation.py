@@ -76,8 +76,9 @@ def test_a_save_waits_for_the_one_before() -> None:
 
 def test_a_stop_saves_and_what_is_beside_the_steps_has_its_share() -> None:
     beside = dataclasses.replace(PARTS, extra_share=0.25)
-    found = simulate(beside, 1000, [Life(35, saves_at_end=True), FOR_EVER], wall_seconds=35 + 4 + 10)
-    assert parts_of(found) == {"start_up": 20, "productive": 20, "extra": 5, "down": 4}
+    lives = [Life(40, saves_at_end=True), FOR_EVER._replace(start_up_seconds=8.0)]
+    found = simulate(beside, 1000, lives, wall_seconds=40 + 4 + 8)
+    assert parts_of(found) == {"start_up": 18, "productive": 20, "extra": 5, "stalls": 5, "down": 4}
 
 
 def test_a_run_that_its_lives_do_not_fill_is_refused() -> None:
