@@ -70,8 +70,10 @@ def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
     newest, began = lines[-1], starts[-1]["began"]
     line = {**newest, "kind": "lost", "progress": newest["time"]}
     alive = _read_alive(folder / ALIVE)
-    if alive and alive["began"] == began and alive["progress"] >= newest["time"]:
-        line |= {key: alive[key] for key in ("time", "progress", "step", "seconds")}
+    if alive and alive["began"] == began:
+        line["time"] = max(newest["time"], alive["time"])
+        if alive["progress"] >= newest["time"]:
+            line |= {key: alive[key] for key in ("progress", "step", "seconds")}
     reports = [path.stat().st_mtime for path in (folder / "faults").glob("*/report.txt")]
     return [{**line, "time": max([line["time"], *(at for at in reports if at >= began)])}]
 

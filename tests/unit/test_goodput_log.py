@@ -222,6 +222,14 @@ def test_the_sign_of_an_earlier_process_is_not_taken_for_that_of_the_newest(tmp_
     assert (line["time"], line["progress"]) == (1045, 1045)
 
 
+def test_a_process_that_lives_on_behind_its_last_progress(tmp_path: Path) -> None:
+    """It was killed while it still made ready for its first step: its newest line is younger than its progress."""
+    log, clock = start(tmp_path, 1000)
+    clock.at += 6
+    log.beat(0, 1004.5)
+    assert lost(read_account(tmp_path)) == {"import": 3, "checkpoint": 2, "detection": 6}
+
+
 def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
     """So that one stands in the place of another whole."""
     log, clock = start(tmp_path, 1000)
