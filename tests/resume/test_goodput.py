@@ -20,7 +20,7 @@ from helpers.runs import STEPS, TINY, Run, kill, start
 
 SAVED, HELD = 5, 8
 PHASE_STEPS = 10
-NEAR_SECONDS = 0.25
+NEAR_SECONDS = 0.4
 """Between a time stamp of the log and the line of goodput.jsonl that stands for the same moment."""
 COMMAND = (*TINY, "logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
 
