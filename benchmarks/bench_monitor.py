@@ -39,6 +39,8 @@ from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_ranges
+from gsa_train.run.goodput_log import GoodputLog
+from gsa_train.run.run_clock import RunClock
 from whole_steps.step_bench import OurTrainee, random_batches, time_steps
 
 MOST_PERCENT = 0.5
@@ -154,6 +156,9 @@ def time_watching(
     clock = IntervalClock(parallel.device)
     wandb = open_wandb(config.logging, run_dir, config.run.name, {}, run_id=None)
     sinks = open_sinks(config.logging, run_dir, [phase.name], None, wandb)
+    goodput = GoodputLog(RunClock())
+    goodput.open(run_dir, phase_range.start, [], [], is_complete=False)
+    goodput.clock.begin("training")
     step, tokens = phase_range.start, config.train.global_batch_size * config.train.seq_len_tokens
 
     def plain() -> None:
@@ -187,7 +192,10 @@ def time_watching(
         reduced = reduce_step(stats, result.loss_sum, loss_tokens, measured, parallel)
         logged_step = LoggedStep(step, phase, {"base": phase.lr}, monitor.last_grad_norm, tokens)
         record = step_record(logged_step, reduced, interval, config, parallel, "bf16")
-        sinks.log_later(record | {"update_norm": changed.item(), **monitor.metrics()})
+        goodput.clock.share_out({"text": reduced.part_seconds["data_wait"], "stragglers": 0.0})
+        goodput.note(step, phase.name)
+        record |= {"update_norm": changed.item(), **monitor.metrics(), **goodput.metrics()}
+        sinks.log_later(record)
         monitor.watch_layers(step, record)
 
     def verdict() -> None:
@@ -222,6 +230,7 @@ def time_watching(
         show_difference(kinds["logged"], kinds["watched"], top)
     gc.unfreeze()
     sinks.close()
+    goodput.close()
     trainee.close()
     return seconds
 

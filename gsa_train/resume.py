@@ -47,6 +47,8 @@ class Start:
     """The checkpoint belongs to this run folder: its metrics and its W&B run go on."""
     damaged: tuple[tuple[str, str], ...] = ()
     """Newer checkpoints that were passed over: name, and what is wrong with it."""
+    same_job: bool = False
+    """At step 0: an earlier start of this job had come to no checkpoint."""
 
     @property
     def step(self) -> int:
@@ -100,7 +102,8 @@ def choose_start(config: Config, arguments: Arguments, ranges: list[PhaseRange],
         put_back(own / "checkpoints")
     dist.barrier()
     resume_from = arguments.resume_from
-    if is_restart(own, parallel):
+    restarted = is_restart(own, parallel)
+    if restarted:
         arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False, resume_after_stop=False)
         has_own: list[Any] = [bool(resume_candidates(own / "checkpoints")) if parallel.is_main else None]
         dist.broadcast_object_list(has_own, src=0)
@@ -123,7 +126,7 @@ def choose_start(config: Config, arguments: Arguments, ranges: list[PhaseRange],
         run_id = run_id_of(own) if parallel.is_main else ""
         checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums, run_id)
     if checkpoint is None:
-        return Start()
+        return Start(same_job=restarted)
     start = start_from(checkpoint, config, ranges, damaged)
     if not start.same_run and (own / "checkpoints").resolve() in checkpoint.resolve().parents:
         raise ResumeError(

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import logging
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,10 @@ from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_f
 from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
 from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.run.folder import RunFolder, open_run_folder
+from gsa_train.run.hang_limit import step_limit, watch_compilation
 from gsa_train.run.hang_watchdog import HangWatchdog
 from gsa_train.run.lock import RunLock
+from gsa_train.run.run_clock import RunClock
 from gsa_train.run.saves import report_saves
 from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run.stop_signals import Stopped, StopRequest
@@ -62,14 +63,17 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         MonitorStop: a spike ended the run; what is on disk is from before it, and the process group is left.
         CorruptionFound: a device or a weight is not what it should be; the process group is left.
     """
+    clock = RunClock()
+    clock.begin("process_groups")
     parallel = init_parallel(config.parallel, config.run.seed)
     warn_of_cpus(config, parallel)
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     ranges = phase_ranges(config.phases)
     lock = RunLock(run_dir(config), parallel)
     lock.take(make=False)  # a start that is refused makes no folder
+    clock.begin("checkpoint")
     start = choose_start(config, arguments, ranges, parallel)
-    run = open_run(config, arguments, request, start, lock, parallel)
+    run = open_run(config, arguments, request, start, lock, parallel, clock)
     try:
         while (spike := train_phases(run, ranges)) is not None:
             go_back(run, spike, arguments, ranges)
@@ -87,6 +91,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     finally:
         run.services.saver.close()  # whatever stops the training, the save under way is finished
         run.services.profiler.close()
+        run.services.goodput.close()
     lock.close()
     run.services.stop_vote.close()
     leave_world(run.services.watchdog)
@@ -106,22 +111,31 @@ def open_run(
     start: Start,
     lock: RunLock,
     parallel: Parallel,
+    clock: RunClock,
 ) -> Run:
     """All that training needs, as it was at the start. The run folder comes last: a start that is refused
     has changed nothing in it. Collective.
     """
     ranges, folder = phase_ranges(config.phases), run_dir(config)
-    timeout = timedelta(minutes=config.parallel.timeout_minutes)
-    watchdog = HangWatchdog(parallel.rank, parallel.world_size, timeout, folder / "faults", start.step)
+    limit = step_limit(config.parallel)
+    watchdog = HangWatchdog(parallel.rank, parallel.world_size, limit, folder / "faults", start.step)
+    if parallel.device.type == "cuda":
+        watch_compilation(watchdog.compiling)
     profiler = StepProfiler(config.profile, folder / "profile", parallel.rank, parallel.device)
+    clock.begin("readers")
     data = open_data(config, arguments, start, parallel, watchdog)
+    clock.begin("model")
     model = build_model(config, parallel)
     weights_from = None
     if start.checkpoint is None and config.checkpoint.initial_weights:
         weights_from = load_initial_weights(config, model, data.tokenizer, parallel)
-    phase_optimizer = open_phase(config, model, start, ranges[start.phase_index], parallel, weights_from)
+    phase_optimizer = open_phase(
+        config, model, start, ranges[start.phase_index], parallel, clock, weights_from
+    )
 
-    opened = take_run_folder(config, start, lock, parallel)
+    clock.begin("folder")
+    opened = take_run_folder(config, start, lock, parallel, clock)
+    watchdog.on_beat = opened.goodput.beat
     if opened.log.sinks is not None:
         watchdog.on_hang = opened.log.sinks.tell_of_hang
     request.folder_is_gone = lambda: opened.log.folder_was_gone
@@ -140,6 +154,7 @@ def open_run(
         profiler=profiler,
         stop_vote=StopVote(request, collective_timeout(config.parallel)),
         straggler_warning=StragglerWarning(config.logging.straggler_ratio),
+        goodput=opened.goodput,
     )
     run = Run(
         config=config,
@@ -179,11 +194,13 @@ def open_data(
     return Data(batches, validation_sets, tokenizer, prompts, tasks)
 
 
-def take_run_folder(config: Config, start: Start, lock: RunLock, parallel: Parallel) -> RunFolder:
+def take_run_folder(
+    config: Config, start: Start, lock: RunLock, parallel: Parallel, clock: RunClock
+) -> RunFolder:
     """Lock the run folder and open it; a start that W&B refuses leaves none behind. Collective."""
     lock.take(make=True)
     try:
-        return open_run_folder(config, start, parallel)
+        return open_run_folder(config, start, parallel, clock)
     except WandbRefused:
         lock.take_back()
         raise
@@ -204,6 +221,7 @@ def open_phase(
     start: Start,
     phase_range: PhaseRange,
     parallel: Parallel,
+    clock: RunClock,
     weights_from: Path | None = None,
 ) -> PhaseOptimizer:
     """Optimizer of the phase to enter first, model and optimizer as the start's checkpoint has them. Collective.
@@ -220,6 +238,7 @@ def open_phase(
     gc.collect()
     gc.freeze()
     phase_optimizer = build_optimizer(model, phase_range.phase, config)
+    clock.begin("checkpoint")
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, model, phase_optimizer, parallel, with_optimizer=start.inside_phase)
     if weights_from is not None:
@@ -266,6 +285,9 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
     """
     config, parallel, services, step = run.config, run.parallel, run.services, run.state.step
     gc.unfreeze()  # until `open_phase`
+    services.watchdog.heartbeat(step, "starting")
+    services.goodput.note(step, next(each.phase.name for each in ranges if step <= each.end))
+    services.goodput.clock.begin("checkpoint")
     report_saves(run, services.saver.ended(now=step, wait=True))
     services.watchdog.heartbeat(step, "starting")
     services.profiler.close()
@@ -277,6 +299,7 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
     phase_range = ranges[start.phase_index]
     # Before what takes long: a run that is killed in it starts from this checkpoint, and drops what was logged after.
     services.log.go_back(start.step)
+    services.goodput.go_back(start.step)
     facts = {"signal": spike.signal, "value": spike.value, "threshold": spike.threshold, "action": "rewind"}
     event = {"event": "rewind", "step": start.step, "phase": phase_range.phase.name}
     services.log.log({**event, **asdict(done), **facts})
@@ -292,7 +315,7 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
     run.newest_validation = run.newest_tasks_step = None
     run.skipped_steps = skipped_steps(config, rewinds)
     run.model.runtime.stats.reset()
-    run.phase_optimizer = open_phase(config, run.model, start, phase_range, parallel)
+    run.phase_optimizer = open_phase(config, run.model, start, phase_range, parallel, services.goodput.clock)
 
 
 def report_damaged(run: Run) -> None:

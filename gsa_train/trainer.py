@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from gsa_train.metrics.record import (
     IntervalClock,
     LoggedStep,
     Measured,
+    Reduced,
     data_totals,
     reduce_step,
     step_record,
@@ -45,6 +46,10 @@ class _ActivePhase:
     monitor: Monitor
     clock: IntervalClock
     training: Training
+    known_kinds: set[tuple[bool, bool]] = field(default_factory=set)
+    """Of steps of this phase that this process has done: the first one of each compiles."""
+    first_wait_seconds: float | None = None
+    """That the first step waited for text; None once a step behind it is logged, and before it."""
 
 
 def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _ActivePhase:
@@ -68,7 +73,9 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
     """
     state, services = run.state, run.services
+    clock = services.goodput.clock
     phase = _enter(run, phase_range, phase_optimizer)
+    clock.begin("training")
     if state.validation_due:
         _validate(run, phase)
         state.validation_due = False
@@ -93,13 +100,16 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
 
         services.watchdog.heartbeat(state.step, "reading text")
         services.profiler.before(plan.step)
+        is_first = plan.trains and not phase.known_kinds
+        if is_first:
+            clock.begin("first_step")
         if plan.trains:
             lr = learning_rate(phase_range.phase, state.step - phase_range.start)
             lr *= phase.monitor.lr_factor(plan.step)
             result = _train(run, phase, plan, lr)
         else:
             _leave_out(run, phase, plan)
-        services.log.write_late()
+        _write_late(run)
 
         if plan.reads_monitor:
             spike = phase.monitor.read(plan.step)
@@ -110,8 +120,12 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
                 _log(run, phase, lr, result)
             report_saves(run, services.saver.ended(now=plan.step))
         if plan.saves or plan.validates or plan.scores_tasks:
-            services.log.write_late()
-        services.profiler.after(plan.step)
+            _write_late(run)
+        with services.watchdog.during("logging"):
+            services.profiler.after(plan.step)
+        if is_first:
+            services.goodput.note(plan.step, phase_range.phase.name)
+            clock.begin("training")
         state.tasks_due = plan.scores_tasks
         if plan.validates:
             _validate(run, phase)
@@ -122,7 +136,15 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         if plan.saves:
             with phase.clock.paused():
                 save(run, phase_range, phase_optimizer)
+    services.watchdog.heartbeat(state.step, "starting")  # the next phase, or the end
+    services.goodput.note(state.step, phase_range.phase.name)
+    clock.begin("other")
     return None
+
+
+def _write_late(run: Run) -> None:
+    with run.services.watchdog.during("logging"):  # a file system may stand still
+        run.services.log.write_late()
 
 
 def _train(run: Run, phase: _ActivePhase, plan: StepPlan, lr: float) -> StepResult:
@@ -136,21 +158,26 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan, lr: float) -> StepResu
         said = dense_queries_warning(run.config, micro_batches)
         if said is not None:
             logger.warning(said)
-    run.services.watchdog.heartbeat(state.step, "training")
+    kind = plan.logs, plan.weights_are_kept
+    run.services.watchdog.heartbeat(state.step, "training" if kind in phase.known_kinds else "compiling")
     result = train_step(
         phase.training, micro_batches, lr, state.step, saves=plan.weights_are_kept, measures=plan.logs
     )
     tokens = train.global_batch_size * train.seq_len_tokens
     state.step += 1
     state.tokens += tokens
-    phase.clock.count(tokens, batches.wait_seconds - waited)
+    wait_seconds = batches.wait_seconds - waited
+    if not phase.known_kinds:
+        phase.first_wait_seconds = wait_seconds
+    phase.known_kinds.add(kind)
+    phase.clock.count(tokens, wait_seconds)
     phase.monitor.observe(state.step, result.verdict)
     return result
 
 
 def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
     """Read a step's batch and do not train on it; the state counts the step."""
-    with phase.clock.paused():
+    with phase.clock.paused(), run.services.goodput.clock.during("other"):
         run.data.batches.next_step()
         run.state.step += 1
         if plan.left_out_through is not None:
@@ -180,8 +207,22 @@ def _log(run: Run, phase: _ActivePhase, lr: float, result: StepResult) -> None:
     precision = "bf16" if model.mcore_config.bf16 else "fp32"
     record = step_record(logged, reduced, interval, config, parallel, precision)
     record |= {"update_norm": update_norm.item(), **phase.monitor.metrics()}
-    run.services.log.log_step(record)
+    _note_time(run, phase, reduced)
+    with run.services.watchdog.during("logging"):
+        run.services.log.log_step(record | run.services.goodput.metrics())
     phase.monitor.watch_layers(step, record)
+
+
+def _note_time(run: Run, phase: _ActivePhase, reduced: Reduced) -> None:
+    """What of the steps since the last logged one was no work."""
+    goodput, work = run.services.goodput, reduced.work_seconds
+    waited = reduced.part_seconds["data_wait"] - (phase.first_wait_seconds or 0.0)
+    rank, ratio = slowest(work)
+    slow = ratio >= run.config.logging.straggler_ratio
+    slow &= phase.first_wait_seconds is None  # in the first step ranks differ, as they compile
+    phase.first_wait_seconds = None
+    goodput.clock.share_out({"text": waited, "stragglers": work[rank] * (1 - 1 / ratio) if slow else 0.0})
+    goodput.note(run.state.step, phase.range.phase.name)
 
 
 def _validate(run: Run, phase: _ActivePhase) -> None:
@@ -193,7 +234,7 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
         if reason:
             _stop(run, phase, reason, in_validation=True)
 
-    with phase.clock.paused():
+    with phase.clock.paused(), run.services.goodput.clock.during("validation"):
         validate(run, phase.range.phase.name, stop_if_asked)
 
 
@@ -206,7 +247,7 @@ def _score_tasks(run: Run, phase: _ActivePhase) -> None:
         if reason:
             _stop(run, phase, reason)
 
-    with phase.clock.paused():
+    with phase.clock.paused(), run.services.goodput.clock.during("tasks"):
         score_tasks_in_turn(run, phase.range.phase.name, stop_if_asked)
     run.state.tasks_due = False
 

@@ -5,9 +5,10 @@ Four ranks under torchrun train a small model on the bundled text, some of whose
 SIGTERM, a rank frozen, the newest checkpoint damaged, a disk that is full. Nobody helps: torchrun starts its ranks
 again, and where it has itself ended, this script starts the same command again, as a Slurm job would.
 
-Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again.
-Exit code 0 if the last checkpoint is that of the undisturbed run, bit for bit, with all its logged numbers. Filling a
-disk takes a file system of its own, and that takes root.
+Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again;
+then where the run's time went, by its own account. Exit code 0 if the last checkpoint is that of the undisturbed run,
+bit for bit, with all its logged numbers, and no hang was reported but of frozen ranks. Filling a disk takes a file
+system of its own, and that takes root.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from gsa_train.commands.goodput import DEFAULTS
+from gsa_train.goodput.measure import again_in_fast_motion, measure_run
+from gsa_train.goodput.simulate import Parts
+from gsa_train.goodput.words import about_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -316,7 +322,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--faults", type=int, metavar="N", help="only the first N (default: all)")
-    parser.add_argument("--timeout-minutes", type=float, default=0.5, help="of the hang watch (default: 0.5)")
+    parser.add_argument(
+        "--timeout-minutes", type=float, default=2, help="of the hang watch, but for steps (default: 2)"
+    )
     parser.add_argument("--patience-seconds", type=float, default=300, help="for one thing to happen")
     arguments = parser.parse_args()
     counts = dict(COUNTS)
@@ -388,7 +396,13 @@ def go(
         first = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
         print("first difference, undisturbed and disturbed:", *first, sep="\n  ")
     print(f"faults that nothing noticed: {len(unnoticed)}")
-    return 0 if same and logged and skipped and not unnoticed else 1
+    hangs = len([*disturbed.run.folder.glob("faults/*/report.txt")])
+    frozen = sum(each.kind == "rank frozen" for each in happened)
+    print(f"hangs reported: {hangs}, of {frozen} frozen ranks")
+    measured = measure_run(disturbed.run.folder)
+    parts = Parts(**{**asdict(DEFAULTS), **measured.parts})
+    print(about_run("the disturbed run", measured.account, again_in_fast_motion(measured, parts).ettr))
+    return 0 if same and logged and skipped and not unnoticed and hangs == frozen else 1
 
 
 if __name__ == "__main__":

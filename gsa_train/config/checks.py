@@ -38,7 +38,7 @@ AT_LEAST_ZERO = frozenset(
     evaluate.every_steps gsa.local_window gsa.dense_below train.weight_decay train.grad_clip
     evaluate.tasks_every_steps evaluate.tasks_max_questions
     data.read_retries checkpoint.save_retries monitor.rewind_skip_before_steps monitor.rewind_skip_after_steps
-    checkpoint.keep_every_steps
+    checkpoint.keep_every_steps parallel.hang_limit_seconds
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
     phases.warmup_steps phases.min_lr phases.kl_coeff
     """.split()  # noqa: SIM905 - a list literal would be a page long

@@ -51,4 +51,8 @@ class ParallelConfig:
     timeout_minutes: float = 10.0
     """Minutes after which a collective has failed, and after which a rank without progress counts as hanging: the run
     ends with an error that names the rank. Choose more than the longest compilation, save, or 32 micro-batches of a
-    validation takes."""
+    validation takes. Within steps `hang_limit_seconds` says so earlier."""
+    hang_limit_seconds: float = 0.0
+    """Seconds without progress after which a step hangs. 0: five times the slowest of the last 32 steps, at least 40.
+    Never more than `timeout_minutes`, which all else has: the start, the first steps of a phase and other compilation,
+    reading text, logs, validation, tasks, saves and the end."""

@@ -224,6 +224,8 @@ FILES = (
     "monitor_stop.json",
     "summary.json",
     "starts.jsonl",
+    "goodput.jsonl",
+    "alive.json",
     "report.html",
 )
 OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints", "faults")

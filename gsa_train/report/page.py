@@ -18,6 +18,7 @@ from gsa_train.report.analyses import section_of_analyses
 from gsa_train.report.charts import Chart, chart_of, head_charts, layer_charts
 from gsa_train.report.evaluations import evaluations_in_html
 from gsa_train.report.events import KINDS, Event
+from gsa_train.report.goodput import goodput_in_html
 from gsa_train.report.panels import PANELS, SECTIONS
 from gsa_train.report.run_files import RunFiles
 from gsa_train.report.run_series import names_of
@@ -137,6 +138,7 @@ def _table_of_runs(runs: list[RunFiles]) -> str:
         "steps": lambda run: _of_planned(f"{run.last_step:,}", run.planned_steps, "{:,}".format),
         "tokens": lambda run: _of_planned(run.tokens_at(run.last_step), run.planned_tokens, compact),
         "wall time": lambda run: "–" if run.wall_seconds is None else duration(run.wall_seconds),
+        "ETTR": lambda run: "–" if run.goodput is None else f"{run.goodput.ettr:.1%}",
         "loss": lambda run: _shown(run.last("loss"), ".4f"),
         "validation loss": lambda run: _shown(run.last("validation_loss"), ".4f"),
         "validation perplexity": lambda run: _shown(run.last("validation_perplexity"), ".2f"),
@@ -193,7 +195,7 @@ def _about(run: RunFiles) -> str:
     )
     count = "1 start" if len(run.starts) == 1 else f"{len(run.starts)} starts"
     return (
-        f"<h3>{_text(run.name)}</h3><table class=facts>{rows}</table>"
+        f"<h3>{_text(run.name)}</h3><table class=facts>{rows}</table>{goodput_in_html(run)}"
         f"<details><summary>{count}</summary><table><tr><th>time</th><th>after step</th>"
         f"<th>layout</th><th>host</th><th>commit</th></tr>{starts}</table></details>"
         f"<details><summary>config.yaml</summary><pre>{_text(run.config_yaml)}</pre></details>"

@@ -72,6 +72,7 @@ TITLES = {
     "stability": "Stability",
     "throughput": "Throughput",
     "step_time": "Time of a step",
+    "goodput": "Goodput",
     "checkpoints": "Checkpoints",
     "data": "Data",
 }
@@ -204,6 +205,8 @@ PANELS = (
     Panel("system", "throughput", "device memory (bytes)", MEMORY, "count"),
     Panel("system", "step_time", "seconds per step", STEP_TIME),
     Panel("system", "step_time", "slowest rank / median rank", {"slowest_rank_ratio": "slowest rank"}),
+    Panel("system", "goodput", "ETTR", {"ettr": "ETTR"}, "share"),
+    Panel("system", "goodput", "seconds lost so far", {}, per_entry="lost_seconds"),
     Panel("system", "checkpoints", "seconds per save", SAVES),
     Panel("system", "checkpoints", "checkpoint size (bytes)", {"checkpoint_bytes": "checkpoint"}, "count"),
     Panel("data", "data", "waiting for data", {"data_wait": "share of the time"}, "percent"),
@@ -236,6 +239,7 @@ BEST = {
     "max_activation": "max",
     "tokens_per_second": "max",
     "mfu": "max",
+    "ettr": "max",
     "memory_peak_bytes": "max",
     "slowest_rank_ratio": "max",
     "data_wait": "max",
@@ -248,6 +252,7 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
     "phase_index": "train",
     "slowest_rank": "system",
     "checkpoint_failures": "system",
+    "lost_seconds": "system",
     "packing_documents_per_block": "data",
     "data_tokens_by_source": "data",
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.goodput.account import Account
+from gsa_train.goodput.ledger import read_account
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import SAMPLES, Record, read_records
 from gsa_train.report.events import events_of
@@ -46,6 +48,11 @@ class RunFiles:
             return load_config(self.config_path, need_data=False)
         except ConfigError:
             return None
+
+    @cached_property
+    def goodput(self) -> Account | None:
+        """Where its time went."""
+        return read_account(self.folder)
 
     @property
     def last_step(self) -> int:

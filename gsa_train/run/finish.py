@@ -16,6 +16,8 @@ from gsa_data.stream import whole_epochs
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.files import write_atomically
+from gsa_train.goodput.account import COMPLETE
+from gsa_train.goodput.account import STOPPED as GOODPUT_STOPPED
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop
 from gsa_train.monitor.stop import note_stop
@@ -46,9 +48,13 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         if reason:
             raise Stopped(reason, step)
 
-    validation = validate(run, last_phase.name, stop_if_asked)
+    goodput = run.services.goodput
+    with goodput.clock.during("validation"):
+        validation = validate(run, last_phase.name, stop_if_asked)
     if run.data.tasks:
-        score_tasks_in_turn(run, last_phase.name, stop_if_asked)
+        with goodput.clock.during("tasks"):
+            score_tasks_in_turn(run, last_phase.name, stop_if_asked)
+    goodput.end(COMPLETE)
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
     log = run.services.log
@@ -61,6 +67,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
             for part, number in parts.items():
                 label = f"{name} {part}".strip()
                 log.message(f"{label:>20}  {'--' if number is None else number}")
+        log.message(goodput.in_words())
         _say_where_wandb_is(run)
         if run.config.logging.plots:
             # matplotlib: half a second, which no other rank and no start has to pay.
@@ -104,6 +111,7 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
         "rewinds": len(state.monitor.rewinds),
         "data_epochs": whole_epochs(text),
         "data_tokens_by_source": tokens_by_source(counters),
+        **run.services.goodput.summary(),
     }
     if config.data.packing == "best_fit":
         summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
@@ -112,11 +120,13 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
 
 def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
+    _end_account(run, GOODPUT_STOPPED)
     if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):
             write_atomically(run_dir(run.config) / STOPPED, json.dumps(facts) + "\n")
         _say_where_wandb_is(run)
+        run.services.log.message(run.services.goodput.in_words())
         run.services.log.message(f"{stop}; exit code {exit_codes.STOPPED}: the same command goes on")
     _close(run, exit_codes.STOPPED)
 
@@ -125,6 +135,7 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
     """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
     event = {"event": "stop", "step": run.state.step, "phase": phase.name, "reason": str(stop)}
     run.services.log.log(event)
+    _end_account(run, "stopped by the monitor")
     if run.parallel.is_main:
         with _goes_on_without(run, "the note by which the same command is refused"):
             note_stop(run_dir(run.config), stop, run.services.saver.durable_step or 0)
@@ -137,6 +148,7 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
     The metrics have it already, but a restart drops what they say after its checkpoint; the report stays.
     """
     newest_save(run)
+    _end_account(run, "corrupted")
     if run.parallel.is_main:
         folder = run_dir(run.config) / "faults" / time.strftime("%Y%m%d-%H%M%S")
         with _goes_on_without(run, "the report"):
@@ -144,6 +156,11 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
             note = f"{fault}\nno update was made after step {run.state.step} <--\n"
             (folder / "report.txt").write_text(note)
     _close(run, exit_codes.CORRUPTED)
+
+
+def _end_account(run: Run, reason: str) -> None:
+    run.services.goodput.clock.begin("other")  # whatever an exception has left
+    run.services.goodput.end(reason)
 
 
 @contextmanager

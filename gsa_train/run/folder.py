@@ -15,15 +15,18 @@ import torch.distributed as dist
 from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
 from gsa_train.config import Config, config_to_yaml, saved_sections
 from gsa_train.files import write_atomically
+from gsa_train.goodput.ledger import Line, lost_line, read_lines
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
 from gsa_train.resume import Start, run_dir, set_damaged_aside
+from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.hang_watchdog import newest_hang
 from gsa_train.run.job_start import note_job_start
 from gsa_train.run.lock import RunFolderError
+from gsa_train.run.run_clock import RunClock
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.start_header import start_header
 from gsa_train.run.starts import new_run_id, note_start, read_starts
@@ -43,16 +46,17 @@ class RunFolder:
     """On the main rank: which hang ended the start before this one (gsa_train.run.hang_watchdog)."""
     run_id: str
     """Of the run, on every rank; its checkpoints and its starts name it."""
+    goodput: GoodputLog
 
 
-def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFolder:
+def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: RunClock) -> RunFolder:
     """Open what the run writes; print the header of this start. Collective.
 
     Raises:
         WandbRefused: on all ranks alike, and then an old folder's files are as they were.
         RunFolderError: a file cannot be written or read, as on a full disk; on all ranks alike.
     """
-    folder = run_dir(config)
+    folder, goodput = run_dir(config), GoodputLog(clock)
     sinks = console = hang = None
     place: tuple[str, ...] = ()
     shared: list[str | None] = [None, None, None]
@@ -67,7 +71,12 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
             saved_id = start.state.run_id if start.same_run and start.state else ""
             run_id = [saved_id or new_run_id()]
             try:
+                before = _lines_before(folder, start)
                 sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id[0])
+                is_complete = start.step == sum(phase.steps for phase in config.phases)
+                goodput.open(folder, start.step, *before, is_complete)
+                if before[0]:
+                    console.message(goodput.in_words())
                 shared[0] = sinks.wandb_run_id
             except OSError as error:
                 shared[2] = (
@@ -81,7 +90,16 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel) -> RunFold
     if shared[2] is not None:
         raise RunFolderError(shared[2])
     log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
-    return RunFolder(folder / "checkpoints", log, hang, run_id[0])
+    return RunFolder(folder / "checkpoints", log, hang, run_id[0], goodput)
+
+
+def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
+    """What goodput.jsonl holds of this run, and what is known of an end that it does not: read before a start at step 0
+    moves it away."""
+    if not (start.same_run or start.same_job):
+        return [], []
+    lines = read_lines(folder)
+    return lines, lost_line(folder, lines)
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:

@@ -1,10 +1,10 @@
 """A run that hangs ends by itself, and says which rank it was and where every rank stood.
 
 A thread of each rank writes a heartbeat into torch.distributed's store: that the process lives, and what its main
-thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). Where a rank shows no progress for
-`timeout_minutes`, it writes a report, W&B alerts, and every rank that still can writes its stacks; then all end with
-exit code 1, and torchrun or Slurm starts them again from the last checkpoint. That start says so, too: rank 0, which
-holds W&B, may have been the one that hung.
+thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). Where ranks show no progress for longer
+than any of them may (hang_limit.py), it writes a report, W&B alerts, and every rank that still can writes its stacks;
+then all end with exit code 1, and torchrun or Slurm starts them again from the last checkpoint. That start says so,
+too: rank 0, which holds W&B, may have been the one that hung.
 
 At the very end the first rank to go may take the store along. There each rank has only its own clock: one that is kept
 from leaving, as by a peer that died on the way out, says so and ends with the exit code that the run has.
@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,13 +33,10 @@ import psutil
 import torch.distributed as dist
 
 from gsa_train.run.exit_codes import FAILED
+from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
 
-ACTIVITIES = ("starting", "reading text", "training", "validating", "scoring tasks", "saving", "ending")
-"""What a main thread does, in the order of a step: who is behind is who the others wait for."""
-
-BEATS_PER_TIMEOUT = 20
 LATE_SHARE = 0.2
-"""Of the timeout: without a heartbeat for so long, a process may be frozen."""
+"""Of the limit: without a heartbeat for so long, a process may be frozen."""
 LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
 """For W&B to send its alert, while all ranks hang anyway."""
@@ -57,6 +55,8 @@ class Beat(NamedTuple):
     activity: int
     host: str
     pid: int
+    step_limit_seconds: float
+    """What it allows a step now."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -80,6 +80,21 @@ class Age:
 def is_frozen(age: Age, timeout_seconds: float) -> bool:
     """Half the time is enough: it is asked only where some rank shows no progress for the whole."""
     return min(age.of_progress, age.of_beat) >= timeout_seconds / 2
+
+
+def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
+    """How long ranks may show no progress. That of the slowest activity, as the others wait for it; but a process that
+    is silent for longer than a step may take is frozen, whatever it did."""
+    frozen = [
+        age.beat.step_limit_seconds
+        for age in ages
+        if ACTIVITIES[age.beat.activity] not in SILENT
+        and min(age.of_progress, age.of_beat) >= age.beat.step_limit_seconds
+    ]
+    if frozen:
+        return min(frozen)
+    steps = [ACTIVITIES[age.beat.activity] == STEP for age in ages]
+    return max(age.beat.step_limit_seconds for age in ages) if all(steps) else longest_seconds
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
@@ -137,30 +152,34 @@ def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
 class HangWatchdog:
     """The heartbeat of this rank; on the first and the last rank also the reader of all."""
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta, folder: Path, step: int) -> None:
+    def __init__(self, rank: int, world_size: int, limit: StepLimit, folder: Path, step: int) -> None:
         """Starts the thread. Collective.
 
         Args:
-            timeout: without progress.
+            limit: without progress.
             folder: for reports and stacks; made when there are any.
             step: done so far.
         """
         self.on_hang: Callable[[int, str], None] | None = None
         """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
+        self.on_beat: Callable[[int, float], None] | None = None
+        """Takes steps done and when the main thread last went on (Unix seconds), with each heartbeat, in its thread."""
         self.exit_code = FAILED
         """Of a rank that is ended here."""
         self._last_stretch: threading.Timer | None = None
         self._rank, self._world_size, self._folder = rank, world_size, folder
-        self._timeout_seconds = timeout.total_seconds()
-        self._interval = min(LONGEST_BEAT_SECONDS, self._timeout_seconds / BEATS_PER_TIMEOUT)
+        self._limit, self._timeout_seconds = limit, limit.longest_seconds
+        self._interval = min(LONGEST_BEAT_SECONDS, limit.interval_seconds)
         # torchrun may keep its store over restarts, with what earlier ranks wrote.
         name: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
-        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timeout))
+        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timedelta(seconds=limit.longest_seconds)))
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
         self._ages: list[Age] = []
         self._place = (step, 0)
+        self._progress_at = time.monotonic()
+        self._compiles = False
         self._over = threading.Event()
         self._beat()
         dist.barrier()
@@ -169,8 +188,29 @@ class HangWatchdog:
 
     def heartbeat(self, step: int, activity: str) -> None:
         """The main thread goes on: what it begins, after how many steps."""
+        now, before = time.monotonic(), self._place[1]
+        if ACTIVITIES[before] == STEP:
+            self._limit.add(now - self._progress_at)
         self._place = (step, ACTIVITIES.index(activity))
+        self._progress_at, self._compiles = now, False
         self._progress += 1
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """This, and then again what was before, behind as many steps."""
+        step, before = self._place
+        self.heartbeat(step, activity)
+        yield
+        self.heartbeat(step, ACTIVITIES[before])
+
+    def compiling(self, begins: bool) -> None:
+        """A kernel begins to be compiled, or is: for as long, a step has the time of what is no step."""
+        step, activity = self._place
+        if begins and ACTIVITIES[activity] == STEP:
+            self.heartbeat(step, "compiling")
+            self._compiles = True
+        elif not begins and self._compiles:
+            self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
         """Ask the store no more, and let this rank leave within the time that every step has. No rank may leave before
@@ -199,9 +239,12 @@ class HangWatchdog:
         self._end(f"{why}; {ALL_SAFE}")
 
     def _beat(self) -> None:
-        beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid())
+        limit_seconds = self._limit.seconds
+        beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid(), limit_seconds)
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
         self._count += 1
+        if self.on_beat is not None:
+            self.on_beat(self._place[0], time.time() - time.monotonic() + self._progress_at)
 
     def _run(self) -> None:
         try:
@@ -231,9 +274,10 @@ class HangWatchdog:
                 self._ages = self._ages or [Age(beat) for beat in found]
                 for age, beat in zip(self._ages, found, strict=True):
                     age.see(beat, elapsed)
-                fault = find_fault(self._ages, self._timeout_seconds)
-                frozen = [age.beat for age in self._ages if is_frozen(age, self._timeout_seconds)]
-                if fault and (self._rank == 0 or is_frozen(self._ages[0], self._timeout_seconds)):
+                limit_seconds = limit_for_all(self._ages, self._limit.longest_seconds)
+                fault = find_fault(self._ages, limit_seconds)
+                frozen = [age.beat for age in self._ages if is_frozen(age, limit_seconds)]
+                if fault and (self._rank == 0 or is_frozen(self._ages[0], limit_seconds)):
                     self._report(fault, frozen)
 
     def _report(self, fault: str, frozen: list[Beat]) -> None:

@@ -26,25 +26,27 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
     if saver.has(state.step):
         return
     run.services.watchdog.heartbeat(state.step, "saving")
-    content = RunState(
-        step=state.step,
-        tokens=state.tokens,
-        phase_index=phase_range.index,
-        phase_name=phase_range.phase.name,
-        phase_start=phase_range.start,
-        data=run.data.batches.state(),
-        wandb_run_id=run.services.log.wandb_run_id,
-        config_yaml=config_to_yaml(run.config),
-        layout=run.parallel.layout,
-        rng=gather_rng(run.parallel),
-        validation_due=state.validation_due,
-        tasks_due=state.tasks_due,
-        task_clock=asdict(state.task_clock.of_main_rank(run.parallel.device)),
-        monitor=asdict(state.monitor),
-        run=run.config.run.name,
-        run_id=run.run_id,
-    )
-    report_saves(run, saver.begin(content, run.model, phase_optimizer))
+    run.services.goodput.note(state.step, phase_range.phase.name)
+    with run.services.goodput.clock.during("save"):
+        content = RunState(
+            step=state.step,
+            tokens=state.tokens,
+            phase_index=phase_range.index,
+            phase_name=phase_range.phase.name,
+            phase_start=phase_range.start,
+            data=run.data.batches.state(),
+            wandb_run_id=run.services.log.wandb_run_id,
+            config_yaml=config_to_yaml(run.config),
+            layout=run.parallel.layout,
+            rng=gather_rng(run.parallel),
+            validation_due=state.validation_due,
+            tasks_due=state.tasks_due,
+            task_clock=asdict(state.task_clock.of_main_rank(run.parallel.device)),
+            monitor=asdict(state.monitor),
+            run=run.config.run.name,
+            run_id=run.run_id,
+        )
+        report_saves(run, saver.begin(content, run.model, phase_optimizer))
 
 
 def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
@@ -57,17 +59,21 @@ def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimi
         CheckpointError: too many saves in a row have failed.
     """
     step, saver = run.state.step, run.services.saver
-    save(run, phase_range, phase_optimizer)
-    report_saves(run, saver.ended(now=step, wait=True))
+    run.services.watchdog.heartbeat(step, "saving")
+    run.services.goodput.note(step, phase_range.phase.name)
     longest_wait_seconds = LONGEST_WAIT_SHARE * 60 * run.config.parallel.timeout_minutes
-    while not saver.has(step):
-        time.sleep(min(2.0 ** (saver.failures - 1), longest_wait_seconds))
+    with run.services.goodput.clock.during("save"):
         save(run, phase_range, phase_optimizer)
         report_saves(run, saver.ended(now=step, wait=True))
+        while not saver.has(step):
+            time.sleep(min(2.0 ** (saver.failures - 1), longest_wait_seconds))
+            save(run, phase_range, phase_optimizer)
+            report_saves(run, saver.ended(now=step, wait=True))
 
 
 def newest_save(run: Run) -> int | None:
     """Step of the newest checkpoint, for the end by a spike: waits for the save under way, and tells of it."""
+    run.services.watchdog.heartbeat(run.state.step, "saving")
     for result in run.services.saver.ended(now=run.state.step, wait=True):
         log_save(run, result)
     return run.services.saver.durable_step

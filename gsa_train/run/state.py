@@ -17,6 +17,7 @@ from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.resume import Start
+from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.hang_watchdog import HangWatchdog
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.stop_vote import StopVote
@@ -64,6 +65,7 @@ class Services:
     profiler: StepProfiler
     stop_vote: StopVote
     straggler_warning: StragglerWarning
+    goodput: GoodputLog
 
 
 @dataclass

@@ -30,6 +30,7 @@ NOT_COMPARED = (
     "slowest_rank",
     "data_wait",
     "time",
+    "ettr",
 )
 """Parts of the names of times, rates and sizes of memory: they differ between two runs of the same code."""
 

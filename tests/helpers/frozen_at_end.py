@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from gsa_train.run.finish import leave_world
+from gsa_train.run.hang_limit import StepLimit
 from gsa_train.run.hang_watchdog import HangWatchdog
 
 LIMIT_SECONDS = 2.0
@@ -45,7 +46,7 @@ def leave(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
     limit_seconds = LIMIT_SECONDS if place and rank == 0 else PATIENCE_SECONDS
-    watch = HangWatchdog(rank, 2, timedelta(seconds=limit_seconds), folder / "faults", step=7)
+    watch = HangWatchdog(rank, 2, StepLimit(limit_seconds), folder / "faults", step=7)
     watch.heartbeat(7, "ending")
     watch.exit_code = exit_code
     watch._beat()  # which says where it is

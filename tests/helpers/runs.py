@@ -91,7 +91,7 @@ LONGEST_WAIT_SECONDS = 1500
 TIMING = ("time", "tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait_seconds")
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
-TIMING += ("eval_seconds", "eval_time_share")
+TIMING += ("eval_seconds", "eval_time_share", "ettr", "lost_seconds")
 """What differs between two runs of the same steps."""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.resume import Start
+from gsa_train.run.goodput_log import GoodputLog
+from gsa_train.run.run_clock import RunClock
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.state import Data, Run, Services, TrainState
 from helpers.single_rank import single_rank
@@ -26,9 +28,10 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
         "console": Mock(),
         "wandb_run_id": None,
         "stop_vote": Mock(ask=lambda: 0),
-        "watchdog": Mock(),
+        "watchdog": MagicMock(),
         "profiler": Mock(),
         "straggler_warning": Mock(),
+        "goodput": GoodputLog(RunClock()),
         "start": Start(),
     }
     values = {**defaults, **fields}

@@ -332,6 +332,7 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["parallel.timeout_minutes = 10000000000.0: longer", "give 1e+09 or less"],
     ),
     (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
+    (["parallel.hang_limit_seconds=-1"], ["parallel.hang_limit_seconds = -1.0: negative", "give 0 or more"]),
     (
         ["data.read_timeout_seconds=98"],
         [

@@ -27,6 +27,7 @@ from gsa_train.phases import phase_ranges
 from gsa_train.resume import ResumeError, Start, choose_start
 from gsa_train.run.folder import open_run_folder
 from gsa_train.run.lock import RunFolderError, RunLock
+from gsa_train.run.run_clock import RunClock
 from helpers.checkpoints import write_checkpoint
 from helpers.damage import Table, damages_of, files_below
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
@@ -42,6 +43,8 @@ OUTPUTS = (
     "metrics_rewound.jsonl",
     "samples.jsonl",
     "starts.jsonl",
+    "goodput.jsonl",
+    "alive.json",
     "summary.json",
     "stopped.json",
     "lock",
@@ -59,7 +62,7 @@ def config_of(runs: Path) -> Config:
 def write_run(runs: Path) -> Path:
     """A run that has stood at steps 2 and 4, and has gone back once."""
     config, folder = config_of(runs), runs / "run"
-    opened = open_run_folder(config, Start(), single_rank())
+    opened = open_run_folder(config, Start(), single_rank(), RunClock())
     opened.log.close(0)
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
@@ -95,7 +98,7 @@ def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
         arguments = Arguments("", (), None, False, False, False, False, 1)
         start = choose_start(config, arguments, phase_ranges(config.phases), single_rank())
         with contextlib.redirect_stdout(io.StringIO()):
-            opened = open_run_folder(config, start, single_rank())
+            opened = open_run_folder(config, start, single_rank(), RunClock())
         rewinds = known_rewinds(opened.checkpoints, start, single_rank())
         opened.log.close(0)
     finally:

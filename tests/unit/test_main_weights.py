@@ -26,6 +26,7 @@ from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.resume import Start
+from gsa_train.run.run_clock import RunClock
 from gsa_train.run.state import Run
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import write_checkpoint
@@ -107,7 +108,9 @@ def train(config: Config, folder: Path, resume_from: Path | None = None) -> list
         monitor=start.monitor,
     )
     ranges = phase_ranges(config.phases)
-    run.phase_optimizer = open_phase(config, run.model, start, ranges[start.phase_index], single_rank())
+    run.phase_optimizer = open_phase(
+        config, run.model, start, ranges[start.phase_index], single_rank(), RunClock()
+    )
     assert train_phases(run, ranges) is None
     assert run.phase_optimizer is None
     run.services.saver.close()
@@ -151,7 +154,7 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
     phases = [dataclasses.replace(FIRST, name=name) for name in ("first", "second", "third", "fourth")]
     config = tiny_config(phases, train={"precision": "bf16"})
     run, ranges = tiny_run(config, tiny_model(config)), phase_ranges(phases)
-    run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank())
+    run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
     assert train_phases(run, ranges) is not None
     assert alive == [[], [False], [False, False]]
     assert len(kept) == 2  # none where a rewind begins anew

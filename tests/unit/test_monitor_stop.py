@@ -16,6 +16,7 @@ from gsa_train.phases import phase_ranges
 from gsa_train.resume import choose_start
 from gsa_train.run.folder import open_run_folder
 from gsa_train.run.job_start import note_job_start
+from gsa_train.run.run_clock import RunClock
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 NEW = Arguments("", (), None, False, False, False, False, 1)
@@ -59,7 +60,7 @@ def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_p
     start(without)
     assert (tmp_path / "run" / FILE).exists()  # until the run folder is opened
     chosen = choose_start(without, NEW, phase_ranges(without.phases), single_rank())
-    open_run_folder(without, chosen, single_rank()).log.close(0)
+    open_run_folder(without, chosen, single_rank(), RunClock()).log.close(0)
     assert not (tmp_path / "run" / FILE).exists()
     start(stopped)
 

@@ -19,6 +19,7 @@ from gsa_train.phases import phase_ranges
 from gsa_train.resume import ResumeError, Start, choose_start
 from gsa_train.run.folder import open_run_folder
 from gsa_train.run.job_start import SUBMISSION, note_job_start
+from gsa_train.run.run_clock import RunClock
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 
@@ -55,7 +56,7 @@ def start_of(config: Config, **arguments: Any) -> Start:
 def go_on(config: Config, **arguments: Any) -> Start:
     """A start that nothing refuses: it opens the run folder."""
     start = start_of(config, **arguments)
-    open_run_folder(config, start, single_rank()).log.close(0)
+    open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
     return start
 
 

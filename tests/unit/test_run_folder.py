@@ -20,6 +20,7 @@ from gsa_train.run import folder as run_folder
 from gsa_train.run import lock as run_lock
 from gsa_train.run.folder import config_changes, open_run_folder
 from gsa_train.run.lock import FILE, RunFolderError, RunLock
+from gsa_train.run.run_clock import RunClock
 from gsa_train.run.starts import read_starts
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
@@ -47,7 +48,7 @@ def open_at(step: int, config: Config, validation_due: bool = False) -> None:
     checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
     state = dataclasses.replace(run_state(step, config), validation_due=validation_due)
     start = Start(checkpoint, state, same_run=True)
-    open_run_folder(config, start, single_rank()).log.close(0)
+    open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -175,7 +175,7 @@ def trained(
         sinks=Mock(log=records.append),
         console=Mock(message=messages.append),
         stop_vote=Mock(ask=ask),
-        watchdog=Mock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
+        watchdog=MagicMock(heartbeat=lambda step, activity: ACTIVITIES.index(activity)),
         step=state.step if state else 0,
         tokens=state.tokens if state else 0,
         validation_due=state.validation_due if state else False,

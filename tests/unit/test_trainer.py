@@ -29,6 +29,7 @@ from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.resume import Start
 from gsa_train.run import finish, saves, work_time
 from gsa_train.run.lock import RunLock
+from gsa_train.run.run_clock import RunClock
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, StopRequest
@@ -182,7 +183,7 @@ def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
     )
     arguments = parse_arguments(["--config", "of no file"])
     lock = RunLock(tmp_path / config.run.name, single_rank())
-    run = open_run(config, arguments, StopRequest(), Start(), lock, single_rank())
+    run = open_run(config, arguments, StopRequest(), Start(), lock, single_rank(), RunClock())
     assert (
         run.services.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
     )

@@ -16,7 +16,7 @@ TIMEOUT = 60.0
 
 
 def beat(number: int = 1, progress: int = 1, step: int = 7, activity: str = "training") -> Beat:
-    return Beat(number, progress, step, ACTIVITIES.index(activity), "node", 100)
+    return Beat(number, progress, step, ACTIVITIES.index(activity), "node", 100, TIMEOUT)
 
 
 def named(fault: str | None) -> list[int]:

@@ -26,6 +26,7 @@ from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_opt
 from gsa_train.phases import phase_ranges
 from gsa_train.resume import ResumeError, Start
 from gsa_train.run.lock import RunFolderError
+from gsa_train.run.run_clock import RunClock
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.single_rank import (
@@ -213,7 +214,7 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("gsa_train.train.run_phase", one_weight_changes)
     monkeypatch.setattr("gsa_train.train.save_the_end", lambda *_: None)
     ranges = phase_ranges(config.phases)
-    optimizer = open_phase(config, model, Start(), ranges[0], single_rank(), checkpoint)
+    optimizer = open_phase(config, model, Start(), ranges[0], single_rank(), RunClock(), checkpoint)
     run = tiny_run(config, model, phase_optimizer=optimizer)
     del optimizer
     assert train_phases(run, ranges) is None

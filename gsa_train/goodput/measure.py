@@ -1,0 +1,88 @@
+"""What a run's folder says of the parts that a simulation needs, and the run itself in fast motion, to compare."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from gsa_train.config import ConfigError, load_config
+from gsa_train.goodput.account import COMPLETE, START_UP, STOPPED, Account
+from gsa_train.goodput.ledger import read_account
+from gsa_train.goodput.simulate import Life, Outcome, Parts, simulate
+from gsa_train.metrics.record_format import read_records
+
+BESIDE_STEPS = ("validation", "tasks", "text", "stragglers", "other")
+
+
+class NoAccount(ValueError):
+    """The folder does not say where the run's time went; says what is missing, and the remedy."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    account: Account
+    parts: dict[str, float]
+    """Fields of Parts that the run tells; without faults it tells none of theirs, without saves none of theirs."""
+    interval_steps: int
+    """checkpoint.every_steps"""
+
+
+def measure_run(folder: Path) -> MeasuredRun:
+    """
+    Raises:
+        NoAccount: there is no run, or it is of a version that did not note its time.
+    """
+    account = read_account(folder)
+    if account is None or account.step_seconds is None:
+        raise NoAccount(
+            f"{folder}: no goodput.jsonl with steps in it; give the folder of a run of this version, "
+            "<run.dir>/<run.name>, once it has trained some steps"
+        )
+    try:
+        config = load_config(folder / "config.yaml", need_data=False)
+    except ConfigError as error:
+        raise NoAccount(f"{folder}/config.yaml: {error}") from error
+    return MeasuredRun(account, _parts(account, folder / "metrics.jsonl"), config.checkpoint.every_steps)
+
+
+def _parts(account: Account, metrics: Path) -> dict[str, float]:
+    lost, starts = account.lost_seconds, account.starts
+    steps_seconds = account.productive_seconds + lost["repeated"]
+    start_up = sum(lost[name] for name in (*START_UP, "first_step"))
+    assert account.step_seconds is not None
+    parts = {
+        "step_seconds": account.step_seconds,
+        "start_up_seconds": start_up / len(starts),
+        "extra_share": max(0.0, sum(lost[name] for name in BESIDE_STEPS)) / steps_seconds,
+    }
+    records = read_records(metrics) if metrics.exists() else []
+    durable = [each["checkpoint_save_seconds"] for each in records if each.get("event") == "checkpoint"]
+    if account.saves:
+        parts["stall_seconds"] = lost["save"] / account.saves
+    if durable:
+        parts["durable_seconds"] = statistics.fmean(durable)
+    faults = [each.detection_seconds for each in starts if each.ended == "lost"]
+    if faults:
+        parts["detection_seconds"] = statistics.fmean(faults)
+    gaps = [after.down_seconds for before, after in pairwise(starts) if before.ended != COMPLETE]
+    if gaps:
+        parts["down_seconds"] = statistics.fmean(gaps)
+    return parts
+
+
+def again_in_fast_motion(run: MeasuredRun, parts: Parts) -> Outcome:
+    """The run with its own faults and stops, each at its own time, its own start-ups, and the mean of all else."""
+    account = run.account
+    first_step = account.lost_seconds["first_step"] / len(account.starts)
+    lives = [
+        Life(
+            max(0.0, start.until - start.detection_seconds - start.began),
+            start.ended in (STOPPED, COMPLETE),
+            start.start_up_seconds + first_step,
+        )
+        for start in account.starts
+    ]
+    lives[-1] = lives[-1]._replace(seconds=float("inf"))
+    return simulate(parts, run.interval_steps, lives, account.wall_seconds)

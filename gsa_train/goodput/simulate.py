@@ -1,0 +1,205 @@
+"""A run of many GPUs, in fast motion: faults by chance, restarts and saves with the parts of a step that were measured.
+
+Faults strike GPUs one by one, each after a time that is exponentially distributed, so that of `gpus` of them one is hit
+every `mtbf / gpus` seconds on average. A fault costs what was done since the newest durable checkpoint, the time until
+it is detected, the time until the next start, and that start. No fault strikes a run that is down.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+SECONDS_PER_DAY = 86400.0
+GRID = 2**0.25
+"""Between intervals that are tried."""
+REACH = 8.0
+"""Times Young's interval, and one in so many, is where the search ends."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run consists of, in seconds of wall time."""
+
+    step_seconds: float
+    """Of a step, without what `extra_share` counts."""
+    stall_seconds: float
+    """That training waits for a save."""
+    durable_seconds: float
+    """From a save's begin until a restart would find it; the next save waits for it."""
+    start_up_seconds: float
+    """From a process's begin to its first step, compilation included."""
+    detection_seconds: float
+    """From a fault to the end of the processes."""
+    down_seconds: float
+    """From there to the begin of the next ones."""
+    extra_share: float = 0.0
+    """Validation, tasks, waiting for text and the like: seconds for each second of steps."""
+
+    @property
+    def whole_step_seconds(self) -> float:
+        """Of a step with its share of what is beside the steps."""
+        return self.step_seconds * (1 + self.extra_share)
+
+
+class Life(NamedTuple):
+    """Of the processes of one start."""
+
+    seconds: float
+    """From their begin to the fault, or to the stop."""
+    saves_at_end: bool = False
+    """They were asked to stop, saved what was done, and waited for that."""
+    start_up_seconds: float | None = None
+    """Their own; None takes the usual one."""
+
+
+@dataclass
+class Outcome:
+    """Seconds; all but the first add up to it."""
+
+    wall: float = 0.0
+    productive: float = 0.0
+    start_up: float = 0.0
+    stalls: float = 0.0
+    extra: float = 0.0
+    repeated: float = 0.0
+    detection: float = 0.0
+    down: float = 0.0
+    faults: int = 0
+
+    @property
+    def ettr(self) -> float:
+        return self.productive / self.wall if self.wall > 0 else 0.0
+
+
+def simulate(parts: Parts, interval_steps: int, lives: Iterable[Life], wall_seconds: float) -> Outcome:
+    """One run of so much wall time, with a save every `interval_steps`. What its last start did counts, saved or not.
+
+    Raises:
+        ValueError: the lives do not fill the time.
+    """
+    found, left = Outcome(wall=wall_seconds), wall_seconds
+    for life in lives:
+        survives = life.seconds >= left
+        own = (
+            parts if life.start_up_seconds is None else replace(parts, start_up_seconds=life.start_up_seconds)
+        )
+        start_up, worked, stalls, durable = _one_life(own, interval_steps, min(life.seconds, left))
+        if life.saves_at_end:
+            last_save = min(worked, parts.durable_seconds)
+            stalls, worked = stalls + last_save, worked - last_save
+        kept = worked if survives or life.saves_at_end else durable
+        found.start_up += start_up
+        found.stalls += stalls
+        found.productive += kept / (1 + parts.extra_share)
+        found.repeated += (worked - kept) / (1 + parts.extra_share)
+        found.extra += worked * parts.extra_share / (1 + parts.extra_share)
+        if survives:
+            break
+        left -= life.seconds
+        found.faults += not life.saves_at_end
+        detection = 0.0 if life.saves_at_end else min(parts.detection_seconds, left)
+        down = min(parts.down_seconds, left - detection)
+        found.detection += detection
+        found.down += down
+        left -= detection + down
+        if left <= 0:
+            break
+    else:
+        raise ValueError(f"the lives end {left:g} s before the run's {wall_seconds:g} s: give more of them")
+    return found
+
+
+def _one_life(parts: Parts, interval_steps: int, seconds: float) -> tuple[float, float, float, float]:
+    """Start-up, time in steps, time in stalls, and how much of the steps the newest durable checkpoint holds."""
+    start_up = min(parts.start_up_seconds, seconds)
+    trains = seconds - start_up
+    work = interval_steps * parts.whole_step_seconds
+    cycle = max(work + parts.stall_seconds, parts.durable_seconds)  # one save waits for the one before
+    begun = _count(trains - work, cycle)
+    durable = _count(trains - work - parts.durable_seconds, cycle)
+    stalls = 0.0
+    if begun > 0:
+        # Of the newest save only its own stall is known to lie behind its begin.
+        since_begin = trains - work - (begun - 1) * cycle
+        rest = max(0.0, since_begin - parts.stall_seconds - work)  # waits for the save under way
+        stalls = (begun - 1) * (cycle - work) + min(parts.stall_seconds, since_begin) + rest
+    return start_up, trains - stalls, stalls, durable * work
+
+
+def _count(seconds: float, cycle: float) -> int:
+    """Of moments at 0, one cycle, two cycles ... that have come."""
+    return 0 if seconds < 0 else int(seconds / cycle) + 1
+
+
+def lives_by_chance(mean_seconds: float, seed: int) -> Iterator[Life]:
+    chance = random.Random(seed)
+    while True:
+        yield Life(chance.expovariate(1 / mean_seconds))
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Runs with one interval between saves."""
+
+    interval_steps: int
+    runs: list[Outcome]
+
+    @property
+    def ettr(self) -> float:
+        return statistics.fmean(each.ettr for each in self.runs)
+
+    @property
+    def error(self) -> float:
+        """Standard error of `ettr`."""
+        return statistics.stdev(each.ettr for each in self.runs) / math.sqrt(len(self.runs))
+
+    def share(self, part: str) -> float:
+        """Of the wall time, mean over the runs."""
+        return statistics.fmean(getattr(each, part) / each.wall for each in self.runs)
+
+
+def try_interval(
+    parts: Parts, interval_steps: int, mean_seconds: float, days: float, trials: int, seed: int
+) -> Tried:
+    """Runs of so many days with one interval; the same seeds draw the same faults for every interval.
+
+    Args:
+        mean_seconds: between faults of the whole run.
+    """
+    runs = [
+        simulate(parts, interval_steps, lives_by_chance(mean_seconds, seed + trial), days * SECONDS_PER_DAY)
+        for trial in range(trials)
+    ]
+    return Tried(interval_steps, runs)
+
+
+def try_intervals(parts: Parts, mean_seconds: float, days: float, trials: int, seed: int) -> list[Tried]:
+    """The intervals about Young's, in ascending order; the best is the one of the highest ETTR."""
+    middle = young_seconds(parts.stall_seconds, mean_seconds) / parts.whole_step_seconds
+    count = round(math.log(REACH, GRID))
+    steps = sorted({max(1, round(middle * GRID**power)) for power in range(-count, count + 1)})
+    return [try_interval(parts, each, mean_seconds, days, trials, seed) for each in steps]
+
+
+def young_seconds(stall_seconds: float, mean_seconds: float) -> float:
+    """Work between two saves by Young (1974): sqrt(2 C M), first order in C / M."""
+    return math.sqrt(2 * stall_seconds * mean_seconds)
+
+
+def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
+    """The same by Daly (2006), of higher order; M itself where a save takes more than 2 M."""
+    if stall_seconds >= 2 * mean_seconds:
+        return mean_seconds
+    ratio = math.sqrt(stall_seconds / (2 * mean_seconds))
+    return young_seconds(stall_seconds, mean_seconds) * (1 + ratio / 3 + ratio**2 / 9) - stall_seconds
+
+
+def first_order_ettr(parts: Parts, interval_seconds: float, mean_seconds: float) -> float:
+    """What Young's formula minimises the loss of: 1 - C / T - (T / 2 + restart) / M, for T and C far below M."""
+    restart = parts.start_up_seconds + parts.detection_seconds + parts.down_seconds
+    return 1 - parts.stall_seconds / interval_seconds - (interval_seconds / 2 + restart) / mean_seconds

@@ -1,0 +1,14 @@
+"""Where the time of a run goes, and of one on more GPUs: python launch/goodput.py --run DIR, or --gpus N --mtbf-hours H
+
+`gsa_train/commands/goodput.py` says what it does, and with which options.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.commands.goodput import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""A run that is killed and goes on: its ETTR is what the time stamps of its logs give, added up here."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gsa_train.commands.goodput import choose_parts, parse
+from gsa_train.goodput.account import START_UP
+from gsa_train.goodput.ledger import read_account
+from gsa_train.goodput.measure import again_in_fast_motion, measure_run
+from gsa_train.run.run_clock import process_began
+from gsa_train.run.starts import read_starts
+from helpers.runs import STEPS, TINY, Run, kill, start
+
+SAVED, HELD = 5, 8
+PHASE_STEPS = 10
+NEAR_SECONDS = 0.4
+"""Between a time stamp of the log and the line of goodput.jsonl that stands for the same moment."""
+COMMAND = (*TINY, "logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Process:
+    began: float
+    """Unix seconds, by the system."""
+    opened: float
+    """By starts.jsonl."""
+    records: list[dict[str, Any]]
+    """metrics.jsonl as this process left it, of its own steps and events."""
+
+    def step(self, number: int) -> dict[str, Any]:
+        (found,) = (each for each in self.records if each["step"] == number and "event" not in each)
+        return found
+
+    def stall(self, number: int) -> float:
+        """Of the save behind a step: both are logged at their end, as saves are waited for."""
+        found = [
+            each for each in self.records if each["step"] == number and each.get("event") == "checkpoint"
+        ]
+        return sum(each["time"] - self.step(number)["time"] for each in found)
+
+    def seconds(self, number: int) -> float:
+        """Of a step that is no first one: between two time stamps, without what lay in between."""
+        here, before = self.step(number), self.step(number - 1)
+        between: float = here["time"] - before["time"] - self.stall(number - 1)
+        return between - here["data_wait_seconds"]
+
+
+@dataclass
+class Story:
+    run: Run
+    first: Process
+    second: Process
+    killed: float
+    ended: float
+    """Of the run: its last validation was logged."""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Killed when it stood in step 8; it had saved at step 5, and the next process goes on from there."""
+    folder = tmp_path_factory.mktemp("goodput")
+    run = start(folder, *COMMAND, faults={"held": [[HELD, 0]]})
+    (began,) = map(process_began, run.process.pids)
+    run.wait_until(lambda: (folder / "marks" / f"held_{HELD}").exists() and HELD - 1 in run.steps_printed())
+    beaten = alive(run)["time"]
+    run.wait_until(lambda: alive(run)["time"] > beaten)  # it has said that it stands still
+    kill(run)
+    killed, records = time.time(), run.records()
+
+    run = start(folder, *COMMAND)
+    (began_again,) = map(process_began, run.process.pids)
+    run.wait()
+    opened = [each["unix_seconds"] for each in read_starts(run.folder)]
+    first = Process(began, opened[0], records)
+    second = Process(began_again, opened[1], [each for each in run.records() if each["time"] > opened[1]])
+    ended = second.records[-1]["time"]
+    (validated,) = (each["time"] for each in run.records() if each.get("event") == "validation")
+    assert validated <= ended
+    return Story(run, first, second, killed, validated)
+
+
+def alive(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.folder / "alive.json").read_text())
+    return found
+
+
+def by_hand(story: Story) -> tuple[float, float, float]:
+    """Productive time, time of steps done again up to the last record, wall time."""
+    first, second = story.first, story.second
+    of_warm_up = {number: first.seconds(number) for number in range(2, HELD)}
+    again = {number: second.seconds(number) for number in range(SAVED + 2, PHASE_STEPS + 1)}
+    sparse = {number: second.seconds(number) for number in range(PHASE_STEPS + 2, STEPS + 1)}
+    usual = statistics.fmean([*of_warm_up.values(), *again.values()])
+    firsts = [
+        min(first.step(1)["step_seconds"], usual),
+        min(second.step(SAVED + 1)["step_seconds"], usual),
+        min(second.step(PHASE_STEPS + 1)["step_seconds"], statistics.fmean(sparse.values())),
+    ]
+    kept = sum(of_warm_up[number] for number in range(2, SAVED + 1))
+    productive = kept + sum(again.values()) + sum(sparse.values()) + sum(firsts)
+    repeated = sum(of_warm_up[number] for number in range(SAVED + 1, HELD))
+    return productive, repeated, story.ended - first.began
+
+
+def test_the_ettr_is_that_of_the_logs_time_stamps(story: Story) -> None:
+    account = read_account(story.run.folder)
+    assert account is not None
+    productive, repeated, wall = by_hand(story)
+    assert account.wall_seconds == pytest.approx(wall, abs=NEAR_SECONDS)
+    assert account.productive_seconds == pytest.approx(productive, abs=NEAR_SECONDS)
+    assert account.ettr == pytest.approx(productive / wall, abs=NEAR_SECONDS / wall)
+    assert account.productive_seconds + sum(account.lost_seconds.values()) == pytest.approx(
+        account.wall_seconds
+    )
+
+    lost, first, second = account.lost_seconds, story.first, story.second
+    after_save = first.step(SAVED)["time"] + first.stall(SAVED)
+    waits = sum(first.step(number)["data_wait_seconds"] for number in range(SAVED + 1, HELD))
+    gone = lost["repeated"] + lost["detection"] + lost["down"] + waits
+    assert gone == pytest.approx(second.began - after_save, abs=NEAR_SECONDS)
+    assert lost["repeated"] == pytest.approx(repeated, abs=NEAR_SECONDS)
+    # The process was seen for the last time between its standstill and its end.
+    last_step = first.step(HELD - 1)["time"]
+    assert 0 < lost["detection"] <= story.killed - last_step
+    assert lost["down"] >= second.began - story.killed
+    stalls = sum(
+        process.stall(step) for process, step in [(first, 5), (second, 10), (second, 15), (second, STEPS)]
+    )
+    assert lost["save"] == pytest.approx(stalls, abs=NEAR_SECONDS)
+    start_up = sum(
+        process.step(step)["time"] - process.step(step)["step_seconds"] - process.began
+        for process, step in ((first, 1), (second, SAVED + 1))
+    )
+    assert sum(lost[name] for name in START_UP) == pytest.approx(start_up, abs=NEAR_SECONDS)
+    assert lost["import"] < sum(process.opened - process.began for process in (first, second))
+
+
+def test_each_start_has_its_fault_and_what_it_cost(story: Story) -> None:
+    account = read_account(story.run.folder)
+    assert account is not None
+    first, second = account.starts
+    assert (first.ended, first.step, first.last_step, first.repeated_steps) == ("lost", 0, HELD - 1, 2)
+    assert (second.ended, second.step, second.last_step, second.repeated_steps) == (
+        "complete",
+        SAVED,
+        STEPS,
+        0,
+    )
+    assert second.down_seconds == account.lost_seconds["down"] > 0
+
+
+def test_records_summary_and_console_say_it(story: Story) -> None:
+    account = read_account(story.run.folder)
+    assert account is not None
+    summary = json.loads((story.run.folder / "summary.json").read_text())
+    assert summary["ettr"] == account.ettr
+    assert summary["wall_seconds"] == pytest.approx(account.wall_seconds, abs=1e-3)
+    assert summary["lost_seconds"] == pytest.approx(account.lost_seconds, abs=1e-3)
+    for record in story.run.steps():
+        assert 0 < record["ettr"] < 1
+    newest = story.run.steps()[-1]
+    assert newest["lost_seconds"]["down"] == pytest.approx(account.lost_seconds["down"], abs=1e-3)
+    assert "validation" not in newest["lost_seconds"]  # that comes behind it
+    said = [line for line in story.run.output.splitlines() if line.startswith("goodput: this run has lost ")]
+    assert len(said) == 2  # at the restart and at the end
+    assert f"(ETTR {account.ettr:.1%})" in said[1]
+
+
+def test_the_simulation_with_the_runs_own_faults_gives_its_ettr(story: Story) -> None:
+    measured = measure_run(story.run.folder)
+    parts = measured.parts
+    assert set(parts) >= {
+        "step_seconds",
+        "stall_seconds",
+        "detection_seconds",
+        "down_seconds",
+        "start_up_seconds",
+    }
+    chosen, sources = choose_parts(parse(["--run", str(story.run.folder)]), measured)
+    assert set(sources.values()) <= {"measured", "as long as the stall"}
+    found = again_in_fast_motion(measured, chosen)
+    assert found.ettr == pytest.approx(measured.account.ettr, abs=0.05)
+    assert found.faults == 1
+
+
+def test_a_complete_run_that_is_started_again_changes_nothing(story: Story) -> None:
+    lines = (story.run.folder / "goodput.jsonl").read_text()
+    before = read_account(story.run.folder)
+    start(story.run.folder.parent, *COMMAND).wait()
+    assert (story.run.folder / "goodput.jsonl").read_text() == lines
+    assert read_account(story.run.folder) == before

@@ -1,0 +1,223 @@
+"""ETTR and the time lost, of logs written by hand whose sums are done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gsa_train.goodput.account import COMPLETE, LOSSES, Account, Accounting
+
+Line = dict[str, Any]
+
+
+def line(event: str, at: float, step: int, more: Line | None = None, **seconds: float) -> Line:
+    """`more`: further keys of the line; `seconds` by activity."""
+    return {"kind": event, "time": at, "step": step, "phase": "sparse", "seconds": seconds, **(more or {})}
+
+
+def start(began: float, at: float, step: int, **seconds: float) -> Line:
+    return line("start", at, step, {"began": began}, **seconds)
+
+
+def account(*lines: Line) -> Account:
+    found = Accounting(lines).account()
+    assert found.wall_seconds == pytest.approx(found.productive_seconds + sum(found.lost_seconds.values()))
+    return found
+
+
+def lost(found: Account) -> dict[str, float]:
+    """Without what is nothing."""
+    return {name: round(seconds, 9) for name, seconds in found.lost_seconds.items() if abs(seconds) > 1e-9}
+
+
+def test_a_run_that_nothing_disturbs() -> None:
+    """100 s in all: 10 of start-up, a first step of 6 where others take 2, 30 others, 8 of validation, 16 of saves."""
+    parts = {
+        "import": 4.0,
+        "process_groups": 1.0,
+        "checkpoint": 1.0,
+        "readers": 2.0,
+        "model": 1.0,
+        "folder": 1.0,
+    }
+    found = account(
+        start(1000, 1010, 0, **parts),
+        line("steps", 1016, 1, **parts, first_step=6.0),
+        line("steps", 1036, 11, **parts, first_step=6.0, training=20.0),
+        line("steps", 1052, 15, **parts, first_step=6.0, training=28.0, validation=8.0),
+        line(
+            "end",
+            1100,
+            31,
+            {"reason": COMPLETE},
+            **parts,
+            first_step=6.0,
+            training=60.0,
+            validation=8.0,
+            save=16.0,
+        ),
+    )
+    assert lost(found) == {**parts, "first_step": 4.0, "validation": 8.0, "save": 16.0}
+    assert found.productive_seconds == 31 * 2.0
+    assert found.ettr == 0.62
+    assert (found.step_seconds, found.steps, found.saves) == (2.0, 30, 1)
+
+
+def killed_and_resumed() -> list[Line]:
+    """Killed at 1050, 4 s after its main thread last went on, when it had logged step 20 and stood in step 22; saved
+    at step 15. The next process begins at 1060 and goes on behind step 15."""
+    return [
+        start(1000, 1005, 0, **{"import": 5.0}),
+        line("steps", 1008, 1, **{"import": 5.0}, first_step=3.0),
+        line("steps", 1018, 11, **{"import": 5.0}, first_step=3.0, training=10.0),
+        line("steps", 1022, 15, **{"import": 5.0}, first_step=3.0, training=14.0),
+        line("steps", 1043, 20, **{"import": 5.0}, first_step=3.0, training=19.0, save=16.0),
+        line(
+            "lost", 1050, 21, {"progress": 1046}, **{"import": 5.0}, first_step=3.0, training=22.0, save=16.0
+        ),
+        start(1060, 1066, 15, **{"import": 4.0, "checkpoint": 2.0}),
+        line("steps", 1070, 16, **{"import": 4.0, "checkpoint": 2.0}, first_step=4.0),
+        line(
+            "end",
+            1084,
+            30,
+            {"reason": COMPLETE},
+            **{"import": 4.0, "checkpoint": 2.0},
+            first_step=4.0,
+            training=14.0,
+        ),
+    ]
+
+
+def test_a_kill_costs_the_steps_since_the_checkpoint_and_the_time_between() -> None:
+    found = account(*killed_and_resumed())
+    assert found.wall_seconds == 84
+    # Kept: 15 steps of the first process and 15 of the second, of 1 s each.
+    assert found.productive_seconds == 30
+    assert found.ettr == 30 / 84
+    assert lost(found) == {
+        "import": 9.0,
+        "checkpoint": 2.0,
+        "first_step": 2.0 + 3.0,
+        "save": 16.0,
+        "repeated": 5.0 + 3.0,  # steps 16 to 20, then up to the last progress
+        "detection": 4.0,
+        "down": 10.0,
+    }
+    first, second = found.starts
+    assert (first.ended, first.last_step, first.repeated_steps) == ("lost", 21, 6)
+    assert (first.detection_seconds, second.down_seconds, second.start_up_seconds) == (4.0, 10.0, 6.0)
+    assert (second.ended, second.repeated_steps) == (COMPLETE, 0)
+
+
+def test_before_the_next_start_nobody_knows_what_is_kept() -> None:
+    """All that is logged counts."""
+    found = account(*killed_and_resumed()[:6])
+    assert found.productive_seconds == 20
+    assert lost(found)["repeated"] == 3.0
+
+
+def test_a_checkpoint_between_two_lines_shares_what_is_between_them() -> None:
+    found = account(
+        start(0, 0, 0),
+        line("steps", 5, 1, first_step=5.0),
+        line("steps", 15, 11, first_step=5.0, training=10.0),
+        start(15, 15, 4),
+    )
+    assert found.productive_seconds == 1 + 3
+    assert lost(found) == {"first_step": 4.0, "repeated": 7.0}
+
+
+def test_a_rewind_is_no_start() -> None:
+    """Back from step 12 to 5: the first step after it compiles nothing, but is a first one."""
+    found = account(
+        start(0, 1, 0, model=1.0),
+        line("steps", 3, 1, model=1.0, first_step=2.0),
+        line("steps", 13, 11, model=1.0, first_step=2.0, training=10.0),
+        line("steps", 14, 12, model=1.0, first_step=2.0, training=11.0),
+        line("rewind", 17, 5, model=1.0, first_step=2.0, training=11.5, checkpoint=2.5),
+        line("steps", 18, 6, model=1.0, first_step=3.0, training=11.5, checkpoint=2.5),
+        line("steps", 20, 8, model=1.0, first_step=3.0, training=13.5, checkpoint=2.5),
+    )
+    assert found.productive_seconds == 8
+    assert lost(found) == {"model": 1.0, "checkpoint": 2.5, "first_step": 1.0, "repeated": 7.0 + 0.5}
+    assert len(found.starts) == 1
+    assert found.starts[0].repeated_steps == 7
+
+
+def test_two_kills_in_the_same_steps_cost_them_twice() -> None:
+    found = account(
+        start(0, 0, 0),
+        line("steps", 1, 1, first_step=1.0),
+        line("steps", 10, 10, first_step=1.0, training=9.0),
+        line("lost", 10, 10, {"progress": 10}, first_step=1.0, training=9.0),
+        start(12, 12, 5),
+        line("steps", 15, 6, first_step=3.0),
+        line("steps", 18, 9, first_step=3.0, training=3.0),
+        line("lost", 18, 9, {"progress": 18}, first_step=3.0, training=3.0),
+        start(20, 20, 5),
+        line("steps", 23, 6, first_step=3.0),
+        line("steps", 24, 7, first_step=3.0, training=1.0),
+    )
+    assert found.productive_seconds == 7
+    assert lost(found) == {"down": 4.0, "repeated": 5.0 + 4.0, "first_step": 4.0}
+    assert [each.repeated_steps for each in found.starts] == [5, 4, 0]
+
+
+def test_text_and_stragglers_are_no_productive_time_and_rare_names_are_other() -> None:
+    found = account(
+        start(0, 0, 0),
+        line("steps", 1, 1, first_step=1.0),
+        line("steps", 14, 11, first_step=1.0, training=10.0, text=2.0, stragglers=0.5, folding=0.5),
+    )
+    assert found.productive_seconds == 11
+    assert lost(found) == {"text": 2.0, "stragglers": 0.5, "other": 0.5}
+
+
+def test_the_time_in_which_a_complete_run_waits_to_be_made_longer_does_not_count() -> None:
+    found = account(
+        start(0, 0, 0),
+        line("steps", 1, 1, first_step=1.0),
+        line("end", 10, 10, {"reason": COMPLETE}, first_step=1.0, training=9.0),
+        start(1000, 1002, 10, model=2.0),
+        line("steps", 1003, 11, model=2.0, first_step=1.0),
+    )
+    assert found.wall_seconds == 13
+    assert lost(found) == {"model": 2.0}
+    assert found.starts[1].down_seconds == 0
+
+
+def test_a_process_that_was_killed_before_its_first_step() -> None:
+    found = account(
+        start(0, 2, 0, model=2.0),
+        line("lost", 9, 0, {"progress": 6}, model=2.0, first_step=4.0),
+        start(10, 12, 0, model=2.0),
+        line("steps", 16, 1, model=2.0, first_step=4.0),
+        line("steps", 17, 2, model=2.0, first_step=4.0, training=1.0),
+    )
+    assert found.productive_seconds == 2
+    assert lost(found) == {"model": 4.0, "first_step": 4.0 + 3.0, "detection": 3.0, "down": 1.0}
+
+
+def test_lines_that_a_full_disk_has_cost_change_no_sum() -> None:
+    lines = killed_and_resumed()
+    whole, found = account(*lines), account(*lines[:2], *lines[3:])
+    assert (found.productive_seconds, found.lost_seconds) == (whole.productive_seconds, whole.lost_seconds)
+
+
+def test_clocks_of_two_hosts_that_differ_show_in_the_rest() -> None:
+    found = account(
+        start(0, 1, 0, model=1.0),
+        line("end", 10, 9, {"reason": "stopped"}, model=1.0, training=9.0),
+        start(8, 9, 9, model=1.0),
+    )
+    assert (found.wall_seconds, lost(found)["other"]) == (9, -2)
+    assert found.starts[1].down_seconds == 0
+
+
+def test_without_lines_there_is_nothing() -> None:
+    found = account()
+    assert (found.wall_seconds, found.ettr, found.starts, found.step_seconds) == (0, 0, [], None)
+    assert set(found.lost_seconds) == set(LOSSES)
+    assert account(line("steps", 5, 5, training=5.0)).wall_seconds == 0

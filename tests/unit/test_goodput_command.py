@@ -1,0 +1,196 @@
+"""launch/goodput.py: the account of a run, a simulation with its parts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train.commands import goodput
+from gsa_train.config import config_to_yaml
+from gsa_train.goodput.measure import NoAccount, again_in_fast_motion, measure_run
+from gsa_train.goodput.simulate import Parts
+from gsa_train.report.page import write_report
+from gsa_train.run.exit_codes import REFUSED
+from helpers.single_rank import SPARSE, tiny_config
+
+EVERY = 50
+
+
+def line(
+    kind: str, at: float, step: int, more: dict[str, Any] | None = None, **seconds: float
+) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "time": at, "phase": "sparse", "seconds": seconds, **(more or {})}
+
+
+def write_run(folder: Path) -> Path:
+    """Steps of 1 s, saves that stall 2 s and are durable after 4, 10 s of start-up and a first step 5 s longer than
+    others. A fault in step 120, 15 s after the second save; detected after 6 s, and 3 s down. The last save is waited
+    for."""
+    folder.mkdir(parents=True)
+    up = {"import": 10.0}
+    lines = [
+        line("start", 1010, 0, {"began": 1000}, **up),
+        line("steps", 1016, 1, **up, first_step=6.0),
+        line("steps", 1065, 50, **up, first_step=6.0, training=49.0),
+        line("steps", 1117, 100, **up, first_step=6.0, training=99.0, save=2.0),
+        line("lost", 1139, 118, {"progress": 1133}, **up, first_step=6.0, training=113.0, save=4.0),
+        line("start", 1152, 100, {"began": 1142}, **up),
+        line("steps", 1158, 101, **up, first_step=6.0),
+        line("end", 1211, 150, {"reason": "complete"}, **up, first_step=6.0, training=49.0, save=4.0),
+    ]
+    records: list[dict[str, Any]] = [{"step": 50, "phase": "sparse", "loss": 2.5, "ettr": 0.5}]
+    records += [
+        {"event": "checkpoint", "step": step, "phase": "sparse", "checkpoint_save_seconds": 4.0}
+        for step in (50, 100)
+    ]
+    for name, content in (("goodput.jsonl", lines), ("metrics.jsonl", records)):
+        (folder / name).write_text("".join(json.dumps(each) + "\n" for each in content))
+    config = tiny_config([SPARSE], checkpoint={"every_steps": EVERY})
+    (folder / "config.yaml").write_text(config_to_yaml(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("measured") / "run")
+
+
+def called(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["goodput.py", *arguments])
+    return goodput.main()
+
+
+def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
+    measured = measure_run(run)
+    assert measured.interval_steps == EVERY
+    assert measured.parts == {
+        "step_seconds": 1.0,
+        "stall_seconds": (2 + 2 + 4) / 3,
+        "durable_seconds": 4.0,
+        "start_up_seconds": 15.0,
+        "detection_seconds": 6.0,
+        "down_seconds": 3.0,
+        "extra_share": 0.0,
+    }
+
+
+def test_the_same_faults_in_fast_motion_give_the_runs_ettr(run: Path) -> None:
+    measured = measure_run(run)
+    assert measured.account.wall_seconds == 211
+    assert measured.account.productive_seconds == 150
+    found = again_in_fast_motion(measured, Parts(**measured.parts))
+    assert found.ettr == pytest.approx(measured.account.ettr, abs=0.02)
+    assert (found.wall, found.faults, found.start_up) == (211, 1, 30)
+    assert (found.detection, found.down) == (6, 3)
+    assert found.repeated == pytest.approx(14, abs=2)  # the first two saves took less than the mean
+
+
+def test_the_account_of_a_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert called("--run", str(run), monkeypatch=monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert f"{run}: ETTR 71.09% over 3m31s and 2 starts" in said
+    for row in (
+        "productive 2m30s 71.09%",
+        "import 20s 9.48%",
+        "steps done again 14s 6.64%",
+        "down 3.0s 1.42%",
+    ):
+        assert row in re.sub(" +", " ", said)
+    assert "1 0 0.0s 10s lost 118 6.0s 18" in re.sub(" +", " ", said)
+    simulated = re.search(
+        r"its faults and start-ups simulated with the mean of all else: ETTR ([\d.]+)%\n$", said
+    )
+    assert simulated is not None
+    assert abs(float(simulated[1]) - 71.09) < 2
+
+
+def test_a_plan_says_where_its_parts_come_from(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = ("--days", "3", "--trials", "4", "--gpus", "16", "--mtbf-hours", "40")
+    assert called(*quick, "--run", str(run), "--down-seconds", "30", monkeypatch=monkeypatch) == 0
+    measured = re.sub(" +", " ", capsys.readouterr().out)
+    assert (
+        "16 GPUs, a fault of each every 40 h: of the run every 2h30m; 4 runs of 3 days simulated" in measured
+    )
+    for row in ("step 1 s measured", "stall 2.667 s measured", "down 30 s given", "start up 15 s measured"):
+        assert row in measured
+    assert f"with one every {EVERY} steps (50s): ETTR 9" in measured
+    assert "Young, sqrt(2 C M): 3m39s of work; Daly: 3m37s" in measured
+
+    assert (
+        called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77", monkeypatch=monkeypatch) == 0
+    )
+    alone = re.sub(" +", " ", capsys.readouterr().out)
+    for row in (
+        "stall 40 s given",
+        "durable 40 s as long as the stall",
+        "down 60 s default",
+        "every 77 steps (1m17s)",
+    ):
+        assert row in alone
+    assert (
+        called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77", monkeypatch=monkeypatch) == 0
+    )
+    assert re.sub(" +", " ", capsys.readouterr().out) == alone  # the seed's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give --run DIR, or --gpus N with --mtbf-hours H"),
+        (("--gpus", "8"), "--gpus and --mtbf-hours go together"),
+        (("--gpus", "0", "--mtbf-hours", "1"), "--gpus 0: not above 0; give a number above 0"),
+        (("--gpus", "1", "--mtbf-hours", "nan"), "--mtbf-hours nan: not above 0"),
+        (("--gpus", "1", "--mtbf-hours", "1", "--down-seconds", "-1"), "--down-seconds -1.0: negative"),
+        (("--gpus", "1", "--mtbf-hours", "1", "--trials", "1"), "--trials 1: too few"),
+        (
+            ("--gpus", "1", "--mtbf-hours", "1", "--checkpoint-seconds", "0"),
+            "--checkpoint-seconds 0.0: not above 0",
+        ),
+        (
+            ("--gpus", "1", "--mtbf-hours", "1", "--checkpoint-seconds", "9", "--durable-seconds", "8"),
+            "--durable-seconds 8.0: below --checkpoint-seconds 9.0",
+        ),
+    ],
+)
+def test_wrong_numbers_are_refused(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        goodput.parse(arguments)
+    assert end.value.code == REFUSED
+    assert said in capsys.readouterr().err
+
+
+def test_folders_without_an_account_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert called("--run", str(tmp_path / "none"), monkeypatch=monkeypatch) == REFUSED
+    assert "none: no goodput.jsonl with steps in it; give the folder of a run" in capsys.readouterr().err
+    (tmp_path / "goodput.jsonl").write_text((run / "goodput.jsonl").read_text())
+    with pytest.raises(NoAccount, match=r"config\.yaml"):
+        measure_run(tmp_path)
+
+
+def test_the_report_shows_where_the_time_went(run: Path, tmp_path: Path) -> None:
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "<th class=number>ETTR</th>" in page
+    assert "<td class=number>71.1%</td>" in page
+    assert "<summary>where the time went: ETTR 71.1%</summary>" in page
+    assert "<tr><td>steps done again</td><td class=number>14s</td><td class=number>6.64%</td></tr>" in page
+    assert "<td class=number>lost</td><td class=number>118</td><td class=number>6.0s</td>" in page
+
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("metrics.jsonl", "config.yaml"):
+        (old / name).write_text((run / name).read_text())
+    page = write_report([old], tmp_path / "report.html").read_text()
+    assert "where the time went" not in page
+    assert "<th class=number>ETTR</th>" in page

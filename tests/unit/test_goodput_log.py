@@ -1,0 +1,367 @@
+"""What a run notes of its time: each second once, whatever ends its process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gsa_train.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
+from gsa_train.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
+from gsa_train.goodput.words import NAMES, in_one_line, rows_of_losses, rows_of_starts, table
+from gsa_train.resume import Start
+from gsa_train.run.folder import open_run_folder
+from gsa_train.run.goodput_log import GoodputLog
+from gsa_train.run.run_clock import RunClock, process_began
+from helpers.single_rank import SPARSE, single_rank, tiny_config
+
+
+class Clock(RunClock):
+    """Stands still but for `wait`."""
+
+    def __init__(self, began: float) -> None:
+        super().__init__(began)
+        self.at = began
+
+    def now(self) -> float:
+        return self.at
+
+    def wait(self, seconds: float, activity: str) -> None:
+        """So long with this activity."""
+        self.begin(activity)
+        self.at += seconds
+
+
+def start(folder: Path, began: float, step: int = 0, is_complete: bool = False) -> tuple[GoodputLog, Clock]:
+    """A process that has loaded its packages for 3 s, read a checkpoint for 2 s, and opened the folder."""
+    clock = Clock(began)
+    clock.at += 3
+    clock.wait(2, "checkpoint")
+    log = GoodputLog(clock)
+    lines = read_lines(folder)
+    log.open(folder, step, lines, lost_line(folder, lines), is_complete)
+    return log, clock
+
+
+def train(log: GoodputLog, clock: Clock, first: int, last: int) -> None:
+    """Steps of 1 s, each noted; the first one takes 4 s."""
+    for step in range(first, last + 1):
+        clock.wait(4 if step == first else 1, "first_step" if step == first else "training")
+        log.note(step, "sparse")
+    clock.begin("training")
+
+
+def lost(account: Account | None) -> dict[str, float]:
+    assert account is not None
+    return {name: round(value, 3) for name, value in account.lost_seconds.items() if abs(value) > 1e-3}
+
+
+def test_each_second_belongs_to_one_activity() -> None:
+    clock = Clock(100.0)
+    clock.at += 3
+    clock.wait(2, "model")
+    clock.wait(10, "training")
+    with clock.during("save"):
+        clock.at += 4
+        with clock.during("other"):
+            clock.at += 1
+    clock.at += 5
+    now, seconds = clock.read()
+    assert seconds == {"import": 3, "model": 2, "training": 15, "save": 4, "other": 1}
+    assert sum(seconds.values()) == now - clock.began
+    clock.share_out({"text": 3, "stragglers": 100})
+    assert clock.read()[1] == {**seconds, "training": 0, "text": 3, "stragglers": 12}
+    clock.at += 1
+    clock.share_out({"text": 0.25})
+    assert clock.read()[1]["training"] == 0.75
+    assert clock.read(until=clock.at - 0.5) == clock.read()  # not before the share
+    with pytest.raises(AssertionError, match="napping"):
+        clock.begin("napping")
+
+
+def test_a_process_knows_when_it_began() -> None:
+    first, began = process_began(1), process_began(os.getpid())
+    assert first <= began <= time.time()
+    assert abs(RunClock().began - began) < 0.1
+
+
+def test_a_run_that_ends_by_itself(tmp_path: Path) -> None:
+    log, clock = start(tmp_path, 1000)
+    train(log, clock, 1, 10)
+    assert log.metrics() == {"ettr": 10 / 18, "lost_seconds": {"import": 3, "checkpoint": 2, "first_step": 3}}
+    with clock.during("save"):
+        clock.at += 2
+    log.end(COMPLETE)
+    clock.at += 50  # draws pictures
+    log.note(10, "sparse")
+    log.close()
+    account = read_account(tmp_path)
+    assert account is not None
+    assert (account.productive_seconds, account.wall_seconds) == (10, 20)
+    assert log.summary() == {
+        "ettr": 0.5,
+        "wall_seconds": 20,
+        "productive_seconds": 10,
+        "lost_seconds": {
+            **dict.fromkeys(LOSSES, 0),
+            "import": 3,
+            "checkpoint": 2,
+            "first_step": 3,
+            "save": 2,
+        },
+    }
+    said = "goodput: this run has lost 10s of 20s so far (ETTR 50.0%): import 3.0s, first steps (compilation) 3.0s, "
+    assert log.in_words() == f"{said}reading checkpoints 2.0s, stalls of saves 2.0s"
+
+    lines = (tmp_path / FILE).read_text()
+    again, later = start(tmp_path, 5000, step=10, is_complete=True)
+    later.at += 100
+    again.end(COMPLETE)
+    again.close()
+    assert (tmp_path / FILE).read_text() == lines
+    assert again.summary() == log.summary()
+
+
+def killed(folder: Path) -> None:
+    """Began at 1000, stood still in step 12 at 1021 and was seen for the last time at 1025."""
+    log, clock = start(folder, 1000)
+    train(log, clock, 1, 10)
+    clock.wait(3, "training")
+    log.beat(11, clock.at)
+    clock.at += 4
+    log.beat(11, clock.at - 4)
+
+
+def test_what_a_killed_process_did_is_told_by_the_next_one(tmp_path: Path) -> None:
+    killed(tmp_path)
+    expected = {"import": 3, "checkpoint": 2, "first_step": 3, "repeated": 3, "detection": 4}
+    assert lost(read_account(tmp_path)) == expected  # before there is a next one
+    log, clock = start(tmp_path, 1040, step=8)
+    assert [line["kind"] for line in read_lines(tmp_path)][-2:] == ["lost", "start"]
+    train(log, clock, 9, 12)
+    account = read_account(tmp_path)
+    assert account is not None
+    assert lost(account) == {
+        "import": 6,
+        "checkpoint": 4,
+        "first_step": 6,
+        "repeated": 3 + 2,
+        "detection": 4,
+        "down": 15,
+    }
+    assert account.productive_seconds == 12
+    assert account.starts[0].repeated_steps == 3
+
+
+def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> None:
+    """Between `lost` and `start`, and after both."""
+    killed(tmp_path)
+    lines = read_lines(tmp_path)
+    (line,) = lost_line(tmp_path, lines)
+    with (tmp_path / FILE).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    start(tmp_path, 1040, step=8)
+    log, _ = start(tmp_path, 1060, step=8)
+    assert [line["kind"] for line in read_lines(tmp_path)][-4:] == ["lost", "start", "lost", "start"]
+    account = log.account()
+    assert (account.lost_seconds["detection"], account.lost_seconds["down"]) == (4, 15 + 15)
+    assert account.wall_seconds == 65
+
+
+def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Path) -> None:
+    """It is raised 100 s after the main thread went into a save, and closes the log on its way out."""
+    log, clock = start(tmp_path, 1000)
+    train(log, clock, 1, 10)
+    with contextlib.suppress(ConnectionError), clock.during("save"):
+        clock.at += 1
+        log.beat(10, clock.at)
+        clock.at += 100
+        log.beat(10, clock.at - 100)
+        raise ConnectionError
+    clock.at += 5
+    log.close()
+    expected = {"import": 3, "checkpoint": 2, "first_step": 3, "save": 1, "detection": 105}
+    assert lost(read_account(tmp_path)) == expected
+
+
+def test_the_report_of_a_hang_is_a_sign_of_life(tmp_path: Path) -> None:
+    """The main rank may have been the frozen one."""
+    killed(tmp_path)
+    for name, at in (("early", 900.0), ("late", 1035.0)):
+        (tmp_path / "faults" / name).mkdir(parents=True)
+        report = tmp_path / "faults" / name / "report.txt"
+        report.write_text("rank 1: no progress")
+        os.utime(report, (at, at))
+    assert lost(read_account(tmp_path))["detection"] == 1035 - 1021
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]\n", b'{"began": 1000}', None])
+def test_a_damaged_sign_of_life_leaves_the_newest_line(content: bytes | None, tmp_path: Path) -> None:
+    killed(tmp_path)
+    if content is None:
+        (tmp_path / ALIVE).unlink()
+    else:
+        (tmp_path / ALIVE).write_bytes(content)
+    account = read_account(tmp_path)
+    assert lost(account) == {"import": 3, "checkpoint": 2, "first_step": 3}
+    assert account is not None
+    assert account.wall_seconds == 18
+
+
+def test_the_sign_of_an_earlier_process_is_not_taken_for_that_of_the_newest(tmp_path: Path) -> None:
+    killed(tmp_path)
+    old = (tmp_path / ALIVE).read_bytes()
+    start(tmp_path, 1040, step=8)
+    (tmp_path / ALIVE).write_bytes(old)
+    (line,) = lost_line(tmp_path, read_lines(tmp_path))
+    assert (line["time"], line["progress"]) == (1045, 1045)
+
+
+def test_a_process_that_lives_on_behind_its_last_progress(tmp_path: Path) -> None:
+    """It was killed while it still made ready for its first step: its newest line is younger than its progress."""
+    log, clock = start(tmp_path, 1000)
+    clock.at += 6
+    log.beat(0, 1004.5)
+    assert lost(read_account(tmp_path)) == {"import": 3, "checkpoint": 2, "detection": 6}
+
+
+def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
+    """So that one stands in the place of another whole."""
+    log, clock = start(tmp_path, 1000)
+    for activity in ACTIVITIES:
+        clock.wait(123.4567, activity)
+        log.beat(10**9, clock.at)
+        assert (tmp_path / ALIVE).stat().st_size == ALIVE_BYTES
+        json.loads((tmp_path / ALIVE).read_text())
+    log.close()
+    log.beat(1, clock.at)  # the watchdog's thread may be late
+
+
+def test_a_start_at_step_0_by_the_same_job_goes_on_with_the_account(tmp_path: Path) -> None:
+    """What was there has been moved away."""
+    killed(tmp_path)
+    lines = read_lines(tmp_path)
+    lost_lines = lost_line(tmp_path, lines)
+    (tmp_path / FILE).unlink()
+    log = GoodputLog(Clock(1040))
+    log.open(tmp_path, 0, lines, lost_lines, is_complete=False)
+    account = read_account(tmp_path)
+    assert account is not None
+    assert account.productive_seconds == 0
+    assert account.wall_seconds == 40
+    assert [each.step for each in account.starts] == [0, 0]
+
+
+def test_a_rewind(tmp_path: Path) -> None:
+    log, clock = start(tmp_path, 1000)
+    train(log, clock, 1, 10)
+    clock.wait(2, "checkpoint")
+    log.go_back(6)
+    clock.wait(1, "first_step")
+    log.note(7, "sparse")
+    account = read_account(tmp_path)
+    assert lost(account) == {"import": 3, "checkpoint": 4, "first_step": 3, "repeated": 4}
+    assert account is not None
+    assert account.productive_seconds == 7
+
+
+def test_other_ranks_note_nothing(tmp_path: Path) -> None:
+    log = GoodputLog(Clock(1000))
+    log.note(1, "sparse")
+    log.beat(1, 1001.0)
+    log.go_back(0)
+    log.end(COMPLETE)
+    log.close()
+    assert log.metrics() == {}
+    assert log.account().wall_seconds == 0
+    assert list(tmp_path.iterdir()) == []
+    assert read_account(tmp_path) is None
+
+
+def test_every_loss_has_a_name_and_tables_have_equal_columns(tmp_path: Path) -> None:
+    assert set(NAMES) == set(LOSSES)
+    assert set(ACTIVITIES) - set(LOSSES) == {"training"}
+    killed(tmp_path)
+    account = read_account(tmp_path)
+    assert account is not None
+    rows: list[Any] = rows_of_losses(account)
+    assert rows[0] == ("productive", "10s", "40.00%")
+    assert {name: seconds for name, seconds, _ in rows}["faults until exit"] == "4.0s"
+    assert rows_of_starts(account) == [("1", "0", "0.0s", "5.0s", "lost", "11", "4.0s", "0")]
+    assert table(("", "b"), [("aaa", "1"), ("a", "100")]) == ["       b", "aaa    1", "a    100"]
+    assert in_one_line(account).startswith("goodput: this run has lost 15s of 25s so far (ETTR 40.0%): ")
+
+
+def test_a_file_that_is_gone_costs_no_step(tmp_path: Path) -> None:
+    log, clock = start(tmp_path, 1000)
+    train(log, clock, 1, 3)
+    whole = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).unlink()
+    clock.wait(1, "training")
+    log.note(4, "sparse")
+    assert (tmp_path / FILE).read_text().startswith(whole)
+
+
+NO_LINES = (
+    "no line",
+    "[1]",
+    '{"step": 1}',
+    '{"step": 1, "kind": "steps", "time": "soon", "seconds": {}}',
+    '{"step": 1, "kind": "steps", "time": 1.0, "seconds": [1]}',
+    '{"step": 1, "kind": "steps", "time": 1.0, "seconds": {"save": "Infinity"}}',
+    '{"step": 1, "kind": "start", "time": 1.0, "seconds": {}}',
+    '{"step": 1, "kind": "lost", "time": 1.0, "seconds": {}}',
+    '{"step": 1, "kind": "none", "time": 1.0, "seconds": {}}',
+    '{"step": 1, "kind": "end", "time": 1.0, "seconds": {}, "reason": 7}',
+    '{"step": 1, "kind": "en',
+)
+
+
+def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(tmp_path)
+    expected = read_account(tmp_path)
+    with (tmp_path / FILE).open("a") as file:
+        file.write("\n".join(NO_LINES))
+    assert read_account(tmp_path) == expected
+    assert "lines are damaged; left out" in caplog.text
+    log, clock = start(tmp_path, 1040, step=8)
+    train(log, clock, 9, 12)
+    account = read_account(tmp_path)
+    assert account is not None
+    assert account.productive_seconds == 12
+
+
+@pytest.mark.parametrize(
+    ("again", "starts"),
+    [
+        (Start(same_job=True), 2),  # torchrun's or Slurm's, before the first checkpoint
+        (Start(), 1),  # a person's, or --no-resume: a new run
+    ],
+)
+def test_which_start_at_step_0_goes_on_with_the_account(
+    again: Start, starts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging = {"wandb": "disabled", "tensorboard": False}
+    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
+    first = open_run_folder(config, Start(), single_rank(), RunClock())
+    assert "has lost" not in capsys.readouterr().out
+    first.goodput.clock.begin("training")
+    first.goodput.note(3, "sparse")
+    first.goodput.close()
+    first.log.close(1)
+    opened = open_run_folder(config, again, single_rank(), RunClock())
+    assert len(opened.goodput.account().starts) == starts
+    assert ("goodput: this run has lost " in capsys.readouterr().out) is (starts > 1)
+    account = read_account(tmp_path / "run")
+    assert account is not None
+    assert [each.step for each in account.starts] == [0] * starts
+    assert account.productive_seconds == 0
+    opened.goodput.close()
+    opened.log.close(0)

@@ -1,0 +1,178 @@
+"""How long a rank may show no progress: what steps take, and more where no step tells."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gsa_train.config import ParallelConfig
+from gsa_train.run.hang_limit import (
+    ACTIVITIES,
+    FEWEST_STEPS,
+    LEAST_SECONDS,
+    RECENT_STEPS,
+    TIMES_THE_SLOWEST,
+    StepLimit,
+    step_limit,
+    watch_compilation,
+)
+from gsa_train.run.hang_watchdog import REPORT, Age, Beat, HangWatchdog, find_fault, limit_for_all
+
+LONGEST = 600.0
+STEP_SECONDS = 40.0
+
+
+def limit_after(*seconds: float) -> float:
+    limit = StepLimit(LONGEST)
+    for each in seconds:
+        limit.add(each)
+    return limit.seconds
+
+
+def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
+    assert limit_after(*[1.0] * (FEWEST_STEPS - 1)) == LONGEST  # too few to tell
+    assert limit_after(*[1.0] * FEWEST_STEPS) == LEAST_SECONDS
+    assert limit_after(20.0, 12.0, 12.0) == TIMES_THE_SLOWEST * 20.0
+    assert limit_after(20.0, *[12.0] * RECENT_STEPS) == TIMES_THE_SLOWEST * 12.0  # forgotten
+    assert limit_after(300.0, 300.0, 300.0) == LONGEST
+
+
+def test_a_fixed_limit_follows_nothing() -> None:
+    limit = step_limit(ParallelConfig(timeout_minutes=10, hang_limit_seconds=25))
+    assert limit.seconds == 25
+    for _ in range(RECENT_STEPS):
+        limit.add(100.0)
+    assert limit.seconds == 25
+    assert step_limit(ParallelConfig(timeout_minutes=0.25, hang_limit_seconds=25)).seconds == 15
+    assert step_limit(ParallelConfig()).longest_seconds == LONGEST
+
+
+def test_ranks_are_looked_at_often_enough_for_the_shortest_limit() -> None:
+    assert StepLimit(LONGEST).interval_seconds == LEAST_SECONDS / 20
+    assert StepLimit(LONGEST, fixed_seconds=10).interval_seconds == 0.5
+    assert StepLimit(2.0).interval_seconds == 0.1
+
+
+def age(activity: str, silent: float = 0.0, still: float = 50.0, limit: float = STEP_SECONDS) -> Age:
+    """`silent` without a heartbeat, `still` without progress."""
+    return Age(Beat(1, 1, 7, ACTIVITIES.index(activity), "node", 100, limit), silent, still)
+
+
+def test_only_steps_have_the_steps_limit_and_who_waits_for_another_activity_has_its_time() -> None:
+    assert limit_for_all([age("training"), age("training")], LONGEST) == STEP_SECONDS
+    assert limit_for_all([age("training"), age("training", limit=LONGEST)], LONGEST) == LONGEST
+    for activity in set(ACTIVITIES) - {"training"}:
+        ages = [age(activity), age("training")]
+        assert limit_for_all(ages, LONGEST) == LONGEST
+        assert find_fault(ages, limit_for_all(ages, LONGEST)) is None
+
+
+@pytest.mark.parametrize("activity", ACTIVITIES)
+def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
+    """But where one call may hold up its threads; and the others may wait for it in what is no step."""
+    ages = [age("saving"), age(activity, silent=STEP_SECONDS + 1), age("validating")]
+    limit = limit_for_all(ages, LONGEST)
+    if activity in ("starting", "compiling", "ending"):
+        assert limit == LONGEST
+        return
+    assert limit == STEP_SECONDS
+    fault = find_fault(ages, limit)
+    assert fault is not None
+    assert "Frozen or gone (not even a heartbeat): 1" in fault
+    late = [age("saving"), age(activity, silent=STEP_SECONDS - 1), age("validating")]
+    assert limit_for_all(late, LONGEST) == LONGEST
+    alive = [age("saving"), age(activity, silent=STEP_SECONDS + 1, still=1), age("validating")]
+    assert limit_for_all(alive, LONGEST) == LONGEST  # its heartbeat is lost, its work is not
+
+
+def test_what_follows_a_step_lies_before_the_next_one() -> None:
+    """The rank that still saves is the one that the others wait for, in the step behind."""
+    ages = [age("saving", still=700), age("training", still=690)]
+    fault = find_fault(ages, LONGEST)
+    assert fault is not None
+    assert [line.split()[1] for line in fault.splitlines() if line.endswith("<--")] == ["0"]
+
+
+class Watched:
+    """A watch of this process, whose end is noted instead of done."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+        self.found = threading.Event()
+        self.looks = 0
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.setattr(HangWatchdog, "_dump_and_end", lambda watch: watch._over.set())
+        monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_, **__: None)
+        monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+        self.folder = folder
+        self.watch = HangWatchdog(0, 1, StepLimit(**limits), folder, step=0)
+        self.watch.on_hang = lambda *_: self.found.set()
+        self.watch.on_beat = self._count
+
+    def _count(self, step: int, progress: float) -> None:
+        self.looks += 1
+
+    def steps(self, count: int) -> None:
+        for step in range(count):
+            self.watch.heartbeat(step, "reading text")
+            self.watch.heartbeat(step, "training")
+
+    def look(self, times: int) -> None:
+        """Wait until the watch has looked so often, or has found a hang."""
+        before = self.looks
+        while self.looks < before + times and not self.found.is_set():
+            self.found.wait(0.01)
+
+
+def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = 0.2
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0, least_seconds=least)
+    times = 5 * 20  # five limits of a step, at 20 looks in one
+    watched.steps(5)
+    for activity in ("compiling", "logging", "validating", "scoring tasks", "saving", "reading text"):
+        watched.watch.heartbeat(5, activity)
+        watched.look(times // 3)
+    with watched.watch.during("validating"):
+        watched.look(times)
+    assert not watched.found.is_set()
+    assert not list(tmp_path.iterdir())
+
+    watched.watch.heartbeat(5, "training")
+    watched.look(times)
+    assert watched.found.wait(100)
+    watched.watch.close()
+    (report,) = tmp_path.glob(f"*/{REPORT}")
+    assert "no progress for 0 s. All at the same place" in report.read_text()
+    assert "training after step 5" in report.read_text()
+
+
+def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton says when, from whichever thread."""
+    hooks = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
+    knobs: Any = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs, "runtime", hooks)
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0, least_seconds=0.2)
+    watch_compilation(watched.watch.compiling)
+    watched.steps(5)
+    names = dict.fromkeys(("key", "repr", "fn", "compile", "is_manual_warmup", "already_compiled"))
+    assert not hooks.jit_cache_hook(**names)  # True would keep Triton from compiling
+    watched.look(100)
+    assert not watched.found.is_set()
+    assert ACTIVITIES[watched.watch._place[1]] == "compiling"
+    hooks.jit_post_compile_hook(**names)
+    assert ACTIVITIES[watched.watch._place[1]] == "training"
+    watched.look(100)
+    assert watched.found.wait(100)
+    watched.watch.close()
+
+    watched.watch.heartbeat(5, "validating")  # which has its time
+    hooks.jit_cache_hook(**names)
+    hooks.jit_post_compile_hook(**names)
+    assert ACTIVITIES[watched.watch._place[1]] == "validating"
