@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from gsa_hf import row_layers
@@ -23,7 +23,7 @@ class Way:
     """gsa_hf/row_layers.py, ORDER"""
     reads_ahead: bool = triton_score.READ_AHEAD
     """Scores ask for old keys before they wait: decode/triton_score.py, READ_AHEAD."""
-    release: str = triton_attend.RELEASE
+    release: Literal["start", "wait", "end"] = triton_attend.RELEASE
     """When attention lets the next kernel start: decode/triton_attend.py, RELEASE."""
     joined: Tiling = entry.DEFAULT_TILING
     """decode/triton_joined.py, DEFAULT_TILING"""
