@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 from unittest import mock
 
 from gsa_hf import row_layers
@@ -11,95 +11,127 @@ from gsa_hf.decoding import FusedDecoder
 from gsa_hf.row_layers import Order
 from gsa_kernels.decode import joined as entry
 from gsa_kernels.decode import state, triton_attend, triton_score
-from gsa_kernels.row_product import op
+from gsa_kernels.row_product import op, tiling
 from gsa_kernels.row_product.tiling import Tiling, default_tiling
 
 
 @dataclass(frozen=True)
 class Way:
-    """What differs from the code as it is."""
+    """What differs from the code as it is. The constant that a field stands for is named with it."""
 
     order: Order = row_layers.ORDER
+    """gsa_hf/row_layers.py, ORDER"""
     reads_ahead: bool = triton_score.READ_AHEAD
-    """Scores ask for old keys before they wait."""
-    releases_at_wait: bool = triton_attend.RELEASE_AT_WAIT
-    """Attention lets the next kernel start as soon as its wait is over."""
+    """Scores ask for old keys before they wait: decode/triton_score.py, READ_AHEAD."""
+    release: Literal["start", "wait", "end"] = triton_attend.RELEASE
+    """When attention lets the next kernel start: decode/triton_attend.py, RELEASE."""
     joined: Tiling = entry.DEFAULT_TILING
+    """decode/triton_joined.py, DEFAULT_TILING"""
     indexer: Tiling = entry.INDEXER_TILING
-    """Of the indexer's rows by themselves."""
+    """Of the indexer's rows by themselves: decode/joined.py, INDEXER_TILING."""
     products: dict[str, Tiling] = field(default_factory=dict)
-    """By name: out, gate_up, down."""
+    """By name, out, gate_up, down: row_product/tiling.py, default_tiling."""
+    eviction: str = tiling.EVICTION
+    """Of weights: row_product/tiling.py, EVICTION."""
     parts: int = 0
-    """Into which attention cuts the keys of a head; 0: as it does by itself."""
+    """Into which attention cuts the keys of a head; 0: as decode/state.py, _MAX_SPLITS, has it."""
     settled_tile: triton_attend.Tile = triton_attend.SETTLED_TILE
-    keys_before_wait: bool = True
-    """Attention that keeps its selection."""
+    """Of attention that keeps its selection: decode/triton_attend.py, SETTLED_TILE."""
+    long_tile: triton_attend.Tile = triton_attend.LONG_TILE
+    """Of attention behind a selection: decode/triton_attend.py, LONG_TILE."""
 
     def with_product(self, name: str, tiling: Tiling) -> "Way":
         return replace(self, products={**self.products, name: tiling})
+
+    def differences(self) -> list[str]:
+        """A line for each field that differs from the code as it is."""
+        plain = Way()
+        return [
+            f"{each.name}: {getattr(self, each.name)}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(plain, each.name)
+        ]
 
 
 Change = Callable[[Way], Way]
 
 
+def both(*changes: Change) -> Change:
+    def change(way: Way) -> Way:
+        for each in changes:
+            way = each(way)
+        return way
+
+    return change
+
+
 def groups() -> dict[str, dict[str, Change]]:
-    """Changes by what they are about: of each group the fastest one is kept before the next group is tried."""
+    """Changes by what they are about: of each group the fastest one is kept before the next group is tried. Those that
+    may gain most come first. Registers, and so how many programs are at once on a multiprocessor (65536 registers), are
+    those of Triton for Hopper: gate_up 96, down 126, out 96 a thread."""
 
     def order(heads: Any, gate: Any) -> Change:
         return lambda way: replace(way, order=Order(heads, gate))
 
-    def product(name: str, *tiling: int) -> Change:
-        return lambda way: way.with_product(name, Tiling(*tiling))
+    def product(name: str, *tiling: int, **more: int) -> Change:
+        return lambda way: way.with_product(name, Tiling(*tiling, **more))
 
-    def tiled(what: str, *tiling: int) -> Change:
-        return lambda way: replace(way, **{what: Tiling(*tiling)})  # type: ignore[arg-type]
+    def tiled(what: str, *tiling: int, **more: int) -> Change:
+        return lambda way: replace(way, **{what: Tiling(*tiling, **more)})  # type: ignore[arg-type]
 
+    def attention(**changes: Any) -> Change:
+        return lambda way: replace(way, **changes)
+
+    def brought(turns: int) -> Change:
+        return product("gate_up", 4, 4, wave=660 if turns < 3 else 396, brought=turns)
+
+    at_start = attention(release="start")
+    tile = triton_attend.Tile
     return {
-        "order": {
-            "gate beside attention": order("front", "attention"),
-            "heads beside scores": order("scores", "heads"),
-            "heads beside bin": order("bin", "heads"),
-            "heads beside scores, gate beside attention": order("scores", "attention"),
-            "heads beside bin, gate beside attention": order("bin", "attention"),
+        "gate_up into the L2 cache": {
+            "one wave": brought(1),
+            "two waves": brought(2),
+            "attention releases at the start": at_start,
+            "one wave, released at the start": both(brought(1), at_start),
+            "two waves, released at the start": both(brought(2), at_start),
+            "three waves of fewer, released at the start": both(brought(3), at_start),
+            "two waves, released at the wait": both(brought(2), attention(release="wait")),
         },
-        "scores": {"old keys before the wait": lambda way: replace(way, reads_ahead=True)},
-        "attention releases": {"at the wait": lambda way: replace(way, releases_at_wait=True)},
-        "attention": {
-            "16 parts": lambda way: replace(way, parts=16),
-            "64 parts": lambda way: replace(way, parts=64),
-            "tiles of 128 keys, 4 warps": lambda way: replace(
-                way, settled_tile=triton_attend.Tile(128, 4, 1)
-            ),
-            "no keys before the wait": lambda way: replace(way, keys_before_wait=False),
-        },
-        "indexer": {
-            "1 pair": tiled("indexer", 1, 4),
-            "1 pair, 2 warps": tiled("indexer", 1, 2),
-            "4 pairs, 8 warps": tiled("indexer", 4, 8),
-        },
-        "joined": {
-            "2 pairs, all at once": tiled("joined", 2, 4),
-            "4 pairs": tiled("joined", 4, 4),
-            "2 pairs, 396 programs": tiled("joined", 2, 4, 396),
-            "2 pairs, 264 programs": tiled("joined", 2, 4, 264),
-            "4 pairs, 8 warps, 264 programs": tiled("joined", 4, 8, 264),
-        },
-        "gate_up": {
-            "4 rows, 8 warps, 264 programs": product("gate_up", 4, 8, 264),
-            "2 rows": product("gate_up", 2, 4),
-            "2 rows, 2 warps": product("gate_up", 2, 2),
-            "8 rows, 8 warps": product("gate_up", 8, 8),
+        "joined into the L2 cache": {
+            "528 programs, 1 turn": tiled("joined", 2, 4, 528, wave=528, brought=1),
+            "528 programs, 2 turns": tiled("joined", 2, 4, 528, wave=528, brought=2),
+            "264 programs, 5 turns": tiled("joined", 2, 4, 264, wave=264, brought=5),
+            "each its tile, 2 turns": tiled("joined", 2, 4, wave=528, brought=2),
         },
         "down": {
-            "2 rows, 264 programs": product("down", 2, 4, 264),
+            "into the L2 cache": product("down", 4, 4, wave=264, brought=1),
+            "2 rows, into the L2 cache": product("down", 2, 4, wave=512, brought=1),
             "4 rows, 8 warps": product("down", 4, 8),
-            "2 rows": product("down", 2, 4),
-            "1 row, 1 warp": product("down", 1, 1),
+        },
+        "attention": {
+            "64 parts, tiles of 64 keys, 4 warps": attention(parts=64, settled_tile=tile(64, 4, 1)),
+            "16 parts": attention(parts=16),
+            "128 keys, 8 warps behind a selection": attention(long_tile=tile(128, 8, 1)),
         },
         "out": {
-            "4 rows, 2 warps": product("out", 4, 2),
-            "16 rows, 8 warps": product("out", 16, 8),
+            "into the L2 cache": product("out", 8, 4, wave=132, brought=1),
             "4 rows": product("out", 4, 4),
+            "16 rows, 8 warps": product("out", 16, 8),
+        },
+        "weights": {"evicted first": attention(eviction="evict_first")},
+        "scores": {"old keys before the wait": attention(reads_ahead=True)},
+        "order": {
+            "heads beside bin": order("bin", "heads"),
+            "heads beside scores": order("scores", "heads"),
+            "gate beside attention": both(order("front", "attention"), attention(release="wait")),
+            "heads beside bin, gate beside attention": both(
+                order("bin", "attention"), attention(release="wait")
+            ),
+        },
+        "gate_up": {
+            "4 rows, 8 warps": product("gate_up", 4, 8, wave=528, brought=2),
+            "2 rows": product("gate_up", 2, 4, wave=1056, brought=2),
+            "4 rows, 8 warps, 264 programs": product("gate_up", 4, 8, 264, wave=264, brought=4),
         },
     }
 
@@ -113,29 +145,24 @@ def applied(way: Way, decoder: FusedDecoder) -> ExitStack:
         "gate_up": (hidden, ffn, True),
         "down": (ffn, hidden, False),
     }
-    tilings = {sizes[name]: tiling for name, tiling in way.products.items()}
+    tilings = {sizes[name]: each for name, each in way.products.items()}
 
     def chosen(batch: int, columns: int, count: int, gated: bool) -> Tiling:
         return tilings.get((columns, count, gated)) or default_tiling(batch, columns, count, gated)
-
-    made = decoder._layer_cache
-
-    def made_late(place: int, leader: int, lengths: Any, settled: bool) -> Any:
-        return made(place, leader, lengths, settled=False)
 
     changed = ExitStack()
     for where, name, value in (
         (row_layers, "ORDER", way.order),
         (triton_score, "READ_AHEAD", way.reads_ahead),
-        (triton_attend, "RELEASE_AT_WAIT", way.releases_at_wait),
+        (triton_attend, "RELEASE", way.release),
+        (triton_attend, "LONG_TILE", way.long_tile),
+        (tiling, "EVICTION", way.eviction),
         (triton_attend, "SETTLED_TILE", way.settled_tile),
         (entry, "DEFAULT_TILING", way.joined),
         (entry, "INDEXER_TILING", way.indexer),
         (op, "default_tiling", chosen),
     ):
         changed.enter_context(mock.patch.object(where, name, value))
-    if not way.keys_before_wait:
-        changed.enter_context(mock.patch.object(decoder, "_layer_cache", made_late))
     workspace = decoder._workspace
     if way.parts and workspace is not None:
         other = state.new_workspace(

@@ -52,8 +52,16 @@ class Parts(NamedTuple):
 
 
 def parts(selects: bool, gated: bool) -> Parts:
-    """Of a layer, by `ORDER`: whether it selects in this step, and whether it has G1."""
+    """Of a layer, by `ORDER`: whether it selects in this step, and whether it has G1.
+
+    Raises:
+        ValueError: the gate is beside an attention that lets the next kernel start before its own wait is over.
+    """
     late_gate = ORDER.gate == "attention" and gated
+    if late_gate and kernel_module("decode.triton_attend").RELEASE == "start":
+        raise ValueError(
+            "ORDER.gate is 'attention' and attention's RELEASE 'start'; pass gate 'heads', or 'wait' or 'end'"
+        )
     heads = ("heads",) if late_gate else ("heads", "gate")
     if not selects:
         return Parts(heads, (), ("gate", "index")) if late_gate else Parts((*heads, "index"), (), ())

@@ -4,7 +4,7 @@ The query heads of one key-value head are the rows of a product. Each program at
 last one of a head to finish joins the parts, in their fixed order, and applies gate G1.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -31,8 +31,9 @@ FLOAT_TILE = Tile(32, 4, 1)
 SETTLED_TILE = Tile(128, 8, 1)
 """Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
 Eight warps hold it in registers."""
-RELEASE_AT_WAIT = False
-"""Let the next kernel start when the wait is over, and not when the keys have been attended to."""
+RELEASE: Literal["start", "wait", "end"] = "end"
+"""When the next kernel may start: once all programs are in place, when the wait is over, or when the keys have been
+attended to. With "start" none runs beside this one that reads or writes more than weights before it waits."""
 STRIP = 16
 """Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how
 many there are: their indices are asked for beside the count."""
@@ -93,8 +94,7 @@ def attend_to_indices(
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
         BEHIND_SELECTION=behind_selection,
-        RELEASES=chained and (cache.in_chain or not behind_selection),
-        RELEASES_AT_WAIT=RELEASE_AT_WAIT,
+        RELEASES=RELEASE if chained and (cache.in_chain or not behind_selection) else "",
         SETTLED=settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -154,10 +154,11 @@ def _attend_kernel(
     CHAINED: tl.constexpr,
     BEHIND_SELECTION: tl.constexpr,
     RELEASES: tl.constexpr,
-    RELEASES_AT_WAIT: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
     """One program: one part of the keys of one key-value head of one sequence."""
+    if RELEASES == "start":
+        gdc_launch_dependents()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -208,7 +209,7 @@ def _attend_kernel(
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    if RELEASES and RELEASES_AT_WAIT and not BEHIND_SELECTION:
+    if RELEASES == "wait" and not BEHIND_SELECTION:
         gdc_launch_dependents()
     if SETTLED:
         is_newest = hit & (index == newest)
@@ -230,7 +231,7 @@ def _attend_kernel(
         if CHAINED and BEHIND_SELECTION:
             # The selection's kernels have waited for all before them, and so for who wrote q.
             gdc_wait()
-            if RELEASES and RELEASES_AT_WAIT:
+            if RELEASES == "wait":
                 gdc_launch_dependents()
         top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
         count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
@@ -244,7 +245,7 @@ def _attend_kernel(
         maximum, total, acc = _attend_to_tile(
             q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
         )
-    if RELEASES and not RELEASES_AT_WAIT:
+    if RELEASES == "end":
         gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh

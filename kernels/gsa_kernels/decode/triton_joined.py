@@ -12,8 +12,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
+from gsa_kernels.row_product import tiling as defaults
 from gsa_kernels.row_product.tiling import Tiling
-from gsa_kernels.row_product.triton_product import load_piece, pieces
+from gsa_kernels.row_product.triton_product import bring_rows, load_piece, pieces, wave_of
 
 DEFAULT_TILING = Tiling(rows=2, warps=4, programs=528)
 """`rows`: pairs. Measured on an H200 for the product alone."""
@@ -91,6 +92,9 @@ def launch_joined(
         WEIGHTS_FROM=weights_from,
         TILES=tiles,
         LOOPS=programs < tiles,
+        WAVE=wave_of(tiling, product.weight, chained),
+        BROUGHT=tiling.brought,
+        EVICTION=defaults.EVICTION,
         CHAINED=chained,
         BESIDE=beside,
         num_warps=tiling.warps,
@@ -127,13 +131,15 @@ def _load_pair_rows(
     COLUMNS: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """[TILE, WIDTH] of the rows, columns from START on; zeros where there are none."""
     columns = START + tl.arange(0, WIDTH)
     ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
     if START + WIDTH <= COLUMNS:
-        return tl.load(ptrs, mask=row_ok[:, None], other=0.0)
-    return tl.load(ptrs, mask=row_ok[:, None] & (columns < COLUMNS)[None, :], other=0.0)
+        return tl.load(ptrs, mask=row_ok[:, None], other=0.0, eviction_policy=EVICTION)
+    mask = row_ok[:, None] & (columns < COLUMNS)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -240,6 +246,9 @@ def _joined_kernel(
     WEIGHTS_FROM: tl.constexpr,
     TILES: tl.constexpr,
     LOOPS: tl.constexpr,
+    WAVE: tl.constexpr,
+    BROUGHT: tl.constexpr,
+    EVICTION: tl.constexpr,
     CHAINED: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
@@ -248,16 +257,30 @@ def _joined_kernel(
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
+    if WAVE:  # noqa: SIM102 - in front of the loads, which then leave more registers
+        if start < WAVE:
+            for turn in tl.static_range(1, BROUGHT + 1):
+                later = start + turn * WAVE
+                if later < TILES:
+                    one, another, stop, _, _, _ = _pairs_of(
+                        later, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
+                        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
+                    )  # fmt: skip
+                    # A tile's rows are neighbours, but for some at the ends of heads.
+                    row = tl.min(one)
+                    bring_rows(weight_ptr, row, tl.minimum(stop - row, TILE), COLUMNS)
+                    row = tl.min(another)
+                    bring_rows(weight_ptr, row, tl.minimum(stop - row, TILE), COLUMNS)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
     )  # fmt: skip
-    w = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
-    other = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST)
+    w = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST, EVICTION)
+    other = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST, EVICTION)
     if SECOND:
-        w_second = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, FIRST, SECOND)
-        other_second = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, FIRST, SECOND)
+        w_second = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, FIRST, SECOND, EVICTION)
+        other_second = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, FIRST, SECOND, EVICTION)
     norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
     if SECOND:
         norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
@@ -292,14 +315,18 @@ def _joined_kernel(
                 tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
             )  # fmt: skip
-            next_w = _load_pair_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
-            next_other = _load_pair_rows(weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST)
+            next_w = _load_pair_rows(
+                weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST, EVICTION
+            )
+            next_other = _load_pair_rows(
+                weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST, EVICTION
+            )
             if SECOND:
                 next_w_second = _load_pair_rows(
-                    weight_ptr, next_first, next_first < next_end, COLUMNS, FIRST, SECOND
+                    weight_ptr, next_first, next_first < next_end, COLUMNS, FIRST, SECOND, EVICTION
                 )
                 next_other_second = _load_pair_rows(
-                    weight_ptr, next_second, next_second < next_end, COLUMNS, FIRST, SECOND
+                    weight_ptr, next_second, next_second < next_end, COLUMNS, FIRST, SECOND, EVICTION
                 )
             next_cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
             next_sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+EVICTION = ""
+"""Triton's `eviction_policy` of loads of weights for one row: "evict_first" leaves more of the L2 cache to the rest."""
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -21,6 +24,14 @@ class Tiling:
 
     stages: int = 4
     """Chunks on their way, for several rows of x."""
+
+    wave: int = 0
+    """Programs that are at once on the device, about: each asks, before it waits, for the tiles `wave`, 2 `wave`, ...
+    behind its own to be brought into the L2 cache. 0: for none. For one row of x, on devices that launch kernels
+    early."""
+
+    brought: int = 1
+    """Tiles that each of these programs asks for."""
 
 
 def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
+from gsa_kernels.row_product import tiling as defaults
 from gsa_kernels.row_product.tiling import Tiling
 
 _LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
@@ -57,7 +58,15 @@ def multiply(
         first, second = pieces(columns)
         programs = min(tiling.programs or tiles, tiles)
         _one_row_kernel[(programs,)](
-            *operands, eps, FIRST=first, SECOND=second, LOOPS=programs < tiles, **shared
+            *operands,
+            eps,
+            FIRST=first,
+            SECOND=second,
+            LOOPS=programs < tiles,
+            WAVE=wave_of(tiling, weight, chained),
+            BROUGHT=tiling.brought,
+            EVICTION=defaults.EVICTION,
+            **shared,
         )
         return
     _several_rows_kernel[(tiles,)](
@@ -72,6 +81,11 @@ def multiply(
     )
 
 
+def wave_of(tiling: Tiling, weight: torch.Tensor, chained: bool) -> int:
+    """0 where the device, or where the weight begins, allows no asking."""
+    return tiling.wave if chained and weight.data_ptr() % 16 == 0 else 0
+
+
 def pieces(columns: int) -> tuple[int, int]:
     """Two powers of two, the second perhaps 0, that together are at least `columns`, and not much more."""
     whole = triton.next_power_of_2(columns)
@@ -83,6 +97,30 @@ def pieces(columns: int) -> tuple[int, int]:
 
 
 @triton.jit
+def bring_rows(weight_ptr, row, count, COLUMNS: tl.constexpr):
+    """Ask for `count` rows from `row` on to be brought into the L2 cache, of a weight that begins at 16 bytes; for none
+    if `count` is not positive. One thread asks, and nothing waits."""
+    ITEM: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    start = (weight_ptr + row * COLUMNS).to(tl.int64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred %asks, %some;
+        .reg .u32 %thread;
+        mov.u32 %thread, %tid.x;
+        setp.eq.u32 %asks, %thread, 0;
+        setp.gt.and.s32 %some, $2, 0, %asks;
+        @%some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [start, count * (COLUMNS * ITEM)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _load_rows(
     weight_ptr,
     row,
@@ -91,14 +129,16 @@ def _load_rows(
     TILE: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """[TILE, WIDTH]: rows from `row` on, columns from START on, zeros beyond the weight."""
     rows = row + tl.arange(0, TILE)
     columns = START + tl.arange(0, WIDTH)
     ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
     if START + WIDTH <= COLUMNS:
-        return tl.load(ptrs, mask=(rows < ROWS)[:, None], other=0.0)
-    return tl.load(ptrs, mask=(rows < ROWS)[:, None] & (columns < COLUMNS)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(rows < ROWS)[:, None], other=0.0, eviction_policy=EVICTION)
+    mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -129,6 +169,9 @@ def _one_row_kernel(
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
     LOOPS: tl.constexpr,
+    WAVE: tl.constexpr,
+    BROUGHT: tl.constexpr,
+    EVICTION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One program: the tiles start, start + programs, ... of TILE rows of the weight."""
@@ -137,14 +180,21 @@ def _one_row_kernel(
     start = tl.program_id(0)
     step = tl.num_programs(0)
     up_ptr = weight_ptr + ROWS * COLUMNS
+    if WAVE:  # noqa: SIM102 - in front of the loads, which then leave more registers
+        if start < WAVE:
+            for turn in tl.static_range(1, BROUGHT + 1):
+                row = (start + turn * WAVE) * TILE
+                bring_rows(weight_ptr, row, tl.minimum(ROWS - row, TILE), COLUMNS)
+                if GATED:
+                    bring_rows(up_ptr, row, tl.minimum(ROWS - row, TILE), COLUMNS)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
-    w = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST)
+    w = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
     if SECOND:
-        w_second = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND)
+        w_second = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION)
     if GATED:
-        up = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST)
+        up = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
         if SECOND:
-            up_second = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND)
+            up_second = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION)
     if norm_ptr is not None:
         norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
         if SECOND:
@@ -178,13 +228,15 @@ def _one_row_kernel(
             added += tl.load(residual_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
         if LOOPS:  # the next tile; beyond the last one nothing is read
             following = (tile + step) * TILE
-            next_w = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST)
+            next_w = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
             if SECOND:
-                next_second = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND)
+                next_second = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION)
             if GATED:
-                next_up = _load_rows(up_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST)
+                next_up = _load_rows(up_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
                 if SECOND:
-                    next_up_second = _load_rows(up_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND)
+                    next_up_second = _load_rows(
+                        up_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION
+                    )
         out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
         if SECOND:
             out += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
