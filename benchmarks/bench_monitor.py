@@ -6,7 +6,7 @@ Pairs of optimizer steps of a whole model take turns, in changing order: `unwatc
 training takes them, the verdict sent to the host and read; `logged`, the first one with all that training does for a
 record, as one step in `logging.every_steps` is: the statistics of the attention layers, the update's norm, sums, the
 record in metrics.jsonl, TensorBoard and W&B (offline). The second step of a pair is there for what a record holds up:
-the device has nothing to do until it has reached it. `verdict alone` is its kernels without a step around them,
+it is made while the device is busy with that one. `verdict alone` is its kernels without a step around them,
 launches included.
 """
 
@@ -30,7 +30,7 @@ from gsa_train.metrics.record import (
     LoggedStep,
     Measured,
     data_totals,
-    reduce_step,
+    send_step,
     step_record,
 )
 from gsa_train.metrics.sinks import open_sinks
@@ -39,6 +39,7 @@ from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
 from gsa_train.monitor.spikes import Verdict
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_ranges
+from gsa_train.run.run_log import RunLog
 from whole_steps.step_bench import OurTrainee, random_batches, time_steps
 
 MOST_PERCENT = 0.5
@@ -154,6 +155,7 @@ def time_watching(
     clock = IntervalClock(parallel.device)
     wandb = open_wandb(config.logging, run_dir, config.run.name, {}, run_id=None)
     sinks = open_sinks(config.logging, run_dir, [phase.name], None, wandb)
+    log = RunLog(sinks, None, None, writes_late=parallel.device.type == "cuda")
     step, tokens = phase_range.start, config.train.global_batch_size * config.train.seq_len_tokens
 
     def plain() -> None:
@@ -167,28 +169,28 @@ def time_watching(
         step += 1
         clock.count(tokens, 0.0)
         monitor.observe(step, trainee.result.verdict)
-        sinks.write_late()
+        log.write_late()
         monitor.read(step - READ_DELAY_STEPS)
 
     def logged() -> None:
         """As `gsa_train.trainer` does it."""
         watched(measures=True)
         monitor.read(step)
-        result = trainee.result
-        changed = trainee.optimizer.update_norm(result.verdict.applied, parallel)
-        interval = clock.read_and_reset()
-        measured = Measured(
-            interval,
-            model.work_time.read_and_reset(),
-            data_totals({}, config.data),
-            visible_keys=result.visible_keys,
-        )
-        stats, loss_tokens = model.runtime.stats, result.loss_tokens.item()
-        reduced = reduce_step(stats, result.loss_sum, loss_tokens, measured, parallel)
+        result, interval = trainee.result, clock.read_and_reset()
+        worked, totals = model.work_time.read_and_reset(), data_totals({}, config.data)
+        measured = Measured(interval, worked, totals, 0, result.visible_keys, result.update_norm)
+        reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
         logged_step = LoggedStep(step, phase, {"base": phase.lr}, monitor.last_grad_norm, tokens)
-        record = step_record(logged_step, reduced, interval, config, parallel, "bf16")
-        sinks.log_later(record | {"update_norm": changed.item(), **monitor.metrics()})
-        monitor.watch_layers(step, record)
+        of_monitor = monitor.metrics()
+
+        def make_and_log() -> None:
+            numbers = reduced()
+            record = step_record(logged_step, numbers, interval, config, parallel, "bf16")
+            record |= {"update_norm": numbers.update_norm, **of_monitor}
+            log.log(record)
+            monitor.watch_layers(logged_step.step, record)
+
+        log.log_late(make_and_log)
 
     def verdict() -> None:
         monitor.detector.judge(trainee.result.grad_norm, trainee.result.grad_norm, config.train.grad_clip)
@@ -221,6 +223,7 @@ def time_watching(
     if top:
         show_difference(kinds["logged"], kinds["watched"], top)
     gc.unfreeze()
+    log.write_late()
     sinks.close()
     trainee.close()
     return seconds

@@ -99,7 +99,9 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
     check_valid(case, clean.geometry, masks, after.budget)
 
     kl = loss(bad, after)[1]
-    if "key lists" in options["case"]:  # where a neighbour's selection moves its tile's list, sums have another order
+    if (
+        "key lists" in options["case"]
+    ):  # where a neighbour's selection moves its tile's list, sums have another order
         torch.testing.assert_close(kl[~seen], old_kl[~seen], rtol=1e-5, atol=1e-6)
     else:
         assert torch.equal(kl[~seen], old_kl[~seen])
