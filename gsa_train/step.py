@@ -69,8 +69,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
-    On a GPU the host never waits for the device, unless this step measures the attention. A step that the detector
-    leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
+    On a GPU the host never waits for the device, but in the first step that measures the attention. A step that the
+    detector leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
