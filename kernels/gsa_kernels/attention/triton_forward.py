@@ -229,8 +229,8 @@ def _forward_kernel(
 def _seen_keys(
     packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """From where, a multiple of KEYS, to where there are keys that a query of the tile sees. Those beside them would add
-    nothing, to the bit."""
+    """From where, a multiple of KEYS, to where there are keys that a query of the tile sees. Those beside them would
+    add nothing, to the bit."""
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1
     high = 0
