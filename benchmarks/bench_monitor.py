@@ -6,7 +6,7 @@ Pairs of optimizer steps of a whole model take turns, in changing order: `unwatc
 training takes them, the verdict sent to the host and read; `logged`, the first one with all that training does for a
 record, as one step in `logging.every_steps` is: the statistics of the attention layers, the update's norm, sums, the
 record in metrics.jsonl, TensorBoard and W&B (offline). The second step of a pair is there for what a record holds up:
-the device has nothing to do until it has reached it. `verdict alone` is its kernels without a step around them,
+it is made while the device is busy with that one. `verdict alone` is its kernels without a step around them,
 launches included.
 """
 
@@ -30,7 +30,7 @@ from gsa_train.metrics.record import (
     LoggedStep,
     Measured,
     data_totals,
-    reduce_step,
+    send_step,
     step_record,
 )
 from gsa_train.metrics.sinks import open_sinks
@@ -41,6 +41,7 @@ from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_ranges
 from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.run_clock import RunClock
+from gsa_train.run.run_log import RunLog
 from whole_steps.step_bench import OurTrainee, random_batches, time_steps
 
 MOST_PERCENT = 0.5
@@ -159,6 +160,7 @@ def time_watching(
     goodput = GoodputLog(RunClock())
     goodput.open(run_dir, phase_range.start, [], [], is_complete=False)
     goodput.clock.begin("training")
+    log = RunLog(sinks, None, None, writes_late=parallel.device.type == "cuda")
     step, tokens = phase_range.start, config.train.global_batch_size * config.train.seq_len_tokens
 
     def plain() -> None:
@@ -172,31 +174,30 @@ def time_watching(
         step += 1
         clock.count(tokens, 0.0)
         monitor.observe(step, trainee.result.verdict)
-        sinks.write_late()
+        log.write_late()
         monitor.read(step - READ_DELAY_STEPS)
 
     def logged() -> None:
         """As `gsa_train.trainer` does it."""
         watched(measures=True)
         monitor.read(step)
-        result = trainee.result
-        changed = trainee.optimizer.update_norm(result.verdict.applied, parallel)
-        interval = clock.read_and_reset()
-        measured = Measured(
-            interval,
-            model.work_time.read_and_reset(),
-            data_totals({}, config.data),
-            visible_keys=result.visible_keys,
-        )
-        stats, loss_tokens = model.runtime.stats, result.loss_tokens.item()
-        reduced = reduce_step(stats, result.loss_sum, loss_tokens, measured, parallel)
+        result, interval = trainee.result, clock.read_and_reset()
+        worked, totals = model.work_time.read_and_reset(), data_totals({}, config.data)
+        measured = Measured(interval, worked, totals, 0, result.visible_keys, result.update_norm)
+        reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
         logged_step = LoggedStep(step, phase, {"base": phase.lr}, monitor.last_grad_norm, tokens)
-        record = step_record(logged_step, reduced, interval, config, parallel, "bf16")
-        goodput.clock.share_out({"text": reduced.part_seconds["data_wait"], "stragglers": 0.0})
-        goodput.note(step, phase.name)
-        record |= {"update_norm": changed.item(), **monitor.metrics(), **goodput.metrics()}
-        sinks.log_later(record)
-        monitor.watch_layers(step, record)
+        of_monitor = monitor.metrics()
+
+        def make_and_log() -> None:
+            numbers = reduced()
+            record = step_record(logged_step, numbers, interval, config, parallel, "bf16")
+            goodput.clock.share_out({"text": numbers.part_seconds["data_wait"], "stragglers": 0.0})
+            goodput.note(logged_step.step, phase.name)
+            record |= {"update_norm": numbers.update_norm, **of_monitor, **goodput.metrics()}
+            log.log(record)
+            monitor.watch_layers(logged_step.step, record)
+
+        log.log_late(make_and_log)
 
     def verdict() -> None:
         monitor.detector.judge(trainee.result.grad_norm, trainee.result.grad_norm, config.train.grad_clip)
@@ -229,6 +230,7 @@ def time_watching(
     if top:
         show_difference(kinds["logged"], kinds["watched"], top)
     gc.unfreeze()
+    log.write_late()
     sinks.close()
     goodput.close()
     trainee.close()

@@ -55,6 +55,8 @@ class StepResult:
     """Whether the step changed anything, and why not."""
     visible_keys: torch.Tensor | None
     """0-d: keys that a query sees, mean over this replica's; None where the attention is not measured."""
+    update_norm: torch.Tensor | None
+    """0-d fp32: norm of the change in the weights; None where the attention is not measured."""
 
 
 def train_step(
@@ -67,8 +69,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
-    On a GPU the host never waits for the device, unless this step measures the attention. A step that the detector
-    leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
+    On a GPU the host never waits for the device, but in the first step that measures the attention. A step that the
+    detector leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
@@ -106,8 +108,11 @@ def train_step(
             update_variance_emas(
                 model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied, rows
             )
-    visible_keys = mean_visible_keys(micro_batches) if measures else None
-    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, visible_keys)
+    visible_keys = update_norm = None
+    if measures:
+        visible_keys = mean_visible_keys(micro_batches)
+        update_norm = optimizer.update_norm(verdict.applied, training.parallel)
+    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, visible_keys, update_norm)
 
 
 def _training_pass(training: Training, step: int, measures: bool, rows: torch.Tensor) -> AttentionPass:

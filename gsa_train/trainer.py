@@ -15,7 +15,7 @@ from gsa_train.metrics.record import (
     Measured,
     Reduced,
     data_totals,
-    reduce_step,
+    send_step,
     step_record,
 )
 from gsa_train.monitor.corruption import CorruptionCheck, needs_check
@@ -60,7 +60,7 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
         modules, name = optimizer.modules, phase_range.phase.name
         check = CorruptionCheck(config, run.model, modules, run.parallel, log, name)
     training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check)
-    run.model.work_time.read_and_reset()  # of steps before, which were not logged
+    run.model.work_time.reset()  # of steps before, which were not logged
     return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
 
 
@@ -109,7 +109,7 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
             result = _train(run, phase, plan, lr)
         else:
             _leave_out(run, phase, plan)
-        _write_late(run)
+        _write_late(run)  # the record of the step before, while the device is busy with this one
 
         if plan.reads_monitor:
             spike = phase.monitor.read(plan.step)
@@ -119,7 +119,7 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
             with trace_span("logging"):
                 _log(run, phase, lr, result)
             report_saves(run, services.saver.ended(now=plan.step))
-        if plan.saves or plan.validates or plan.scores_tasks:
+        if plan.saves or plan.validates or plan.scores_tasks or plan.ends_phase:
             _write_late(run)
         with services.watchdog.during("logging"):
             services.profiler.after(plan.step)
@@ -186,34 +186,37 @@ def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
 
 
 def _log(run: Run, phase: _ActivePhase, lr: float, result: StepResult) -> None:
-    """Write the record of the step just done, whose verdict has been read. Collective."""
+    """Send the numbers of the step just done, whose verdict has been read, to the host, which makes their record late.
+    Collective."""
     config, parallel, model, batches = run.config, run.parallel, run.model, run.data.batches
-    update_norm = phase.optimizer.update_norm(result.verdict.applied, parallel)
     interval = phase.clock.read_and_reset()
     run.state.task_clock.train_seconds += interval.seconds
     run.state.task_clock.train_steps += interval.steps
     totals, checksum = data_totals(batches.counters, config.data), batches.checksum()
-    measured = Measured(
-        interval, model.work_time.read_and_reset(), totals, checksum, visible_keys=result.visible_keys
-    )
-    loss_tokens = result.loss_tokens.item()
-    reduced = reduce_step(model.runtime.stats, result.loss_sum, loss_tokens, measured, parallel)
-    step = run.state.step
-    if parallel.is_main:
-        run.services.straggler_warning.look(step, *slowest(reduced.work_seconds))
+    worked = model.work_time.read_and_reset()
+    measured = Measured(interval, worked, totals, checksum, result.visible_keys, result.update_norm)
+    reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
     of_phase = phase.range.phase
     lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(of_phase).items()}
-    logged = LoggedStep(step, of_phase, lrs, phase.monitor.last_grad_norm, run.state.tokens)
+    logged = LoggedStep(run.state.step, of_phase, lrs, phase.monitor.last_grad_norm, run.state.tokens)
     precision = "bf16" if model.mcore_config.bf16 else "fp32"
-    record = step_record(logged, reduced, interval, config, parallel, precision)
-    record |= {"update_norm": update_norm.item(), **phase.monitor.metrics()}
-    _note_time(run, phase, reduced)
+    of_monitor = phase.monitor.metrics()
+
+    def make_and_log() -> None:
+        numbers = reduced()
+        if parallel.is_main:
+            run.services.straggler_warning.look(logged.step, *slowest(numbers.work_seconds))
+        record = step_record(logged, numbers, interval, config, parallel, precision)
+        _note_time(run, phase, logged.step, numbers)
+        record |= {"update_norm": numbers.update_norm, **of_monitor, **run.services.goodput.metrics()}
+        run.services.log.log(record)
+        phase.monitor.watch_layers(logged.step, record)
+
     with run.services.watchdog.during("logging"):
-        run.services.log.log_step(record | run.services.goodput.metrics())
-    phase.monitor.watch_layers(step, record)
+        run.services.log.log_late(make_and_log)
 
 
-def _note_time(run: Run, phase: _ActivePhase, reduced: Reduced) -> None:
+def _note_time(run: Run, phase: _ActivePhase, step: int, reduced: Reduced) -> None:
     """What of the steps since the last logged one was no work."""
     goodput, work = run.services.goodput, reduced.work_seconds
     waited = reduced.part_seconds["data_wait"] - (phase.first_wait_seconds or 0.0)
@@ -222,7 +225,7 @@ def _note_time(run: Run, phase: _ActivePhase, reduced: Reduced) -> None:
     slow &= phase.first_wait_seconds is None  # in the first step ranks differ, as they compile
     phase.first_wait_seconds = None
     goodput.clock.share_out({"text": waited, "stragglers": work[rank] * (1 - 1 / ratio) if slow else 0.0})
-    goodput.note(run.state.step, phase.range.phase.name)
+    goodput.note(step, phase.range.phase.name)
 
 
 def _validate(run: Run, phase: _ActivePhase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,11 +55,13 @@ class IntervalClock:
         self.resume()
 
     def read_and_reset(self) -> Interval:
-        self.pause()
-        interval = Interval(self._steps, self._tokens, self._seconds, self._wait_seconds)
+        """Up to now, where the host has just waited for the verdict on the step: what the device has still to do of
+        it, the update, is part of the next interval."""
+        now = time.perf_counter()
+        interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0
         self._seconds = self._wait_seconds = 0.0
-        self.resume()
+        self._began = now
         return interval
 
 
@@ -86,6 +88,8 @@ class Measured:
     """Of its part of the step's text."""
     visible_keys: torch.Tensor | None = None
     """0-d, mean over this replica's queries, of which all have as many; None on every rank or on none."""
+    update_norm: torch.Tensor | None = None
+    """0-d, the same on every rank; None on every rank or on none."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class Reduced:
     loss: float
     visible_keys: float | None
     """Mean over the queries of all replicas; None for a validation."""
+    update_norm: float | None
+    """None for a validation."""
     data_wait: float
     """Largest share over the ranks of the interval spent waiting for text."""
     data_totals: dict[str, int]
@@ -129,15 +135,27 @@ class Reduced:
 def reduce_step(
     stats: LayerStats,
     loss_sum: torch.Tensor,
-    loss_tokens: float,
+    loss_tokens: float | torch.Tensor,
     measured: Measured | None,
     parallel: Parallel,
 ) -> Reduced:
-    """Bring a step's statistics together and start afresh. Collective; waits for the device.
+    """`send_step`, and wait for it. Collective."""
+    return send_step(stats, loss_sum, loss_tokens, measured, parallel)()
+
+
+def send_step(
+    stats: LayerStats,
+    loss_sum: torch.Tensor,
+    loss_tokens: float | torch.Tensor,
+    measured: Measured | None,
+    parallel: Parallel,
+) -> Callable[[], Reduced]:
+    """Bring a step's statistics together, send them to the host, and start afresh. Collective; what it returns is not,
+    and waits until they have arrived.
 
     Args:
         loss_sum: this rank's share of the summed loss.
-        loss_tokens: scored tokens over all replicas.
+        loss_tokens: scored tokens over all replicas; 0-d where the device counted them.
         measured: None for a validation.
     """
     on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
@@ -151,25 +169,36 @@ def reduce_step(
     parts = {"data_wait": interval.wait_seconds, **worked.parts}
     work = [0.0] * parallel.world_size
     work[parallel.rank] = worked.seconds
-    layers, sums, maxima = stats.reduce(
-        torch.stack([loss_sum, torch.zeros_like(loss_sum) if visible_keys is None else visible_keys]),
+    nothing = torch.zeros_like(loss_sum)
+    from_device = [loss_tokens if isinstance(loss_tokens, torch.Tensor) else nothing, measured.update_norm]
+    sent = stats.send(
+        torch.stack([loss_sum, nothing if visible_keys is None else visible_keys]),
         # fp64 holds the sum of two million CRC-32s exactly
         [measured.data_checksum, *measured.data_totals.values(), *work],
         [wait, *memory, *parts.values()],
+        torch.stack([nothing if each is None else each.double() for each in from_device]),
     )
     stats.reset()
-    return Reduced(
-        layers=layers,
-        loss=sums[0] / loss_tokens,
-        data_wait=maxima[0],
-        visible_keys=None if visible_keys is None else sums[1] / parallel.world_size,
-        data_totals={name: int(total) for name, total in zip(measured.data_totals, sums[3:], strict=False)},
-        data_checksum=int(sums[2]),
-        work_seconds=sums[3 + len(measured.data_totals) :],
-        part_seconds=dict(zip(parts, maxima[3:], strict=True)),
-        memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
-        memory_peak_bytes=int(maxima[2]) if on_gpu else None,
-    )
+
+    def read() -> Reduced:
+        layers, sums, maxima, (counted_tokens, update_norm) = sent()
+        tokens = counted_tokens if isinstance(loss_tokens, torch.Tensor) else loss_tokens
+        totals = zip(measured.data_totals, sums[3:], strict=False)
+        return Reduced(
+            layers=layers,
+            loss=sums[0] / tokens,
+            data_wait=maxima[0],
+            visible_keys=None if visible_keys is None else sums[1] / parallel.world_size,
+            update_norm=None if measured.update_norm is None else update_norm,
+            data_totals={name: int(total) for name, total in totals},
+            data_checksum=int(sums[2]),
+            work_seconds=sums[3 + len(measured.data_totals) :],
+            part_seconds=dict(zip(parts, maxima[3:], strict=True)),
+            memory_allocated_bytes=int(maxima[1]) if on_gpu else None,
+            memory_peak_bytes=int(maxima[2]) if on_gpu else None,
+        )
+
+    return read
 
 
 OTHER_SOURCES = "(others)"

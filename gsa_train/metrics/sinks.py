@@ -96,41 +96,9 @@ class Sinks:
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
-        self._late: list[Record] = []
 
     def log(self, record: Record) -> None:
         """Every sink is flushed: a run killed right after this call has lost nothing. One that fails costs its own."""
-        self.write_late()
-        self._write(record)
-
-    def log_later(self, record: Record) -> None:
-        """Write it before the next record, or at `write_late`: writing takes the host some 10 ms."""
-        self._late.append(record)
-
-    def log_samples(self, record: Record) -> None:
-        """What the model wrote after fixed prompts, into `samples.jsonl`, TensorBoard and W&B."""
-        self.write_late()
-        try:
-            self._samples = self._samples or MetricsFile(self.run_dir / SAMPLES, to_json)
-            news = self._samples.write(record)
-        except OSError as error:  # the file cannot be made; the next samples try again
-            logger.error("samples of step %d are not in %s: %s", record["step"], SAMPLES, error)
-        else:
-            if news is not None:
-                self._write(news)
-        if self._tensorboard:
-            texts, works = sample_texts(record), self._samples is not None and self._samples.works
-            self._tensorboard.log_texts(texts, record, disk_works=works)
-        if self._wandb:
-            self._wandb.log_samples(record)
-
-    def write_late(self) -> None:
-        """What `log_later` left."""
-        late, self._late = self._late, []
-        for record in late:
-            self._write(record)
-
-    def _write(self, record: Record) -> None:
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -140,6 +108,22 @@ class Sinks:
                 self._tensorboard.log(each, scalars, disk_works=self._metrics.works)
             if self._wandb:
                 self._wandb.log(each, scalars)
+
+    def log_samples(self, record: Record) -> None:
+        """What the model wrote after fixed prompts, into `samples.jsonl`, TensorBoard and W&B."""
+        try:
+            self._samples = self._samples or MetricsFile(self.run_dir / SAMPLES, to_json)
+            news = self._samples.write(record)
+        except OSError as error:  # the file cannot be made; the next samples try again
+            logger.error("samples of step %d are not in %s: %s", record["step"], SAMPLES, error)
+        else:
+            if news is not None:
+                self.log(news)
+        if self._tensorboard:
+            texts, works = sample_texts(record), self._samples is not None and self._samples.works
+            self._tensorboard.log_texts(texts, record, disk_works=works)
+        if self._wandb:
+            self._wandb.log_samples(record)
 
     @property
     def folder_was_gone(self) -> bool:
@@ -155,7 +139,6 @@ class Sinks:
 
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
-        self.write_late()
         with contextlib.suppress(OSError):  # as of any record, which would be counted
             self._metrics.restore()
         self._metrics.close()
@@ -175,7 +158,6 @@ class Sinks:
 
     def finish(self, summary: Record) -> None:
         """Write `summary.json` and close."""
-        self.write_late()
         write_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
         if self._wandb:
             self._wandb.finish(summary)
@@ -183,7 +165,6 @@ class Sinks:
 
     def close(self, exit_code: int = 0) -> None:
         """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
-        self.write_late()
         self._metrics.close()
         if self._samples:
             self._samples.close()

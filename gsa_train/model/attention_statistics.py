@@ -22,16 +22,14 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
         variance: of their scores, fp32 [B, R]
     """
     chooses = budget < queries.leaders_visible
-    groups, in_groups = queries.leaders_by_position
-    # Whole numbers, so that their sums in fp64 do not depend on the order.
-    numbers = budget.double().flatten()
+    members, in_groups = queries.leaders_by_position
+    # Whole numbers, whose sums do not depend on the order. A scatter would add them one after the other.
+    of_groups = torch.where(members, budget.flatten(), 0).sum(1)
     statistics = Statistics(
         # Of a query that sees one key it is 0, or NaN, which shows.
         means={"variance": variance},
         counts={"variance": queries.number_with_choice},
-        vectors={
-            "k_by_position": Vector(torch.zeros_like(in_groups).scatter_add(0, groups, numbers), in_groups)
-        },
+        vectors={"k_by_position": Vector(of_groups, in_groups)},
     )
     statistics.average("k_mean", budget, chooses)
     statistics.average("dense_query_share", ~chooses, queries.leaders_with_choice)

@@ -131,10 +131,11 @@ class MeasuredQueries:
 
     @cached_property
     def leaders_by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the queries that select the group in POSITIONS, int64 [B R], and how many are in each, fp64 [groups]."""
+        """Which of the queries that select are in each group in POSITIONS, bool [groups, B R], and how many, int64
+        [groups]."""
         groups = position_groups(self.leaders_visible - 1).flatten()
-        counts = torch.zeros(len(POSITIONS), dtype=torch.float64, device=groups.device)
-        return groups, counts.scatter_add(0, groups, torch.ones_like(groups, dtype=torch.float64))
+        members = groups == torch.arange(len(POSITIONS), device=groups.device)[:, None]
+        return members, members.sum(1)
 
     @cached_property
     def sampled_visible(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.model.waiting import Waiting
+from gsa_train.to_host import ToHost, to_device
 
 MEANS = (
     "indexer_kl",
@@ -312,23 +313,41 @@ class LayerStats:
     ) -> tuple[dict[str, list[float | None]], list[float], list[float]]:
         """Values per layer over all ranks, with two collectives that also carry the caller's own numbers.
 
-        Tensor-parallel copies enter numerator and denominator alike. Call it on every rank, for logged steps only: it
-        reads the device, which has nothing else to do meanwhile, so that one copy goes there and one comes back.
-
-        Args:
-            device_sums: fp64 [m] on the device, added over the ranks.
-            host_sums: likewise, from the host.
-            host_maxima: the largest over the ranks.
+        `send`, and wait for it.
 
         Returns:
             name -> value per layer (a name that no layer recorded is left out; None for a layer that did not), where
             an entry of a vector has the name `vector/label`; the reduced sums, of the device's and then of the host's,
             and the reduced maxima.
         """
+        layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
+        return layers, sums, maxima
+
+    def send(
+        self,
+        device_sums: torch.Tensor,
+        host_sums: list[float],
+        host_maxima: list[float],
+        device_numbers: torch.Tensor,
+    ) -> Callable[[], tuple[dict[str, list[float | None]], list[float], list[float], list[float]]]:
+        """Bring the values of all ranks together and send them to the host. Collective; one copy goes to the device and
+        one comes back, and the host waits for neither.
+
+        Tensor-parallel copies enter numerator and denominator alike.
+
+        Args:
+            device_sums: fp64 [m] on the device, added over the ranks.
+            host_sums: likewise, from the host.
+            host_maxima: the largest over the ranks.
+            device_numbers: fp64 [n] on the device, the same on all ranks: only read.
+
+        Returns:
+            What waits until they have arrived, and returns those of `reduce` and the `device_numbers`.
+        """
         self.sum_up()
         own_sums, own_extremes = self._sums, self._extremes
         own_counts = list(itertools.chain(*self._own_counts))
-        sent = torch.tensor([*own_counts, *host_sums, *host_maxima], dtype=torch.float64).to(self.device)
+        sent = to_device([*own_counts, *host_sums, *host_maxima], self.device)
         of_rank = list(sent.split([len(own_counts), len(host_sums), len(host_maxima)]))
         added = [own_sums.flatten(), self._counts.flatten(), self._vectors.flatten(), device_sums]
         added += of_rank[:2]
@@ -336,10 +355,32 @@ class LayerStats:
         sums, maxima = torch.cat(added), torch.cat(largest)
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        read = torch.cat([sums, maxima]).cpu().split([len(part) for part in (*added, *largest)])
-        totals, counted, vectors, from_device, counts, from_host, extremes, places, from_hosts = read
-        values = _by_layer(MEANS, totals.view(own_sums.shape), (counts + counted).view(own_sums.shape))
-        extremes = extremes.view(own_extremes.shape).clone()
+        sizes = [len(part) for part in (*added, *largest, device_numbers)]
+        on_the_way = ToHost(torch.cat([sums, maxima, device_numbers]))
+
+        def read() -> tuple[dict[str, list[float | None]], list[float], list[float], list[float]]:
+            parts = on_the_way.read().split(sizes)
+            totals, counted, vectors, from_device, counts, from_host, extremes, places, *others = parts
+            shape = own_sums.shape
+            values = self._values(
+                totals.view(shape), (counts + counted).view(shape), vectors, extremes, places
+            )
+            from_hosts, numbers = (part.tolist() for part in others)
+            return values, [*from_device.tolist(), *from_host.tolist()], from_hosts, numbers
+
+        return read
+
+    def _values(
+        self,
+        sums: torch.Tensor,
+        counts: torch.Tensor,
+        vectors: torch.Tensor,
+        extremes: torch.Tensor,
+        places: torch.Tensor,
+    ) -> dict[str, list[float | None]]:
+        """From the tables over all ranks, on the host."""
+        values = _by_layer(MEANS, sums, counts)
+        extremes = extremes.view(self._extremes.shape).clone()
         recorded = extremes != -torch.inf
         extremes[EXTREMES.index("k_min")] *= -1
         values |= _by_layer(EXTREMES, extremes, recorded)
@@ -348,7 +389,7 @@ class LayerStats:
         place = places.long().clamp(min=0) % (_DIMENSIONS * _KINDS)
         of_places = torch.stack([place // _KINDS, place % _KINDS]).double()
         values |= _by_layer(PLACES, of_places, (places >= 0).expand(len(PLACES), -1))
-        return values, [*from_device.tolist(), *from_host.tolist()], from_hosts.tolist()
+        return values
 
 
 def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from gsa_train.config import MonitorConfig
 from gsa_train.monitor.layer_watch import LayerWatch
 from gsa_train.monitor.spikes import Row, SpikeDetector, Verdict
 from gsa_train.phases import PhaseRange
+from gsa_train.to_host import ToHost
 
 READ_DELAY_STEPS = 2
 """The device is not further behind than this where host and device are busy, so reading so late waits for nothing."""
@@ -91,9 +92,7 @@ class MonitorState:
 
 class _Unread(NamedTuple):
     step: int
-    row: torch.Tensor
-    """On the host; filled when the event has happened."""
-    event: torch.cuda.Event | None
+    row: ToHost
 
 
 class Monitor:
@@ -133,13 +132,7 @@ class Monitor:
 
     def observe(self, step: int, verdict: Verdict) -> None:
         """Send the verdict on its way to the host."""
-        if not verdict.row.is_cuda:
-            self._unread.append(_Unread(step, verdict.row, None))
-            return
-        row = torch.empty(verdict.row.shape, pin_memory=True).copy_(verdict.row, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._unread.append(_Unread(step, row, event))
+        self._unread.append(_Unread(step, ToHost(verdict.row)))
 
     def read(self, through: int) -> SpikeFound | None:
         """Count and act on the steps up to `through`, which may be more of them than READ_DELAY_STEPS asks for.
@@ -151,10 +144,8 @@ class Monitor:
             MonitorStop: the run ends here.
         """
         while self._unread and self._unread[0].step <= through:
-            step, row, event = self._unread.popleft()
-            if event is not None:
-                event.synchronize()
-            found = self._judge(step, self.detector.row(row.tolist()))
+            step, row = self._unread.popleft()
+            found = self._judge(step, self.detector.row(row.read().tolist()))
             if found is not None:
                 return found
         return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from gsa_train.metrics.progress import Progress
@@ -12,7 +13,7 @@ from gsa_train.metrics.sinks import Sinks
 
 @dataclass(frozen=True)
 class RunLog:
-    """On the main rank both sinks and console; on the others neither, and every method does nothing."""
+    """On the main rank both sinks and console; on the others neither, and nothing is written."""
 
     sinks: Sinks | None
     console: Progress | None
@@ -21,31 +22,36 @@ class RunLog:
     wandb_place: tuple[str, ...] = ()
     """On the main rank: where the W&B run is, in lines for the console."""
     writes_late: bool = False
-    """A step's record is written once the next step's work is queued: on a GPU, which would otherwise wait while the
-    host writes."""
+    """A step's record is made and written once the next step's work is queued: on a GPU, which would otherwise wait
+    for the host meanwhile."""
+    late: list[Callable[[], None]] = field(default_factory=list)
+    """What makes and writes the records that are to come."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record at once."""
-        if self.sinks is not None and self.console is not None:
+        """Write a record at once, behind those that are late."""
+        self.write_late()
+        if self.sinks is not None:
             self.sinks.log(_stamped(record))
+        if self.console is not None:
             self.console.show(record)
 
-    def log_step(self, record: dict[str, Any]) -> None:
-        """Write the record of a step, perhaps late: by `write_late`, or before the next record."""
+    def log_late(self, make_and_log: Callable[[], None]) -> None:
+        """Call it by `write_late`, or before the next record is written; at once without `writes_late`. On every rank;
+        no collective may be in it, as the ranks do not come to it together."""
+        self.late.append(make_and_log)
         if not self.writes_late:
-            self.log(record)
-        elif self.sinks is not None and self.console is not None:
-            self.sinks.log_later(_stamped(record))
-            self.console.show(record)
+            self.write_late()
 
     def log_samples(self, record: dict[str, Any]) -> None:
         """Write what the model made of fixed prompts: `samples`, a list with `prompt`, `text` and `ended`."""
+        self.write_late()
         if self.sinks is not None:
             self.sinks.log_samples(_stamped(record))
 
     def write_late(self) -> None:
-        if self.sinks is not None:
-            self.sinks.write_late()
+        """Make and write what is late."""
+        while self.late:
+            self.late.pop(0)()
 
     @property
     def folder_was_gone(self) -> bool:
@@ -58,12 +64,14 @@ class RunLog:
 
     def go_back(self, step: int) -> None:
         """The steps after `step` run again: their records leave metrics.jsonl."""
+        self.write_late()
         if self.sinks is not None and self.console is not None:
             self.sinks.go_back(step)
             self.console.go_back(step)
 
     def close(self, exit_code: int) -> None:
         """Close without a summary."""
+        self.write_late()
         if self.sinks is not None and self.console is not None:
             self.console.close()
             self.sinks.close(exit_code)

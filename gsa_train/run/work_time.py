@@ -3,6 +3,7 @@ what a step's time goes to, with that time."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
@@ -58,20 +59,25 @@ class WorkTime:
         self._parts[name].append((began, self._now()))
 
     def read_and_reset(self) -> Worked:
-        """Waits for the device."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        parts = {name: self._sum(spans) for name, spans in self._parts.items()}
+        """Of what has ended by now. What a GPU has still to do counts at the next reading: nothing waits for it."""
+        parts = {name: self._take(spans) for name, spans in self._parts.items()}
         parts["forward_backward"] -= parts["gradient_reduction"]
-        worked = Worked(self._sum(self._spans), parts)
+        return Worked(self._take(self._spans), parts)
+
+    def reset(self) -> None:
+        """Forget all spans, those under way on a GPU too."""
         for spans in (self._spans, *self._parts.values()):
             spans.clear()
-        return worked
 
-    def _sum(self, spans: list[tuple[Any, Any]]) -> float:
+    def _take(self, spans: list[tuple[Any, Any]]) -> float:
         if self._on_gpu:
-            return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1000
-        return float(sum(end - begin for begin, end in spans))
+            ended = list(itertools.takewhile(lambda span: span[1].query(), spans))
+            seconds = float(sum(begin.elapsed_time(end) for begin, end in ended)) / 1000
+        else:
+            ended = list(spans)
+            seconds = float(sum(end - begin for begin, end in ended))
+        del spans[: len(ended)]
+        return seconds
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -11,6 +11,7 @@ import triton
 
 from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
+from gsa_train.metrics.record import Measured, send_step
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -121,6 +122,40 @@ def test_the_host_waits_for_nothing(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(norms).isfinite().all()
+
+
+def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trainer]) -> None:
+    """Its numbers are read behind the launch of the next step, and are those of a step whose host has waited."""
+    one, other = (trainer(config_of("gsa_1.7b")) for _ in range(2))
+    found = []
+    for each, waits in ((one, False), (other, True)):
+        each.step(0, measures=True)  # compiles, and finds the queries to measure
+        each.model.runtime.stats.reset()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        try:
+            result = each.step(1, measures=True)
+            worked = each.model.work_time.read_and_reset()
+            measured = Measured(visible_keys=result.visible_keys, update_norm=result.update_norm)
+            read = send_step(
+                each.model.runtime.stats, result.loss_sum, result.loss_tokens, measured, each.parallel
+            )
+            if waits:
+                torch.cuda.synchronize()
+            else:
+                each.step(2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(read())
+        torch.cuda.synchronize()
+        later = each.model.work_time.read_and_reset()  # of what had not ended
+        assert worked.parts["optimizer"] + later.parts["optimizer"] > 0
+    unwaited, waited = found
+    assert unwaited.loss == waited.loss
+    assert unwaited.update_norm == waited.update_norm
+    assert unwaited.update_norm is not None
+    assert unwaited.update_norm > 0
+    assert repr(unwaited.layers) == repr(waited.layers)  # NaN is NaN
 
 
 @pytest.mark.parametrize("kernel", ["masked", "gathered"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ def test_every_record_has_its_time(
         sinks = open_sinks(LOGGING, tmp_path, ["sparse"], resume_step, wandb=None)
         log = RunLog(sinks, Mock(), None, writes_late=writes_late)
         for step in steps:
-            log.log_step({"step": step, "phase": "sparse", "loss": 1.0})
+            log.log_late(partial(log.log, {"step": step, "phase": "sparse", "loss": 1.0}))
         log.write_late()
         log.close(0)
     sinks = open_sinks(LOGGING, tmp_path, ["sparse"], 2, wandb=None)
@@ -34,3 +35,49 @@ def test_every_record_has_its_time(
     sinks.close()
     records = read_records(tmp_path / "metrics.jsonl")
     assert [(each["step"], each["time"]) for each in records] == [(1, 1000.5), (2, 1001.25), (2, 1002.125)]
+
+
+def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tmp_path: Path) -> None:
+    log = RunLog(open_sinks(LOGGING, tmp_path, ["sparse"], None, wandb=None), Mock(), None, writes_late=True)
+
+    def log_late(step: int) -> None:
+        def make_and_log() -> None:
+            log.log({"step": step, "phase": "sparse", "loss": 1.0})
+            log.log({"event": "warning", "step": step, "phase": "sparse"})  # of the record
+
+        log.log_late(make_and_log)
+
+    def logged(file: str = "metrics.jsonl") -> list[tuple[int, str | None]]:
+        return [(each["step"], each.get("event")) for each in read_records(tmp_path / file)]
+
+    log_late(1)
+    assert logged() == []
+    log.write_late()
+    log.write_late()
+    expected: list[tuple[int, str | None]] = [(1, None), (1, "warning")]
+    assert logged() == expected
+    log_late(2)
+    log.log({"event": "spike", "step": 2, "phase": "sparse"})
+    expected += [(2, None), (2, "warning"), (2, "spike")]
+    assert logged() == expected
+    log_late(3)
+    log.go_back(2)
+    assert logged() == expected
+    assert logged("metrics_rewound.jsonl") == [(3, None), (3, "warning")]
+    log_late(4)
+    log.log_samples({"step": 4, "phase": "sparse", "samples": []})
+    expected += [(4, None), (4, "warning")]
+    assert logged() == expected
+    log_late(5)
+    log.close(0)
+    assert logged() == [*expected, (5, None), (5, "warning")]
+
+
+def test_where_nothing_is_written_late_records_are_made_all_the_same() -> None:
+    """They also tell the monitor what it warns of and saves."""
+    made: list[int] = []
+    log = RunLog(None, None, None, writes_late=True)
+    log.log_late(partial(made.append, 1))
+    assert made == []
+    log.write_late()
+    assert made == [1]

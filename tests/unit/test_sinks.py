@@ -155,30 +155,6 @@ def test_each_line_is_on_disk_when_log_returns(tmp_path):
     sinks.close()
 
 
-def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tmp_path):
-    sinks = open_run(tmp_path)
-    sinks.log_later(step_record(1))
-    assert steps_of(tmp_path) == []
-    sinks.write_late()
-    sinks.write_late()
-    assert steps_of(tmp_path) == [1]
-    sinks.log_later(step_record(2))
-    sinks.log({"event": "spike", "step": 2, "phase": "sparse"})
-    assert steps_of(tmp_path) == [1, 2, 2]
-    assert [record.get("event") for record in read_records(tmp_path / "metrics.jsonl")] == [
-        None,
-        None,
-        "spike",
-    ]
-    sinks.log_later(step_record(3))
-    sinks.go_back(2)
-    assert steps_of(tmp_path) == [1, 2, 2]
-    assert [record["step"] for record in read_records(tmp_path / "metrics_rewound.jsonl")] == [3]
-    sinks.log_later(step_record(4))
-    sinks.close()
-    assert steps_of(tmp_path) == [1, 2, 2, 4]
-
-
 def test_resume_drops_what_will_run_again(tmp_path):
     with open_run(tmp_path) as sinks:
         for step in range(1, 8):

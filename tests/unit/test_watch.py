@@ -143,3 +143,48 @@ def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {"forward_backward": 10 - 3, "gradient_reduction": 3, "optimizer": 4}
     assert work.read_and_reset().parts == expected
     assert set(work.read_and_reset().parts.values()) == {0}
+
+
+class DeviceEvent:
+    """Happens when the device's clock has come to it."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.time = queue.pop(0)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.time <= DeviceEvent.now
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        return 1000 * (end.time - self.time)
+
+
+queue: list[float] = []
+"""Times at which the device comes to the next events."""
+
+
+def test_what_the_device_has_still_to_do_counts_at_the_next_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("it waits"))
+    queue[:] = [0.0, 4.0, 5.0, 7.0]
+    work = WorkTime(torch.device("cuda"))
+    for name in ("forward_backward", "optimizer"):
+        with work.part(name):
+            pass
+    DeviceEvent.now = 6.0
+    nothing = dict.fromkeys(work.read_and_reset().parts, 0.0)
+    queue[:] = [8.0, 9.0]
+    with work.part("optimizer"):
+        pass
+    DeviceEvent.now = 10.0
+    assert work.read_and_reset().parts == {**nothing, "optimizer": 2.0 + 1.0}
+    queue[:] = [11.0, 12.0]
+    with work.part("optimizer"):
+        pass
+    work.reset()
+    DeviceEvent.now = 13.0
+    assert work.read_and_reset().parts == nothing

@@ -184,9 +184,13 @@ def _forward_kernel(
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
         # Starts never decrease along the sequence: the tile's first row has the first causal key.
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
-    last = num_keys if ANYWHERE else tl.minimum(query_start + start + QUERIES, num_keys)
+    last = tl.minimum(query_start + start + QUERIES, num_keys)
     if HAS_MASK:
         packed_mask += batch64 * stride_wb + start64 * stride_wl
+        if ANYWHERE:
+            first, last = _seen_keys(
+                packed_mask, stride_wl, length - start, num_keys, word_columns, QUERIES, KEYS
+            )
         diagonal = last
     else:
         diagonal = (query_start + start) // KEYS * KEYS
@@ -219,6 +223,25 @@ def _forward_kernel(
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
     lse += (batch64 * heads + head) * length
     tl.store(lse + (member * length + rows), (maximum + tl.log2(total)) * LN_2, mask=valid)
+
+
+@triton.jit
+def _seen_keys(
+    packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """From where, a multiple of KEYS, to where there are keys that a query of the tile sees. Those beside them would
+    add nothing, to the bit."""
+    queries = tl.arange(0, QUERIES)[:, None]
+    low = word_columns - 1
+    high = 0
+    for column in range(0, word_columns, 32):
+        columns = column + tl.arange(0, 32)
+        exists = (queries < rows) & (columns < word_columns)[None, :]
+        words = tl.load(packed_mask + (queries * stride_wl + columns[None, :]), mask=exists, other=0)
+        seen = tl.max((words != 0).to(tl.int32), 0) != 0
+        low = tl.minimum(low, tl.min(tl.where(seen, columns, word_columns - 1), 0))
+        high = tl.maximum(high, tl.max(tl.where(seen, columns + 1, 0), 0))
+    return low * 32 // KEYS * KEYS, tl.minimum(high * 32, num_keys)
 
 
 @triton.jit
