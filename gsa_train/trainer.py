@@ -31,7 +31,7 @@ from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.run.work_time import slowest
 from gsa_train.samples import generate_samples
 from gsa_train.schedule import learning_rate, lr_multipliers
-from gsa_train.step import StepResult, Training, train_step
+from gsa_train.step import StepResult, Training, new_graph, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
     if needs_check(config):
         modules, name = optimizer.modules, phase_range.phase.name
         check = CorruptionCheck(config, run.model, modules, run.parallel, log, name)
-    training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check)
+    graph = new_graph(optimizer, run.config)
+    training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph)
     run.model.work_time.read_and_reset()  # of steps before, which were not logged
     return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
 
