@@ -48,6 +48,8 @@ class MicroBatchGraph:
     def __init__(self) -> None:
         self.replays = 0
         """Micro-batches that went through a graph."""
+        self.memory_bytes = 0
+        """Of the device, for what lies between the operations of a pass; held as long as the graph."""
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: Hashable = None
@@ -88,7 +90,7 @@ class MicroBatchGraph:
     def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> None:
         """Record the pass. It does not run."""
         began = time.perf_counter()
-        self._inputs = PassInputs(*(None if each is None else each.clone() for each in inputs))
+        self._inputs = PassInputs._make(None if each is None else each.clone() for each in inputs)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
@@ -103,11 +105,12 @@ class MicroBatchGraph:
                 "set it to false"
             ) from error
         self._graph = graph
+        self.memory_bytes = torch.cuda.memory_reserved() - before
         logger.info(
             "a micro-batch's forward and backward pass is a CUDA graph: captured in %.1f s, %.2f GiB of its own "
             "(train.cuda_graphs = true)",
             time.perf_counter() - began,
-            (torch.cuda.memory_reserved() - before) / 2**30,
+            self.memory_bytes / 2**30,
         )
 
     def _replay(self) -> None:

@@ -77,8 +77,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
-    On a GPU the host never waits for the device, unless this step measures the attention or captures a graph. A step that the detector
-    leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
+    On a GPU the host never waits for the device, unless this step measures the attention or captures a graph. A step
+    that the detector leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
@@ -301,7 +301,9 @@ def _run_graph(
     count = len(micro_batches)
     loss_scale = _loss_scale(count, loss_tokens, training.parallel)
     kl_grad_scale = attention_pass.kl_grad_scale
-    of_all = replace(attention_pass, kl_grad_scale=0.0, row_key="")  # no row is drawn (config/graph_checks.py)
+    of_all = replace(
+        attention_pass, kl_grad_scale=0.0, row_key=""
+    )  # no row is drawn (config/graph_checks.py)
     losses = []
     for batch in micro_batches:
         inputs = PassInputs(

@@ -61,7 +61,9 @@ def _of_attention(config: Config) -> list[Reason]:
         return []
     reasons = []
     if gsa.indexer_loss_row_fraction < 1 and any(phase.train == "all" for phase in config.phases):
-        wrong = f"gsa.indexer_loss_row_fraction = {gsa.indexer_loss_row_fraction:g} draws other queries each time"
+        wrong = (
+            f"gsa.indexer_loss_row_fraction = {gsa.indexer_loss_row_fraction:g} draws other queries each time"
+        )
         reasons.append((wrong, "set that to 1"))
     sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
     if not sparse or gsa.selection_block > 1:
@@ -73,8 +75,8 @@ def _of_attention(config: Config) -> list[Reason]:
         gsa.attention_kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
     ):
         wrong = (
-            f"with gsa.attention_kernel = {gsa.attention_kernel} and train.seq_len_tokens = {length} the host reads the "
-            "length of key lists back"
+            f"with gsa.attention_kernel = {gsa.attention_kernel} and train.seq_len_tokens = {length} the host reads "
+            "the length of key lists back"
         )
         reasons.append((wrong, "set the first to masked"))
     return reasons

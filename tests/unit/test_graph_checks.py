@@ -30,7 +30,12 @@ SHARED = ("gsa.selection_block=32", "gsa.local_window=32")
         ("train.seq_len_tokens=32768", *SHARED),
         ("train.seq_len_tokens=131072", *SHARED),
         ("train.seq_len_tokens=16384", "gsa.attention_kernel=masked"),
-        ("parallel.optimizer_instances=2", "gsa.attention=dense", "phases.0.train=all", "phases.1.attention=dense"),
+        (
+            "parallel.optimizer_instances=2",
+            "gsa.attention=dense",
+            "phases.0.train=all",
+            "phases.1.attention=dense",
+        ),
     ],
 )
 def test_what_is_allowed(overrides: tuple[str, ...]) -> None:
@@ -44,14 +49,22 @@ def test_what_is_allowed(overrides: tuple[str, ...]) -> None:
         (("parallel.context=2",), "parallel.context = 2 exchanges tensors", "set that to 1"),
         (("parallel.pipeline=2",), "parallel.pipeline = 2 exchanges tensors", "set that to 1"),
         (("parallel.strategy=deepspeed",), "parallel.strategy = deepspeed", "set that to megatron"),
-        (("parallel.overlap_grad_reduce=on",), "parallel.overlap_grad_reduce = true", "set that and parallel.overlap_param_gather to false"),
+        (
+            ("parallel.overlap_grad_reduce=on",),
+            "parallel.overlap_grad_reduce = true",
+            "set that and parallel.overlap_param_gather to false",
+        ),
         (("train.recompute=full",), "train.recompute = full", "set that to none"),
         (("train.recompute=selective",), "train.recompute = selective", "set that to none"),
         (("train.fused_ops=none",), "train.fused_ops = none", "set that to auto"),
         (("gsa.attention_impl=reference",), "gsa.attention_impl = reference", "set that to auto"),
         (("gsa.indexer_loss_row_fraction=0.25",), "gsa.indexer_loss_row_fraction = 0.25", "set that to 1"),
         (("logging.every_steps=1",), "logging.every_steps = 1", "set that to 2 or more"),
-        (("train.seq_len_tokens=16384",), "gsa.attention_kernel = auto and train.seq_len_tokens = 16384", "masked"),
+        (
+            ("train.seq_len_tokens=16384",),
+            "gsa.attention_kernel = auto and train.seq_len_tokens = 16384",
+            "masked",
+        ),
         (("gsa.attention_kernel=gathered",), "gsa.attention_kernel = gathered", "masked"),
         (("train.seq_len_tokens=65536",), "of 65536 tokens (train.seq_len_tokens)", "gsa.selection_block"),
     ],

@@ -41,7 +41,7 @@ class CalledAgain(MicroBatchGraph):
 
     def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> None:
         self.captures += 1
-        self._inputs = PassInputs(*(None if each is None else torch.zeros_like(each) for each in inputs))
+        self._inputs = PassInputs._make(None if each is None else torch.zeros_like(each) for each in inputs)
         self._loss_sum = torch.zeros(())
         self._pass = run_pass
 
@@ -58,7 +58,12 @@ def trained(
     model = tiny_model(CONFIG)
     optimizer = build_optimizer(model, phase, CONFIG)
     training = Training(
-        model, optimizer, CONFIG, single_rank(), SpikeDetector(CONFIG.monitor, torch.device("cpu")), graph=graph
+        model,
+        optimizer,
+        CONFIG,
+        single_rank(),
+        SpikeDetector(CONFIG.monitor, torch.device("cpu")),
+        graph=graph,
     )
     found = []
     for step in range(STEPS):
@@ -120,5 +125,7 @@ def test_phases_without_a_backward_pass_have_no_graph() -> None:
 
 def test_a_cpu_has_no_graphs() -> None:
     config = tiny_config(train={"cuda_graphs": True}, logging={"every_steps": 2})
-    with pytest.raises(DeviceError, match=r"train.cuda_graphs = true: there is no CUDA device; set it to false"):
+    with pytest.raises(
+        DeviceError, match=r"train.cuda_graphs = true: there is no CUDA device; set it to false"
+    ):
         build_model(config, single_rank())
