@@ -79,13 +79,13 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     harness.require_cuda()
-    leave_default_stream()  # for CUDA graphs; all models alike
     if arguments.lengths:
         return step_sweep.main(arguments)
     report = harness.Report("bench_step", arguments)
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
     parallel = init_parallel(next(iter(configs.values())).parallel, seed=1)
+    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
     rows: list[Row] = []
     reference: Subject | None = None
     for name, config in configs.items():

@@ -122,16 +122,16 @@ class MicroBatchGraph:
         self._graph = self._captured = self._inputs = self._loss_sum = None
 
 
-def leave_default_stream() -> None:
-    """From now on the work of this thread goes to a stream of its own: the default one cannot be captured.
+def leave_default_stream(device: torch.device) -> None:
+    """From now on the work of this thread goes to a stream of its own, if it is on a GPU: the default stream cannot be
+    captured.
 
     autograd adds up a parameter's gradients on the stream on which its node was made, so call this before the
     data-parallel wrapper makes them. Calling it again changes nothing.
     """
-    default = torch.cuda.default_stream()
-    if torch.cuda.current_stream() != default:
+    if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
         return
     stream = torch.cuda.Stream()
-    stream.wait_stream(default)
+    stream.wait_stream(torch.cuda.default_stream())
     torch.cuda.set_stream(stream)
     torch.cuda.empty_cache()  # what is free belongs to the default stream, and stays free

@@ -12,6 +12,7 @@ from typing import Any
 import harness
 import torch
 
+from gsa_train.micro_batch_graph import leave_default_stream
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
@@ -100,6 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.shapes, arguments.lengths, arguments.models, arguments.tokens, arguments.micro_batches
     )
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
+    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
     bench = Sweep(report, arguments, parallel, files)
     for group in groups:
         bench.run(group)

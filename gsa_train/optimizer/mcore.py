@@ -134,7 +134,7 @@ def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOp
     """Freeze for the phase, wrap the model, and make its optimizer."""
     enter_phase(model, phase)
     if config.train.cuda_graphs:
-        leave_default_stream()
+        leave_default_stream(model.parallel.device)
     if config.parallel.strategy == "deepspeed":
         from gsa_train.optimizer.zero import build_zero_optimizer  # imports DeepSpeed
 
