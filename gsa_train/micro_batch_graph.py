@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from gsa_train.config import Config
+from gsa_train.optimizer.interface import PhaseOptimizer
+
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2
@@ -40,6 +43,11 @@ class PassInputs(NamedTuple):
     """0-d: factor of the summed loss."""
     kl_grad_scale: torch.Tensor | None
     """0-d, of the `AttentionPass`; None in phases without an indexer loss."""
+
+
+def new_graph(optimizer: PhaseOptimizer, config: Config) -> MicroBatchGraph | None:
+    """For the steps of a phase; None where they run without one."""
+    return MicroBatchGraph() if config.train.cuda_graphs and not optimizer.local_backward else None
 
 
 class MicroBatchGraph:
@@ -72,6 +80,7 @@ class MicroBatchGraph:
 
         Raises:
             CaptureError: an operation of the pass is not allowed in a graph, such as waiting for the device.
+            torch.OutOfMemoryError: there is no room for it.
         """
         captured = (fixed, *(None if each is None else (each.shape, each.dtype) for each in inputs))
         if captured != self._captured:
@@ -100,6 +109,10 @@ class MicroBatchGraph:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._loss_sum = run_pass(self._inputs)
         except RuntimeError as error:
+            # Of an error inside, the end of the capture makes one of its own.
+            for cause in (error, error.__context__):
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
             raise CaptureError(
                 "train.cuda_graphs = true: a pass over a micro-batch cannot be captured (the error above says where); "
                 "set it to false"

@@ -46,11 +46,6 @@ class Training:
     """Runs the passes of steps that measure nothing (`train.cuda_graphs`)."""
 
 
-def new_graph(optimizer: PhaseOptimizer, config: Config) -> MicroBatchGraph | None:
-    """For `Training.graph`, of a phase."""
-    return MicroBatchGraph() if config.train.cuda_graphs and not optimizer.local_backward else None
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Left on the device until a step is logged, or the monitor reads it."""
@@ -154,25 +149,19 @@ def _compute(
     attention_pass: AttentionPass,
 ) -> Computed:
     """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
-    model, optimizer, config, parallel = (
-        training.model,
-        training.optimizer,
-        training.config,
-        training.parallel,
-    )
+    model, optimizer = training.model, training.optimizer
+    config, parallel = training.config, training.parallel
     local = optimizer.local_backward
     optimizer.begin_step()
     # In the indexer warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with model.work_time.part("forward_backward"):
         with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():
-            graph, modules = training.graph, optimizer.modules
+            graph = training.graph
             if graph is not None and not attention_pass.measuring and graph.is_due():
                 losses = _run_graph(training, graph, micro_batches, loss_tokens, attention_pass)
             else:
-                losses = _run_schedule(
-                    modules, micro_batches, loss_tokens, config, parallel, forward_only=local
-                )
+                losses = _run_schedule(optimizer.modules, micro_batches, loss_tokens, config, parallel, local)
         if local:
             optimizer.reduce_gradients()
         model.runtime.stats.sum_up()  # while the device is still at the backward pass
@@ -298,23 +287,15 @@ def _run_graph(
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
     """What the schedule without pipeline stages does: the passes one after the other, then the gradients' reduction."""
-    count = len(micro_batches)
-    loss_scale = _loss_scale(count, loss_tokens, training.parallel)
-    kl_grad_scale = attention_pass.kl_grad_scale
+    count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
+    of_loss = _loss_scale(count, loss_tokens, training.parallel)
+    scales = (of_loss, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
     of_all = replace(
         attention_pass, kl_grad_scale=0.0, row_key=""
     )  # no row is drawn (config/graph_checks.py)
-    losses = []
+    run_pass, losses = partial(_pass_over_one, training, count, of_all), []
     for batch in micro_batches:
-        inputs = PassInputs(
-            batch.tokens,
-            batch.labels,
-            batch.document_ids,
-            batch.loss_mask,
-            loss_scale,
-            kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None,
-        )
-        run_pass = partial(_pass_over_one, training, count, of_all)
+        inputs = PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
         losses.append({"loss_sum": graph.run(run_pass, inputs, (count, of_all))})
     training.optimizer.reduce_gradients()
     return losses
@@ -330,12 +311,10 @@ def _pass_over_one(
     if kl_grad_scale is not None:
         attention_pass = replace(attention_pass, kl_grad_scale=kl_grad_scale)
     run = partial(_forward_step, loss_scale=loss_scale, cut=ContextSharding(0, 1, 2))
+    batches = iter([MicroBatch(tokens, labels, document_ids, loss_mask)])
     logged: list[dict[str, torch.Tensor]] = []
-    batch = MicroBatch(tokens, labels, document_ids, loss_mask)
     with model.runtime.during(attention_pass):
-        loss, _ = forward_step(
-            run, iter([batch]), module, count, None, logged, model.mcore_config, cp_group_size=1
-        )
+        loss, _ = forward_step(run, batches, module, count, None, logged, model.mcore_config, 1)
         backward_step(None, loss, None, get_model_type(module), model.mcore_config)
     return logged[0]["loss_sum"]
 

@@ -17,6 +17,7 @@ from gsa_train.metrics.record import (
     reduce_step,
     step_record,
 )
+from gsa_train.micro_batch_graph import new_graph
 from gsa_train.monitor.corruption import CorruptionCheck, needs_check
 from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, SpikeFound
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -31,7 +32,7 @@ from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.run.work_time import slowest
 from gsa_train.samples import generate_samples
 from gsa_train.schedule import learning_rate, lr_multipliers
-from gsa_train.step import StepResult, Training, new_graph, train_step
+from gsa_train.step import StepResult, Training, train_step
 
 logger = logging.getLogger(__name__)
 

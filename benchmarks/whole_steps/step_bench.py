@@ -16,12 +16,12 @@ import torch.distributed as dist
 from gsa_train.batches import MicroBatch, TrainBatches, load_tokenizer, to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.micro_batch_graph import WARM_UP_STEPS
+from gsa_train.micro_batch_graph import WARM_UP_STEPS, new_graph
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel
-from gsa_train.step import Training, new_graph, train_step
+from gsa_train.step import Training, train_step
 
 NO_TOKEN = -1
 """End-of-document id that no random token equals: one document per sequence."""

@@ -12,12 +12,12 @@ import torch
 
 from gsa_train.batches import MicroBatch
 from gsa_train.config import PhaseConfig
-from gsa_train.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs
+from gsa_train.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs, new_graph
 from gsa_train.model.mcore.build import build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import DeviceError
-from gsa_train.step import Training, evaluation_step, new_graph, train_step
+from gsa_train.step import Training, evaluation_step, train_step
 from helpers.single_rank import (
     DENSE,
     SPARSE,
