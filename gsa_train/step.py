@@ -305,8 +305,7 @@ def _pass_over_one(
     training: Training, count: int, attention_pass: AttentionPass, inputs: PassInputs
 ) -> torch.Tensor:
     """The schedule's forward and backward pass over a micro-batch, one of `count`; its summed loss, to log."""
-    model = training.model
-    (module,) = training.optimizer.modules
+    model, (module,) = training.model, training.optimizer.modules
     tokens, labels, document_ids, loss_mask, loss_scale, kl_grad_scale = inputs
     if kl_grad_scale is not None:
         attention_pass = replace(attention_pass, kl_grad_scale=kl_grad_scale)
