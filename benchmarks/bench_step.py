@@ -16,8 +16,9 @@ query and with a selection for 32 queries, over lengths; whole_steps/step_sweep.
 bench_step_lengths.json at once, and a later call measures what the file lacks for its device and commit. `speed_up` is
 the standard model's time over this one's, in turns; `host_ms` what the host needs to launch a step; `r` and `mean_k`
 what was selected, and `indexer` by what: projections planted in place of the random weights' own, `alike` (the queries
-of a tile as alike as gives a trained model's r) or exported ones. From two depths follow `layer_ms` and the step of the
-whole model.
+of a tile as alike as gives a trained model's r) or exported ones. Models whose names end in `_graphs` run with
+train.cuda_graphs; `host_ms` says what that saves, `peak_gib` what it costs. From two depths follow `layer_ms` and the
+step of the whole model.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ import harness
 import torch
 
 from gsa_train.config import Config, load_config
+from gsa_train.micro_batch_graph import leave_default_stream
 from gsa_train.parallel import init_parallel, shutdown_parallel
 from whole_steps import step_sweep
 from whole_steps.step_bench import OurTrainee, release_memory
@@ -83,6 +85,7 @@ def main() -> int:
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
     parallel = init_parallel(next(iter(configs.values())).parallel, seed=1)
+    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
     rows: list[Row] = []
     reference: Subject | None = None
     for name, config in configs.items():

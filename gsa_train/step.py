@@ -12,11 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
+from megatron.core.utils import get_model_type
 
 from gsa_train.batches import MicroBatch, counted_rows, mean_visible_keys
 from gsa_train.config import Config
 from gsa_train.context_sharding import ContextSharding
 from gsa_train.loss_injection import indexer_kl_grad_scale
+from gsa_train.micro_batch_graph import MicroBatchGraph, PassInputs
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.context_parallel import local_part
@@ -39,6 +42,8 @@ class Training:
     """Judges each step before its update."""
     check: CorruptionCheck | None = None
     """Computes a step again, or compares the replicas' weights, where that is due; both raise CorruptionFound."""
+    graph: MicroBatchGraph | None = None
+    """Runs the passes of steps that measure nothing (`train.cuda_graphs`)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,9 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
 
-    On a GPU the host never waits for the device, but in the first step that measures the attention. A step that the
-    detector leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
+    On a GPU the host never waits for the device, but in the first step that measures the attention or one that captures
+    a graph. A step that the detector leaves out, and any whose loss or gradient is not finite, changes nothing of model
+    and optimizer.
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.
@@ -149,20 +155,19 @@ def _compute(
     attention_pass: AttentionPass,
 ) -> Computed:
     """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
-    model, optimizer, config, parallel = (
-        training.model,
-        training.optimizer,
-        training.config,
-        training.parallel,
-    )
+    model, optimizer = training.model, training.optimizer
+    config, parallel = training.config, training.parallel
     local = optimizer.local_backward
     optimizer.begin_step()
     # In the indexer warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
     # only runs forward.
     with model.work_time.part("forward_backward"):
         with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():
-            modules = optimizer.modules
-            losses = _run_schedule(modules, micro_batches, loss_tokens, config, parallel, forward_only=local)
+            graph = training.graph
+            if graph is not None and not attention_pass.measuring and graph.is_due():
+                losses = _run_graph(training, graph, micro_batches, loss_tokens, attention_pass)
+            else:
+                losses = _run_schedule(optimizer.modules, micro_batches, loss_tokens, config, parallel, local)
         if local:
             optimizer.reduce_gradients()
         model.runtime.stats.sum_up()  # while the device is still at the backward pass
@@ -257,10 +262,7 @@ def _run_schedule(
     parallel: Parallel,
     forward_only: bool,
 ) -> list[dict[str, torch.Tensor]]:
-    # megatron-core divides a micro-batch's loss by their number, multiplies it by the context-parallel ranks, and
-    # averages gradients over these and the replicas; undoing all this gives the mean over the scored tokens of the
-    # global batch, however they are spread.
-    loss_scale = len(micro_batches) * parallel.data_size / loss_tokens
+    loss_scale = _loss_scale(len(micro_batches), loss_tokens, parallel)
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     iterators = [iter(micro_batches) for _ in modules]
     return get_forward_backward_func()(
@@ -272,6 +274,54 @@ def _run_schedule(
         micro_batch_size=config.train.micro_batch_size,
         forward_only=forward_only,
     )
+
+
+def _loss_scale(count: int, loss_tokens: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """Factor of a micro-batch's summed loss, one of `count`, in front of megatron-core's schedule.
+
+    This divides it by their number, multiplies it by the context-parallel ranks, and averages gradients over these and
+    the replicas; undoing all this gives the mean over the scored tokens of the global batch, however they are spread.
+    """
+    return count * parallel.data_size / loss_tokens
+
+
+def _run_graph(
+    training: Training,
+    graph: MicroBatchGraph,
+    micro_batches: Sequence[MicroBatch],
+    loss_tokens: torch.Tensor,
+    attention_pass: AttentionPass,
+) -> list[dict[str, torch.Tensor]]:
+    """What the schedule without pipeline stages does: the passes one after the other, then the gradients' reduction."""
+    count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
+    of_loss = _loss_scale(count, loss_tokens, training.parallel)
+    scales = (of_loss, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
+    of_all = replace(
+        attention_pass, kl_grad_scale=0.0, row_key=""
+    )  # no row is drawn (config/graph_checks.py)
+    run_pass, losses = partial(_pass_over_one, training, count, of_all), []
+    for batch in micro_batches:
+        inputs = PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
+        losses.append({"loss_sum": graph.run(run_pass, inputs, (count, of_all))})
+    training.optimizer.reduce_gradients()
+    return losses
+
+
+def _pass_over_one(
+    training: Training, count: int, attention_pass: AttentionPass, inputs: PassInputs
+) -> torch.Tensor:
+    """The schedule's forward and backward pass over a micro-batch, one of `count`; its summed loss, to log."""
+    model, (module,) = training.model, training.optimizer.modules
+    tokens, labels, document_ids, loss_mask, loss_scale, kl_grad_scale = inputs
+    if kl_grad_scale is not None:
+        attention_pass = replace(attention_pass, kl_grad_scale=kl_grad_scale)
+    run = partial(_forward_step, loss_scale=loss_scale, cut=ContextSharding(0, 1, 2))
+    batches = iter([MicroBatch(tokens, labels, document_ids, loss_mask)])
+    logged: list[dict[str, torch.Tensor]] = []
+    with model.runtime.during(attention_pass):
+        loss, _ = forward_step(run, batches, module, count, None, logged, model.mcore_config, 1)
+        backward_step(None, loss, None, get_model_type(module), model.mcore_config)
+    return logged[0]["loss_sum"]
 
 
 def _forward_step(

@@ -18,6 +18,7 @@ from gsa_train.metrics.record import (
     send_step,
     step_record,
 )
+from gsa_train.micro_batch_graph import new_graph
 from gsa_train.monitor.corruption import CorruptionCheck, needs_check
 from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, SpikeFound
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -59,7 +60,8 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
     if needs_check(config):
         modules, name = optimizer.modules, phase_range.phase.name
         check = CorruptionCheck(config, run.model, modules, run.parallel, log, name)
-    training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check)
+    graph = new_graph(optimizer, run.config)
+    training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph)
     run.model.work_time.reset()  # of steps before, which were not logged
     return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
 

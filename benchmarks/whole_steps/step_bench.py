@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gsa_train.batches import MicroBatch, TrainBatches, load_tokenizer, to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.micro_batch_graph import WARM_UP_STEPS, new_graph
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
@@ -84,6 +85,12 @@ class OurTrainee:
             prepare(self.model)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, phase, config)
         self.detector = SpikeDetector(config.monitor, parallel.device)
+        self.graph = new_graph(self.optimizer, config)
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Before steps are as they will be, compilation aside."""
+        return 0 if self.graph is None else WARM_UP_STEPS
 
     @property
     def phase(self) -> PhaseConfig:
@@ -94,7 +101,9 @@ class OurTrainee:
         load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
 
     def step(self, batches: list[MicroBatch], measures: bool = False) -> None:
-        training = Training(self.model, self.optimizer, self.config, self.parallel, self.detector)
+        training = Training(
+            self.model, self.optimizer, self.config, self.parallel, self.detector, graph=self.graph
+        )
         self.result = train_step(training, batches, self.lr, step=0, measures=measures)
 
     def loss(self) -> float:
@@ -104,7 +113,7 @@ class OurTrainee:
 
     def close(self) -> None:
         close_optimizer(self.model, self.optimizer)
-        del self.model, self.optimizer
+        del self.model, self.optimizer, self.graph
 
 
 def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:

@@ -62,6 +62,11 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 """What each changes in its shape's config, that of the standard model or of GSA."""
 
+_GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
+MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in (STANDARD, "gsa", "shared", "shared_rope")}
+
+BY_DEFAULT = (STANDARD, "gsa", "shared", "shared_rope")
+
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -78,13 +83,17 @@ class StepCase:
     micro_batch: int
     """Sequences of a micro-batch."""
 
+    @property
+    def has_indexer(self) -> bool:
+        return not self.model.startswith(STANDARD)
+
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """
         Raises:
             ConfigError: an override does not fit.
         """
         shape = SHAPES[self.shape]
-        kind = STANDARD if self.model == STANDARD else "gsa"
+        kind = "gsa" if self.has_indexer else STANDARD
         fixed = [
             f"train.global_batch_size={self.sequences}",
             f"train.micro_batch_size={self.micro_batch}",

@@ -12,12 +12,13 @@ from typing import Any
 import harness
 import torch
 
+from gsa_train.micro_batch_graph import leave_default_stream
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from whole_steps.planted_indexer import LIKENESS, Planted, alike, exported, plant
 from whole_steps.step_bench import OurTrainee, release_memory
-from whole_steps.step_cases import LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
+from whole_steps.step_cases import BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan
 from whole_steps.step_timing import Row, Subject, Turns, measure
 
 FILE = "bench_step_lengths"
@@ -66,9 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("steps over lengths (with --lengths)")
     group.add_argument("--lengths", type=int, nargs="+", metavar="L", help=f"of {LENGTHS}, or others")
     group.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    group.add_argument(
-        "--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "gsa_rope"]
-    )
+    group.add_argument("--models", nargs="+", choices=MODELS, default=list(BY_DEFAULT))
     group.add_argument("--tokens", type=int, default=32768, help="per step")
     group.add_argument("--micro-batches", type=int, default=1, help="of a step")
     group.add_argument(
@@ -102,6 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.shapes, arguments.lengths, arguments.models, arguments.tokens, arguments.micro_batches
     )
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
+    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
     bench = Sweep(report, arguments, parallel, files)
     for group in groups:
         bench.run(group)
@@ -154,7 +154,7 @@ class Sweep:
         }
 
     def _indexer(self, case: StepCase) -> str:
-        if case.model == STANDARD:
+        if not case.has_indexer:
             return "none"
         if self.files:
             return f"exported at {self._file_length(case)}"
@@ -199,7 +199,7 @@ class Sweep:
         return subject
 
     def _planting(self, case: StepCase) -> Callable[[Model], None] | None:
-        if case.model == STANDARD or (self.arguments.indexer == "own" and not self.files):
+        if not case.has_indexer or (self.arguments.indexer == "own" and not self.files):
             return None
         layers = self.files[self._file_length(case)] if self.files else []
 
@@ -214,7 +214,8 @@ class Sweep:
         return prepare
 
     def _row(self, subject: Subject, reference: Subject | None, case: StepCase) -> Cells:
-        subject.step_seconds()  # compiles
+        for _ in range(1 + subject.bench.warm_up_steps):
+            subject.step_seconds()  # compiles
         turns = Turns(self.arguments.seconds / 5, self.arguments.steps, self.arguments.seconds)
         row = measure(subject, reference, turns, not self.arguments.no_profile)
         host = statistics.median(subject.host_seconds() for _ in range(3))
@@ -308,7 +309,8 @@ def add_whole_models(report: harness.Report) -> None:
         report.row(**whole)
     for shape, length, models, aim in AIMS:
         for whole in wholes:
-            if (whole["shape"], whole["length"]) == (shape, length) and whole["model"] in models:
+            name = str(whole["model"]).removesuffix("_graphs")
+            if (whole["shape"], whole["length"]) == (shape, length) and name in models:
                 value = whole["whole_speed_up"]
                 of = f"{whole['model']}, {shape} at {length}, {whole['indexer']}"
                 faster = float("nan") if value is None else float(value)

@@ -110,7 +110,11 @@ class Subject:
     def peak_bytes(self) -> int:
         torch.cuda.reset_peak_memory_stats()
         self.step_seconds()
-        return torch.cuda.max_memory_allocated() - self.others_bytes
+        graph = self.bench.graph
+        of_graph = (
+            0 if graph is None else graph.memory_bytes
+        )  # what is in use there while it runs does not count
+        return torch.cuda.max_memory_allocated() - self.others_bytes + of_graph
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ class TrainConfig:
     """`triton`: SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64 or 128, with rotary_percent 1
     and without qk_norm) as one kernel for each pass, and with bf16 weights gradients added in fp32 by their matrix
     product. `none`: megatron-core's operations, one by one. `auto`: `triton` on GPUs."""
+    cuda_graphs: bool = False
+    """Run the forward and backward pass over a micro-batch as a CUDA graph, so that the host's launches do not bind:
+    every bit is the same. Logged steps, validation and phases that train the indexer alone run without, and need the
+    memory of a pass beside the graph's. Not with tensor, context or pipeline parallelism, nor with recomputation."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, the attention core (`selective`), or
     whole layers (`full`)."""

@@ -41,11 +41,14 @@ class MemoryEstimate:
     """Beside them while the output layer and the loss run."""
     buffers: float
     """Held all the time."""
+    graph: float
+    """Held by the CUDA graph of a micro-batch (`train.cuda_graphs`): another time what its pass needs, which logged
+    steps take beside it."""
 
     @property
     def total(self) -> float:
         """At the peak: a layer and the loss never run at once."""
-        held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+        held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.graph
         return held + max(self.working, self.logits)
 
 
@@ -66,15 +69,19 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     if stage == 0 and has_graph(config, phase):
         working = max(working, embedding_bytes(config, sizes) - kept / parallel.virtual_pipeline)
     is_last = stage == parallel.pipeline - 1
+    activations = _in_flight(config, stage, micro_batches) * kept
+    logits = loss_bytes(config, phase, sizes) if is_last else 0.0
+    has_cuda_graph = train.cuda_graphs and has_graph(config, phase)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_in_flight(config, stage, micro_batches) * kept,
+        activations=activations,
         working=working,
-        logits=loss_bytes(config, phase, sizes) if is_last else 0.0,
+        logits=logits,
         buffers=_buffers(config, phase, sizes, micro_batches)
         + _passed_on(config, phase, sizes, stage, micro_batches),
+        graph=activations + max(working, logits) if has_cuda_graph else 0.0,
     )
 
 

@@ -33,7 +33,9 @@ class AttentionRuntime:
     _documents: torch.Tensor | None = field(default=None, repr=False)
     """Those that `_made` is of."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    _rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+    _rotary: dict[tuple[int, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, repr=False
+    )
 
     @contextmanager
     def during(self, attention_pass: AttentionPass) -> Iterator[None]:
@@ -98,16 +100,17 @@ class AttentionRuntime:
     def rotary_tables(self, angles: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
 
-        All layers get the same tensor, so the last one is remembered.
+        All layers get the same tensor, and a length's is kept as long as the model: its tables are, too.
 
         Args:
             magnitude: what they are multiplied with, the same in all layers.
         """
-        if self._rotary is None or self._rotary[0] is not angles:
+        key = (id(angles), magnitude)
+        if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
             cos, sin = half.cos() * magnitude, half.sin() * magnitude
-            self._rotary = (angles, cos.contiguous(), sin.contiguous())
-        return self._rotary[1:]
+            self._rotary[key] = (angles, cos.contiguous(), sin.contiguous())
+        return self._rotary[key][1:]
 
 
 def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

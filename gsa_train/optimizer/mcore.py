@@ -27,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.micro_batch_graph import leave_default_stream
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.adamw_state import create_state, inner_optimizers
 from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
@@ -132,6 +133,8 @@ def _main_weight(inner: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tenso
 def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOptimizer:
     """Freeze for the phase, wrap the model, and make its optimizer."""
     enter_phase(model, phase)
+    if config.train.cuda_graphs:
+        leave_default_stream(model.parallel.device)
     if config.parallel.strategy == "deepspeed":
         from gsa_train.optimizer.zero import build_zero_optimizer  # imports DeepSpeed
 

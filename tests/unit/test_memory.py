@@ -252,3 +252,12 @@ def test_the_loss_behind_attention():
     for sequences, counted in ((4, 4), (8, 8), (16, 8)):
         keys = 4 * sequences * 4096 * 64
         assert bytes_of(sequences) == keys + counted * 4096**2 * per_pair
+
+
+def test_a_cuda_graph_holds_what_a_pass_needs():
+    graphs = ["train.cuda_graphs=on", "parallel.overlap_grad_reduce=off"]
+    without, with_graph = estimate(), estimate(graphs)
+    assert without.graph == 0
+    assert with_graph.graph == with_graph.activations + max(with_graph.working, with_graph.logits)
+    assert with_graph.total == pytest.approx(without.total + with_graph.graph)
+    assert estimate(graphs, phase=0).graph == 0  # the indexer alone learns

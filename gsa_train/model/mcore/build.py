@@ -70,6 +70,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     runtime = AttentionRuntime(LayerStats(config.model.num_layers, parallel.device, config.model.num_heads))
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
+    check_graphs_on(config, parallel.device, implementation)
     dense = (
         dense_attention_name(config, mcore_config.params_dtype)
         if implementation == "triton"
@@ -154,6 +155,25 @@ def attention_implementation(config: Config, device: torch.device) -> str:
     if reasons:
         logger.warning("attention runs in plain torch, which is slow: %s", "; ".join(reasons))
     return "reference" if reasons else "triton"
+
+
+def check_graphs_on(config: Config, device: torch.device, implementation: str) -> None:
+    """
+    Args:
+        implementation: the attention core that runs.
+
+    Raises:
+        DeviceError: `train.cuda_graphs` is on, and passes on this device cannot be captured.
+    """
+    if not config.train.cuda_graphs:
+        return
+    if device.type != "cuda":
+        raise DeviceError("train.cuda_graphs = true: there is no CUDA device; set it to false")
+    if implementation == "reference":
+        raise DeviceError(
+            "train.cuda_graphs = true: the fused kernels cannot run this config (see the warning), and plain torch is "
+            "not made for graphs; change what it names, or set train.cuda_graphs to false"
+        )
 
 
 def _let_go_of_selection(runtime: AttentionRuntime) -> Any:

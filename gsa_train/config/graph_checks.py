@@ -1,0 +1,82 @@
+"""What `train.cuda_graphs` goes together with: passes of which the host knows everything beforehand."""
+
+from __future__ import annotations
+
+from gsa_kernels import limits
+from gsa_train.config.load import problem_line
+from gsa_train.config.sections import Config
+
+
+def check_graphs(config: Config) -> list[str]:
+    """What keeps a pass over a micro-batch from being a CUDA graph, a line each."""
+    if not config.train.cuda_graphs:
+        return []
+    reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config)]
+    if config.logging.every_steps == 1:
+        reasons.append(
+            ("logging.every_steps = 1, and logged steps run without graphs", "set that to 2 or more")
+        )
+    return [
+        problem_line("train.cuda_graphs", True, wrong, f"{remedy}, or train.cuda_graphs to false")
+        for wrong, remedy in reasons
+    ]
+
+
+Reason = tuple[str, str]
+"""What is wrong, and what else to set."""
+
+
+def _of_layout(config: Config) -> list[Reason]:
+    parallel = config.parallel
+    reasons = [
+        (f"parallel.{name} = {getattr(parallel, name)} exchanges tensors inside a pass", "set that to 1")
+        for name in ("tensor", "context", "pipeline")
+        if getattr(parallel, name) > 1
+    ]
+    if parallel.strategy != "megatron":
+        wrong = f"parallel.strategy = {parallel.strategy} moves gradients inside a pass"
+        reasons.append((wrong, "set that to megatron"))
+    if parallel.overlap_grad_reduce:
+        wrong = "parallel.overlap_grad_reduce = true reduces gradients inside a pass"
+        reasons.append((wrong, "set that and parallel.overlap_param_gather to false"))
+    return reasons
+
+
+def _of_operations(config: Config) -> list[Reason]:
+    train, reasons = config.train, []
+    if train.recompute != "none":
+        wrong = f"train.recompute = {train.recompute} reads the state of random numbers back"
+        reasons.append((wrong, "set that to none"))
+    if train.fused_ops == "none":
+        reasons.append(("train.fused_ops = none is not made for graphs", "set that to auto"))
+    if config.gsa.attention_impl == "reference":
+        wrong = "gsa.attention_impl = reference is not made for graphs"
+        reasons.append((wrong, "set that to auto"))
+    return reasons
+
+
+def _of_attention(config: Config) -> list[Reason]:
+    gsa, length = config.gsa, config.train.seq_len_tokens
+    if gsa.attention == "dense":
+        return []
+    reasons = []
+    if gsa.indexer_loss_row_fraction < 1 and any(phase.train == "all" for phase in config.phases):
+        wrong = (
+            f"gsa.indexer_loss_row_fraction = {gsa.indexer_loss_row_fraction:g} draws other queries each time"
+        )
+        reasons.append((wrong, "set that to 1"))
+    sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
+    if not sparse or gsa.selection_block > 1:
+        return reasons
+    if length > limits.PACKED_MASK_MAX_TOKENS:
+        wrong = f"of {length} tokens (train.seq_len_tokens) each query has key lists, whose length the host reads back"
+        reasons.append((wrong, "share selections by gsa.selection_block"))
+    elif gsa.attention_kernel == "gathered" or (
+        gsa.attention_kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
+    ):
+        wrong = (
+            f"with gsa.attention_kernel = {gsa.attention_kernel} and train.seq_len_tokens = {length} the host reads "
+            "the length of key lists back"
+        )
+        reasons.append((wrong, "set the first to masked"))
+    return reasons

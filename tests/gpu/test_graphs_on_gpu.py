@@ -1,0 +1,155 @@
+"""`train.cuda_graphs` on a CUDA device: every bit as without, no waiting, memory that stays, and a run that resumes.
+
+The first test that fails says most: its trace names the operation that cannot be captured.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
+from gsa_train.config import Config, load_config
+from gsa_train.micro_batch_graph import WARM_UP_STEPS, leave_default_stream, new_graph
+from gsa_train.model.mcore.build import build_model
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.parallel import Parallel
+from gsa_train.step import Training, evaluation_step, train_step
+from helpers.runs import REPOSITORY, SMALL, kill, start
+from helpers.single_rank import single_rank
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MODEL = (
+    "model.num_layers=2",
+    "model.hidden_size=512",
+    "model.num_heads=8",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.ffn_hidden_size=1376",
+    "model.vocab_size=4096",
+    "model.init_std=0.05",
+    "train.seq_len_tokens=1024",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "data.num_workers=0",
+    "parallel.overlap_grad_reduce=false",
+)
+BUDGETS = ("gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512")
+SHARED = (*BUDGETS, "gsa.selection_block=32", "gsa.local_window=64")
+ACROSS = "data.attend_across_documents=true"
+GRAPHS = "train.cuda_graphs=true"
+
+STEPS = 9
+MEASURED = 5
+"""A step that is logged, with a validation behind it."""
+
+
+@dataclass
+class Trained:
+    """What is left of some steps."""
+
+    numbers: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+    tensors: dict[str, torch.Tensor]
+    """Weights, moving averages, gradients, and what the optimizer keeps."""
+    replays: int
+    milliseconds: float
+    """Of the last step."""
+
+
+def batches_of(config: Config, parallel: Parallel, step: int) -> list[MicroBatch]:
+    train, generator = config.train, torch.Generator().manual_seed(step)
+    shape = (train.global_batch_size, train.seq_len_tokens + 1)
+    blocks = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+    blocks[torch.rand(shape, generator=generator) < 0.005] = 0
+    shared = share_blocks(blocks.numpy(), shape, parallel)
+    across = config.data.attend_across_documents
+    return [to_micro_batch(part, 0, across) for part in shared.split(train.micro_batch_size)]
+
+
+def train(name: str, *overrides: str) -> Trained:
+    path = REPOSITORY / "configs" / f"{name}.yaml"
+    config = load_config(path, [*MODEL, *overrides], world_size=1, need_data=False)
+    parallel = single_rank()
+    model = build_model(config, parallel)
+    optimizer = build_optimizer(model, config.phases[-1], config)
+    detector = SpikeDetector(config.monitor, parallel.device)
+    training = Training(model, optimizer, config, parallel, detector, graph=new_graph(optimizer, config))
+    numbers, places, in_use = [], set(), set()
+    for step in range(STEPS):
+        batches = batches_of(config, parallel, step)
+        torch.cuda.synchronize()
+        # The capture itself waits, and so does a step that measures.
+        waits = step <= WARM_UP_STEPS or step == MEASURED
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        began = time.perf_counter()
+        try:
+            result = train_step(training, batches, 1e-3, step, measures=step == MEASURED)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        milliseconds = 1e3 * (time.perf_counter() - began)
+        numbers.append((result.loss_sum.item(), result.grad_norm.item()))
+        trained = [p for p in model.gpt.parameters() if p.requires_grad]
+        places.add(tuple(address for p in trained for address in (p.data_ptr(), p.main_grad.data_ptr())))
+        if step == MEASURED:
+            evaluation_step(model, batches, config, parallel)
+        if step > MEASURED:
+            in_use.add(torch.cuda.memory_allocated())
+    assert len(places) == 1  # what a graph reads and writes
+    print(f"{name} {overrides}: last step {milliseconds:.2f} ms, in use {sorted(in_use)}")
+    assert max(in_use) - min(in_use) <= 2**20  # results of steps
+    tensors = {n: p.detach().clone() for n, p in model.gpt.named_parameters()}
+    tensors |= {f"gradient of {n}": p.main_grad.clone() for n, p in model.gpt.named_parameters()}
+    tensors |= {n: b.clone() for n, b in model.gpt.named_buffers()}
+    for number, part in enumerate(optimizer.state_parts()):
+        tensors |= {f"{kept} {number}": tensor.clone() for kept, tensor in part.tensors.items()}
+    replays = 0 if training.graph is None else training.graph.replays
+    close_optimizer(model, optimizer)
+    return Trained(numbers, tensors, replays, milliseconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("gsa_1.7b", (*SHARED, "gsa.indexer_rope=true", ACROSS)),
+        ("gsa_1.7b", SHARED),
+        ("gsa_1.7b", BUDGETS),
+        ("standard_1.7b", ("gsa.dense_attention=triton",)),
+    ],
+    ids=["shared, rotary, one document", "shared, documents", "per query", "standard"],
+)
+def test_every_bit_is_as_without_graphs(name: str, overrides: tuple[str, ...]) -> None:
+    leave_default_stream(single_rank().device)
+    without = train(name, *overrides)
+    with_graphs = train(name, *overrides, GRAPHS)
+    assert without.replays == 0
+    assert with_graphs.replays == 2 * (STEPS - WARM_UP_STEPS - 1)
+    assert with_graphs.numbers == without.numbers
+    assert len({loss for loss, _ in without.numbers}) == STEPS
+    assert with_graphs.tensors.keys() == without.tensors.keys()
+    different = [n for n, t in without.tensors.items() if not torch.equal(with_graphs.tensors[n], t)]
+    assert different == []
+
+
+RUN = (*SMALL, "logging.every_steps=3", "evaluate.every_steps=5", "checkpoint.every_steps=5")
+
+
+def test_a_killed_run_with_graphs_ends_as_one_without(tmp_path: Path) -> None:
+    without = start(tmp_path, *RUN, name="without", real=True).wait()
+    first = start(tmp_path, *RUN, GRAPHS, name="graphs", real=True)
+    first.wait_until(lambda: len(first.steps()) >= 5)
+    kill(first)
+    resumed = start(tmp_path, *RUN, GRAPHS, name="graphs", real=True).wait()
+    assert "is a CUDA graph" in resumed.output
+    for key in ("loss", "indexer_kl", "grad_norm"):
+        assert resumed.series(key) == without.series(key)

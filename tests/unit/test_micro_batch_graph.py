@@ -1,0 +1,131 @@
+"""Passes that go through a graph do what the schedule does; here its replay calls the captured pass again.
+
+tests/gpu/test_graphs_on_gpu.py has real graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+import torch
+
+from gsa_train.batches import MicroBatch
+from gsa_train.config import PhaseConfig
+from gsa_train.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs, new_graph
+from gsa_train.model.mcore.build import build_model
+from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.parallel import DeviceError
+from gsa_train.step import Training, evaluation_step, train_step
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    WARM_UP,
+    named_weights,
+    random_batches,
+    single_rank,
+    tiny_config,
+    tiny_model,
+)
+
+CONFIG = tiny_config()
+STEPS = 6
+MEASURED = 4
+
+
+class CalledAgain(MicroBatchGraph):
+    """Its replay reads nothing but what was there when the pass was captured."""
+
+    captures = 0
+
+    def _capture(self, run_pass: Callable[[PassInputs], torch.Tensor], inputs: PassInputs) -> None:
+        self.captures += 1
+        self._inputs = PassInputs._make(None if each is None else torch.zeros_like(each) for each in inputs)
+        self._loss_sum = torch.zeros(())
+        self._pass = run_pass
+
+    def _replay(self) -> None:
+        assert self._inputs is not None
+        assert self._loss_sum is not None
+        self._loss_sum.copy_(self._pass(self._inputs))
+
+
+def trained(
+    phase: PhaseConfig, graph: MicroBatchGraph | None, batches: Callable[[int], list[MicroBatch]]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of some steps, one of them measured and one behind a validation; the weights."""
+    model = tiny_model(CONFIG)
+    optimizer = build_optimizer(model, phase, CONFIG)
+    training = Training(
+        model,
+        optimizer,
+        CONFIG,
+        single_rank(),
+        SpikeDetector(CONFIG.monitor, torch.device("cpu")),
+        graph=graph,
+    )
+    found = []
+    for step in range(STEPS):
+        result = train_step(training, batches(step), 1e-2, step, measures=step == MEASURED)
+        found += [result.loss_sum, result.grad_norm]
+        if step == MEASURED:
+            evaluation_step(model, batches(0), CONFIG, single_rank())
+    weights = named_weights(model) | dict(model.gpt.named_buffers())
+    close_optimizer(model, optimizer)
+    return found, weights
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["documents", "one document"])
+@pytest.mark.parametrize("phase", [SPARSE, DENSE], ids=lambda phase: phase.name)
+def test_every_bit_is_that_of_the_schedule(phase: PhaseConfig, across: bool) -> None:
+    def batches(step: int) -> list[MicroBatch]:
+        return random_batches(CONFIG, step, across)
+
+    graph = CalledAgain()
+    losses, weights = trained(phase, None, batches)
+    of_graph, its_weights = trained(phase, graph, batches)
+    assert graph.replays == 2 * (STEPS - WARM_UP_STEPS - 1)
+    assert graph.captures == 1
+    assert [each.item() for each in of_graph] == [each.item() for each in losses]
+    assert len({each.item() for each in losses}) > STEPS
+    for name, weight in weights.items():
+        assert torch.equal(its_weights[name], weight), name
+
+
+def test_other_shapes_and_another_pass_are_captured_anew() -> None:
+    graph, seen = CalledAgain(), []
+
+    def run(length: int, fixed: Hashable) -> float:
+        tokens = torch.full((1, length), length)
+        scale = torch.tensor(2.0)
+
+        def run_pass(inputs: PassInputs) -> torch.Tensor:
+            seen.append(fixed)
+            return inputs.tokens.sum() * inputs.loss_scale
+
+        inputs = PassInputs(tokens, tokens, None, tokens.float(), scale, None)
+        return float(graph.run(run_pass, inputs, fixed))
+
+    assert [run(3, "a"), run(3, "a"), run(5, "a"), run(5, "b")] == [18.0, 18.0, 50.0, 50.0]
+    assert graph.captures == 3
+    assert seen == ["a", "a", "a", "b"]
+
+
+def test_phases_without_a_backward_pass_have_no_graph() -> None:
+    model = tiny_model(CONFIG)
+    config = tiny_config()
+    on = tiny_config(train={"cuda_graphs": True}, logging={"every_steps": 2})
+    for phase, expected in ((SPARSE, True), (WARM_UP, False)):
+        optimizer = build_optimizer(model, phase, config)
+        assert (new_graph(optimizer, on) is not None) is expected
+        assert new_graph(optimizer, config) is None
+        close_optimizer(model, optimizer)
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    config = tiny_config(train={"cuda_graphs": True}, logging={"every_steps": 2})
+    with pytest.raises(
+        DeviceError, match=r"train.cuda_graphs = true: there is no CUDA device; set it to false"
+    ):
+        build_model(config, single_rank())
