@@ -22,6 +22,9 @@ else:
 
     refuse_wrong_sums()
 
+# W&B's service lists the installed packages by `pip list` at the beginning of each run, two CPU seconds.
+os.environ.setdefault("WANDB__SAVE_REQUIREMENTS", "false")
+
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 
 
