@@ -35,10 +35,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CASES = {name: Case(layout, SELECTED, steps=MORE_STEPS) for name, layout in LAYOUTS.items()}
 CHAIN = (
-    (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA, TENSOR_CONTEXT_DATA),
-    (TENSOR_PIPELINE_DATA, TENSOR_PIPELINE_CONTEXT, TENSOR_CONTEXT_DATA),
+    (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA),
+    (TENSOR_CONTEXT_DATA, TENSOR_PIPELINE_CONTEXT),
 )
-"""For each phase who takes its steps, one each, from the checkpoint of the one before."""
+"""For each phase who takes its steps, one each, from the checkpoint of the one before: each goes on from another."""
 PHASE_STEPS = len(CHAIN[0])
 CHAINED = Case({"pipeline": 2}, TIED, steps=(PHASE_STEPS, PHASE_STEPS))
 """What the chain trains; the pipeline stands for the number of layers."""
