@@ -10,16 +10,21 @@ replacement below was found by leaving it out and seeing what broke:
     torch.cuda.synchronize()             pipeline sends, checkpoints
     torch.cuda.Stream()                  gradient buffers of several optimizer instances
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
+
+And gloo's groups, of which megatron-core makes about twenty, share their network device: by itself each opens one,
+whose thread wakes up a hundred times a second.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
@@ -63,6 +68,23 @@ class _NoStream:
         pass
 
 
+def _shares_devices(gloo: Any) -> Any:
+    """`ProcessGroupGloo` whose later groups have the devices of the first, which torch chooses."""
+    devices: list[Any] = []
+
+    class SharedDevices(gloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            if devices:
+                options = gloo._Options()
+                options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)
+                super().__init__(store, rank, size, options)
+            else:
+                super().__init__(store, rank, size, timeout)
+                devices.extend(self.options._devices)
+
+    return SharedDevices
+
+
 def _names_cuda(device: Any) -> bool:
     if isinstance(device, bool) or device is None:
         return False
@@ -104,3 +126,5 @@ def install() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.type = _named_as_on_cuda(tensor.type)
+    c10d: Any = distributed_c10d
+    c10d.ProcessGroupGloo = _shares_devices(c10d.ProcessGroupGloo)

@@ -103,10 +103,12 @@ def config_from_yaml(content: str, path: str | Path) -> Config:
 
 def config_to_yaml(config: Config) -> str:
     """Every field as YAML; `load_config` reads it back equal, floats bit for bit."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return str(yaml.dump(asdict(config), Dumper=_SAVED_DUMPER, sort_keys=False, allow_unicode=True))
 
 
 _SAVED_LOADER: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SAVED_DUMPER: type[yaml.SafeDumper] | type[yaml.CSafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""Of libyaml, for each save writes such a text; without it PyYAML's own writes the same values."""
 
 
 def saved_sections(config_yaml: str) -> Any:

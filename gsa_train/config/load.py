@@ -214,7 +214,6 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     section_fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    section = _converter(cls)  # type: ignore[arg-type]  # mypy looks at the hash of its instances
     for key, value in tree.items():
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
@@ -229,7 +228,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
             values[key] = _build_list(typing.get_args(hint)[0], value, problems, field)
         else:
             try:
-                values[key] = _typed(section, key, hint, value)
+                values[key] = _typed(hint, value)
             except ValidationError:
                 wrong = _wrong_in_words(value, hint)
                 default = _as_written(getattr(cls(), key))
@@ -238,11 +237,9 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
 
 
 @cache
-def _converter(cls: type) -> DictConfig:
-    """OmegaConf's view of a dataclass, which converts one value after another: making it takes long."""
-    section: DictConfig = OmegaConf.structured(cls)
-    OmegaConf.set_readonly(section, False)  # as it is from a frozen dataclass
-    return section
+def _converter(hint: Any) -> DictConfig:
+    """What converts values to this type, one after another: views of whole dataclasses take longer than all else."""
+    return DictConfig({}, key_type=str, element_type=hint)
 
 
 def _is_section(hint: Any) -> bool:
@@ -262,11 +259,10 @@ def _build_list(item_cls: type[Built], value: object, problems: Problems, field:
 
 def _build_values(value_hint: Any, value: object, problems: Problems, field: str) -> list[Any]:
     """Values of one type."""
-    section = DictConfig({}, key_type=str, element_type=value_hint)
     try:
         if not isinstance(value, list):
             raise ValidationError("not a list")
-        return [_typed(section, "item", value_hint, item) for item in value]
+        return [_typed(value_hint, item) for item in value]
     except ValidationError:
         wrong = f"not a list of which each item is {_type_in_words(value_hint)}"
         example = "[a, b]" if value_hint is str else "[1, 2]"
@@ -291,7 +287,6 @@ def _build_dict(
         problems.add(field, value, "not a value under a name", f"write {field}.NAME=VALUE for each")
         return {}
     entries: dict[str, Any] = {}
-    section = DictConfig({}, key_type=str, element_type=value_hint)
     for name, item in value.items():
         entry = f"{field}.{name}"
         if not isinstance(name, str) or not (any_names or PLAIN_NAME.fullmatch(name)):
@@ -299,14 +294,14 @@ def _build_dict(
             problems.add(entry, item, f"{_as_written(name)} is not a plain name", remedy)
             continue
         try:
-            entries[name] = _typed(section, "value", value_hint, item)  # a dot in the name would be a path
+            entries[name] = _typed(value_hint, item)
         except ValidationError:
             wrong = _wrong_in_words(item, value_hint)
             problems.add(entry, item, wrong, f"write {entry}=VALUE, or remove the name")
     return entries
 
 
-def _typed(section: DictConfig, key: str, hint: Any, value: object) -> Any:
+def _typed(hint: Any, value: object) -> Any:
     """The value of one field, converted by OmegaConf to the field's type."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ValidationError("OmegaConf's interpolation is not part of these configs")
@@ -317,8 +312,9 @@ def _typed(section: DictConfig, key: str, hint: Any, value: object) -> Any:
     if isinstance(value, str) and float in typing.get_args(hint):
         with contextlib.suppress(ValueError):  # not a number: the text alternative of Union[float, str]
             value = float(value)
-    OmegaConf.update(section, key, value)
-    built = section[key]
+    section = _converter(hint)
+    OmegaConf.update(section, "value", value)
+    built = section["value"]
     if hint is bool and _integer(value) not in (None, 0, 1):
         raise ValidationError("OmegaConf takes every number but 0 as true")
     if hint is int and abs(built) >= 10**MOST_DIGITS:

@@ -13,11 +13,11 @@ from gsa_train.config import load_config
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
 
 
-def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+def measure(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "benchmarks/data_wait.py", "--config", CONFIG, *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -57,6 +57,8 @@ def test_the_summary_is_of_the_logged_waits_and_the_time_between() -> None:
 
 
 def test_a_run_that_fails_is_reported() -> None:
-    done = measure(f"data.tokenizer={CONFIG}")
+    """At its very start: it takes itself for one of two ranks, and one sequence is not for both."""
+    batch = ("train.global_batch_size=1", "train.micro_batch_size=1")
+    done = measure(*batch, WORLD_SIZE="2", RANK="0")
     assert done.returncode == 1
     assert "the run ended with exit code 2" in done.stderr

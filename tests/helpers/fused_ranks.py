@@ -73,7 +73,7 @@ def main(out: Path) -> None:
         for layout in ("tensor", "data"):
             config = case_config(name, {"tensor": 2} if layout == "tensor" else {})
             parallel = init_parallel(config.parallel, seed=1)
-            found.setdefault(name, {})[layout] = train_case(config, parallel, 1, prepare=fuse)
+            found.setdefault(name, {})[layout] = train_case(config, parallel, (1, 1), prepare=fuse)
             if parallel.rank == 0:
                 out.write_text(json.dumps(found))
             leave_layout()

@@ -30,7 +30,10 @@ from triton.language import core
 from triton.runtime import interpreter
 
 ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
-PLAIN = frozenset({int, float, bool, str, type(None)})
+PLAIN = frozenset(
+    {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+)
+"""Types of what is no constant of the compiler's, and holds none."""
 NUMBERS = frozenset({int, float, bool})
 NAMES = {"fp32": "float32", "fp64": "float64"}
 """Of types, where triton.language has them under another one."""
@@ -69,10 +72,14 @@ def _remember_builtins() -> None:
         found = {name: member for name, member in inspect.getmembers(package) if core.is_builtin(member)}
         return {name: interpreted(member) for name, member in found.items()}
 
+    checking = core.builtin(lambda: None).__code__  # of what asks for `_semantic` before each call
+
     def interpreted(member: Any) -> Any:
+        own = member.__wrapped__ if getattr(member, "__code__", None) is checking else member
+
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
-            return member(*args, **kwargs)
+            return own(*args, **kwargs)
 
         return call
 
@@ -110,13 +117,22 @@ def _remember_shapes() -> None:
     unwrap = core._unwrap_if_constexpr
 
     def unwrap_if_constexpr(value: Any) -> Any:
-        return value if type(value) in PLAIN else unwrap(value)
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    def equal(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        other = unwrap_if_constexpr(other)
+        return isinstance(other, core.dtype) and self.name == other.name
 
     make_whole_block = core.block_type.__init__
     blocks: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int, str]] = {}
 
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, tuple(unwrap_if_constexpr(size) for size in shape)
+        key = element_ty.name, tuple([s if type(s) is int else unwrap_if_constexpr(s) for s in shape])
         if key not in blocks:
             make_whole_block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, self.name
@@ -129,16 +145,13 @@ def _remember_shapes() -> None:
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = describe(sizes_of(type))
+        self.numel, self.shape = describe(type.sizes)
 
+    core.dtype.sizes = ()
+    core.dtype.__eq__ = equal
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.tensor.__init__ = make_tensor
     core.block_type.__init__ = make_block
-
-
-def sizes_of(type: Any) -> tuple[int, ...]:
-    """The shape, in Python's integers; () for a scalar."""
-    return type.sizes if type.is_block() else ()
 
 
 def _remember_sizes() -> None:
@@ -156,11 +169,12 @@ def _remember_sizes() -> None:
 
 
 def _leave_shapes_to_numpy() -> None:
-    """Operands of one type, or a tensor and a number or a pointer and an offset, get the shape of the result as their
-    type: their data may be smaller, and becomes one shape in numpy's operation. All others go through Triton."""
+    """Operands of one type, or a tensor and a number, a pointer and an offset, or int32 and int64, get the shape of the
+    result as their type: their data may be smaller, and becomes one shape in numpy's operation. All others go through
+    Triton."""
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl
-    halves = ("fp16", "bf16")
+    halves, widths = ("fp16", "bf16"), ("int32", "int64")
 
     @lru_cache(maxsize=4096)
     def constant(value: Any, name: str) -> Any:
@@ -173,9 +187,16 @@ def _leave_shapes_to_numpy() -> None:
         return np.broadcast_shapes(left, right)
 
     def of_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
-        if sizes_of(tensor.type) == shape:
+        if tensor.type.sizes == shape:
             return tensor
         return core.tensor(tensor.handle, core.block_type(tensor.dtype, list(shape)))
+
+    def in_64_bits(tensor: Any) -> Any:
+        if tensor.dtype.name == "int64":
+            return tensor
+        handle = interpreter.TensorHandle(tensor.handle.data.astype(np.int64), core.int64)
+        sizes = tensor.type.sizes
+        return core.tensor(handle, core.block_type(core.int64, list(sizes)) if sizes else core.int64)
 
     def fits(number: Any, dtype: Any) -> bool:
         """Becomes a number of this type, without an error or another type for both."""
@@ -200,8 +221,11 @@ def _leave_shapes_to_numpy() -> None:
             same = one.name == other.name and not one.is_ptr() and not (division and one.name in halves)
             offset = left_pointer and one.is_ptr() and other.is_int()
             if same or offset:
-                shape = joined(sizes_of(left.type), sizes_of(right.type))
+                shape = joined(left.type.sizes, right.type.sizes)
                 return of_shape(left, shape), of_shape(right, shape)
+            if arithmetic and one.name in widths and other.name in widths:
+                shape = joined(left.type.sizes, right.type.sizes)
+                return of_shape(in_64_bits(left), shape), of_shape(in_64_bits(right), shape)
         elif arithmetic and kinds[0] and type(right) in NUMBERS and fits(right, left.dtype):
             return left, core.tensor(constant(right, left.dtype.name), left.type)
         elif arithmetic and kinds[1] and type(left) in NUMBERS and fits(left, right.dtype):

@@ -249,7 +249,7 @@ def run_one_rank(
         prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
         with alone() as parallel:
             done[name] = numbers(
-                train_case(config, parallel, steps, prepare, case.backwards, lr, measures=True)
+                train_case(config, parallel, (steps, steps), prepare, case.backwards, lr, measures=True)
             )
             release_memory(parallel.device)
     return done
@@ -287,7 +287,7 @@ def main() -> int:
             one_rank = {each: run for part in shared for each, run in part.items()}
             if parallel.is_main:
                 report_one_rank(one_rank, steps)
-        found = numbers(train_case(config, parallel, steps, lr=arguments.lr, measures=True))
+        found = numbers(train_case(config, parallel, (steps, steps), lr=arguments.lr, measures=True))
         rows[name] = {**judge(found, one_rank, steps), "seconds": time.monotonic() - began, "series": found}
         if parallel.is_main:
             print(line(name, rows[name]), flush=True)

@@ -1,4 +1,4 @@
-"""The device memory of a training step, traced without a device: `python memory_trace.py CASES.json` prints bytes.
+"""The device memory of a training step, traced without a device: `memory_trace.py CASES.json OUT.json` writes bytes.
 
 The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing, so any size and any
 rank of any layout can be looked at, or the selection of some queries alone. What runs is the code of a run on a GPU,
@@ -257,7 +257,7 @@ def main() -> None:
             continue
         results.append(traced_peak(config, case["rank"], case["world_size"], case.get("phase", -1)))
         print(case, results[-1], file=sys.stderr, flush=True)
-    print(json.dumps(results))
+    Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from datetime import timedelta
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.distributed import distributed_c10d
 
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config, GSAConfig, ModelConfig, ParallelConfig, PhaseConfig, TrainConfig
@@ -52,22 +49,7 @@ def single_rank() -> Parallel:
     """Join a world of one, once per process: megatron-core keeps its groups in global variables."""
     assert "RANK" not in os.environ, "these tests make their own world of one rank"
     torch.set_num_threads(1)  # the tensors here are small
-    with patch.object(distributed_c10d, "ProcessGroupGloo", _gloo_with_one_thread()):
-        return init_parallel(ParallelConfig(), seed=1)
-
-
-def _gloo_with_one_thread() -> type[distributed_c10d.ProcessGroupGloo]:
-    """Its groups share a device: the thread of each wakes a hundred times a second, and there would be twenty."""
-    gloo = distributed_c10d.ProcessGroupGloo
-    device = gloo.create_device(hostname="127.0.0.1")
-
-    class SharedDevice(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = gloo._Options()
-            options._devices, options._timeout, options._threads = [device], timeout, 1
-            super().__init__(store, rank, size, options)
-
-    return SharedDevice
+    return init_parallel(ParallelConfig(), seed=1)
 
 
 def tiny_config(phases: list[PhaseConfig] | None = None, **sections: dict[str, Any]) -> Config:

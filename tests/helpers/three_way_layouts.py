@@ -22,7 +22,7 @@ from gsa_train.model.mcore.build import build_model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
 from helpers.checkpoints import run_state
-from helpers.many_layouts import PAIRS, SAMPLE, SELECTED, TIED, Case, take_step, train_case
+from helpers.many_layouts import MORE_STEPS, PAIRS, SAMPLE, SELECTED, TIED, Case, take_step, train_case
 
 WORLD = 8
 TENSOR_PIPELINE_CONTEXT = "tensor x pipeline x context"
@@ -33,13 +33,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     TENSOR_PIPELINE_DATA: {"tensor": 2, "pipeline": 2},
     TENSOR_CONTEXT_DATA: {"tensor": 2, "context": 2},
 }
-CASES = {name: Case(layout, SELECTED) for name, layout in LAYOUTS.items()}
+CASES = {name: Case(layout, SELECTED, steps=MORE_STEPS) for name, layout in LAYOUTS.items()}
 CHAIN = (
-    (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA, TENSOR_CONTEXT_DATA),
-    (TENSOR_PIPELINE_DATA, TENSOR_PIPELINE_CONTEXT, TENSOR_CONTEXT_DATA),
+    (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA),
+    (TENSOR_CONTEXT_DATA, TENSOR_PIPELINE_CONTEXT),
 )
-"""For each phase who takes its steps, one each, from the checkpoint of the one before."""
-CHAINED = Case({"pipeline": 2}, TIED, steps=len(CHAIN[0]))
+"""For each phase who takes its steps, one each, from the checkpoint of the one before: each goes on from another."""
+PHASE_STEPS = len(CHAIN[0])
+CHAINED = Case({"pipeline": 2}, TIED, steps=(PHASE_STEPS, PHASE_STEPS))
 """What the chain trains; the pipeline stands for the number of layers."""
 
 
@@ -60,11 +61,11 @@ def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ..
     model = build_model(config, parallel)
     optimizer = build_optimizer(model, config.phases[phase], config)
     if step:
-        in_phase = step % CHAINED.steps > 0
+        in_phase = step % PHASE_STEPS > 0
         load_checkpoint(folder / f"step_{step:08d}", model, optimizer, parallel, with_optimizer=in_phase)
-    measures = (step + 1) % CHAINED.steps == 0  # as `train_case` does
+    measures = (step + 1) % PHASE_STEPS == 0  # as `train_case` does
     record = take_step(step, model, optimizer, config, parallel, measures)
-    if step < len(CHAIN) * CHAINED.steps - 1:
+    if step < len(CHAIN) * PHASE_STEPS - 1:
         saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
         (result,) = saver.begin(run_state(step + 1, config, parallel.layout), model, optimizer)
         saver.close()
@@ -83,7 +84,7 @@ def main(folder: Path) -> None:
     for name, case in CASES.items():
         config = case.config(**micro_batches(name))
         parallel = init_parallel(config.parallel, seed=1)
-        trained[name] = parallel.layout, train_case(config, parallel, samples=True)
+        trained[name] = parallel.layout, train_case(config, parallel, case.steps, samples=True)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
     order = [(number, name) for number, names in enumerate(CHAIN) for name in names]

@@ -40,6 +40,7 @@ TEXT = {"random_tokens": [[33, 33], [45, 49]]}
 POISONED = [33, 45, 46, 47, 48, 49]
 FLIPPED = {"flipped_bit": [46, 30]}
 """The highest bit of a weight's exponent: it becomes about 1e37."""
+NAN_STEP = 44
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
@@ -88,20 +89,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     plan = FaultPlan(folder, SECTIONS, [PHASE])
     run = plan.run
 
-    def goes_on(name: str, source: str, *overrides: str, **faults: Any) -> dict[str, Any]:
+    def goes_on(name: str, source: str, *overrides: str, ranks: int = 1, **faults: Any) -> dict[str, Any]:
         """From a copy of a run's folder as a kill between its checkpoint and the end would leave it."""
         copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
-        return run(name, *overrides, **(faults or TEXT)) | copied
+        return run(name, *overrides, ranks=ranks, **(faults or TEXT)) | copied
 
     skip, lower, rewind, stop = (
         f"monitor.action={action}" for action in ("skip", "lower_lr", "rewind", "stop")
     )
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
     halves = "train.micro_batch_size=2"
-    # Up to step 40 `stop` and `lower_lr` would be `skip`, and what a bit flips in would be `clean`.
+    # Up to step 40 `rewind`, `stop` and `lower_lr` would be `skip`, and what only logs would be `clean`.
     waves = [
         [run("clean"), run("skip", skip, **TEXT)],
-        [run("rewind", rewind, EVERY_FIFTH, **TEXT), goes_on("stop", "skip", stop, EVERY_FIFTH)],
+        [goes_on("rewind", "skip", rewind, EVERY_FIFTH), goes_on("stop", "skip", stop, EVERY_FIFTH)],
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
         [goes_on("stop, again", "stop", stop, EVERY_FIFTH)],
         [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), goes_on("lower_lr", "skip", lower)],
@@ -109,9 +110,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
             goes_on("bit", "clean", rewind, "checkpoint.every_steps=11", **FLIPPED),
             goes_on("bit, log", "clean", **FLIPPED),
         ],
-        [run("text, log", **TEXT), run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=55")],
+        [
+            goes_on("text, log", "clean", **TEXT),
+            run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=55"),
+        ],
         [run("split", skip, "parallel.tensor=2", ranks=2, **TEXT)],
-        [run("nan", skip, halves, ranks=2, nan_gradient=[40, 1])],
+        [goes_on("nan", "clean", skip, halves, ranks=2, nan_gradient=[NAN_STEP, 1])],
         [run("nan, log", halves, ranks=2, nan_gradient=[5, 1])],
     ]
     codes = plan.carry_out(waves)
@@ -256,9 +260,9 @@ def test_a_nan_on_one_rank_costs_one_update(runs):
     nan = runs["nan"]
     assert nan.codes == [0, 0]
     (event,) = nan.records("spike")
-    assert (event["step"], event["signal"], str(event["value"])) == (40, "grad_norm", "nan")
+    assert (event["step"], event["signal"], str(event["value"])) == (NAN_STEP, "grad_norm", "nan")
     assert nan.records()[-1]["skipped_updates"] == 1
-    assert [record["step"] for record in nan.records() if record["update_norm"] == 0] == [40]
+    assert [record["step"] for record in nan.records() if record["update_norm"] == 0] == [NAN_STEP]
     assert nan.validation_loss < runs["clean"].validation_loss + 0.1
 
 

@@ -7,9 +7,6 @@ with the weights and with neither would have other shares. Few layers, so that w
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from gsa_train.context_sharding import QueryChunk
 from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
 from gsa_train.memory.selection import listing_bytes
 from gsa_train.memory.sizes import sizes_of
-from helpers.runs import ENVIRONMENT, REPOSITORY
+from helpers.runs import REPOSITORY, run_script
 
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"
 GSA_7B, GSA_128K = "configs/gsa_7b.yaml", "configs/gsa_1.7b_128k.yaml"
@@ -154,7 +151,8 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """In a process of their own: the kernels are imported for tensors of CPUs there."""
-    file = tmp_path_factory.mktemp("memory") / "cases.json"
+    folder = tmp_path_factory.mktemp("memory")
+    file, out = folder / "cases.json", folder / "bytes.json"
     names = ("config", "overrides", "rank", "world_size", "phase")
     cases = [
         dict(zip(names, (case[0], overrides_of(case), *case[2:]), strict=True)) for case in CASES.values()
@@ -163,20 +161,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
         case = {"config": GSA_128K, "overrides": overrides, "world_size": 8, "queries": (start, stop)}
         cases.append(case)
     file.write_text(json.dumps(cases))
-    paths = os.pathsep.join(
-        [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/helpers/memory_trace.py", str(file)],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip([*CASES, *SELECTIONS], json.loads(done.stdout), strict=True))
+    command = ["tests/helpers/memory_trace.py", str(file), str(out)]
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
+    run_script(command, folder / "log", ranks=1, launcher="python", environment=on_cpus)
+    return dict(zip([*CASES, *SELECTIONS], json.loads(out.read_text()), strict=True))
 
 
 def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:

@@ -50,9 +50,10 @@ modules = set(sys.modules)
 root = Path(sys.argv[1])
 for script in sys.argv[2:]:
     sys.path[:] = [str((root / script).parent), *path]
+    # The packages themselves have to be found again; what is in them has been imported from there.
     ours = [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(str(root))]
     for name in ours:
-        if ".venv" not in str(sys.modules[name].__file__):
+        if "." not in name and ".venv" not in str(sys.modules[name].__file__):
             del sys.modules[name]
     try:
         runpy.run_path(str(root / script), run_name="imported")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from gsa_train.run.hang_watchdog import ALL_SAFE, REPORT, newest_hang
+from helpers.runs import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
 
 
 def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
     """Without the watch the other one waits for it as long as a collective may take, here five minutes."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "cases")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    assert json.loads(run.stdout.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
+    command = [str(SCRIPT), str(tmp_path / "cases")]
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
+    output = run_script(command, tmp_path / "log", ranks=1, launcher="python", environment=on_cpus)
+    assert json.loads(output.splitlines()[-1]) == {"before": 13, "between": 75, "never": 0}
     told = {
         case: (tmp_path / "cases" / case / "rank_0.err").read_text()
         for case in ("before", "between", "never")
