@@ -15,6 +15,7 @@ from typing import Any
 
 from gsa_train.config.data import DataConfig
 from gsa_train.config.file_checks import longest_read_seconds, validation_fields
+from gsa_train.config.gate_checks import check_gates
 from gsa_train.config.kernel_checks import check_kernels
 from gsa_train.config.layout_checks import (
     check_layout,
@@ -73,6 +74,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_reading(config),
         *_check_model(config),
         *_check_gsa(config),
+        *check_gates(config.gsa),
         *check_kernels(config),
         *check_layout(config, world_size),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),

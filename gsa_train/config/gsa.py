@@ -14,8 +14,27 @@ class GSAConfig:
     """G2: V * sigmoid(h W + b), before attention (eq. 9)."""
     output_gate: bool = True
     """G1: O * sigmoid(h W + b), after attention, elementwise and head-specific (eq. 10)."""
+    key_gate: bool = False
+    """G3: the same on K, before its rotary embedding. Positions and forms of gates are those of arXiv 2505.06708."""
+    query_gate: bool = False
+    """G4: the same on Q, before its rotary embedding."""
+    projection_gate: bool = False
+    """G5: the same on what W_O makes of attention's output, before the residual connection."""
+    gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
+    """`elementwise`: a gate for each channel of a head. `headwise`: one for all channels of a head."""
+    gate_sharing: Literal["head_specific", "head_shared"] = "head_specific"
+    """`head_specific`: each head has gates of its own. `head_shared`: all heads have the same."""
+    gate_form: Literal["multiplicative", "additive"] = "multiplicative"
+    """What a gate g makes of y: y * g, or y + g."""
+    gate_activation: Literal["sigmoid", "silu", "ns_sigmoid", "identity"] = "sigmoid"
+    """What makes a gate of its logits h W + b. `ns_sigmoid`: 0.5 + 0.5 sigmoid, which cannot close."""
+    gate_input: Literal["query_dependent", "input_independent"] = "query_dependent"
+    """`input_independent`: the logits are b alone, the same for all tokens."""
     gate_bias_init: float = 0.0
-    """Initial bias b of both gates; with 0 their mean opening is 0.5 (section 3.5 of the paper)."""
+    """Initial bias b of all gates; with 0 their mean opening is 0.5 (section 3.5 of the paper)."""
+    output_transform: Literal["none", "rms_norm", "silu"] = "none"
+    """In the place of G1, without a gate: RMSNorm of each head's attention output, one weight for all heads; or SiLU of
+    it."""
     indexer_heads: int = 4
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64

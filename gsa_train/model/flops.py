@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from gsa_kernels.limits import STRETCH_ROWS
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
+from gsa_train.config.gate_shapes import gate_rows
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,28 @@ def count_parameters(model: ModelConfig, gsa: GSAConfig) -> ParameterCount:
     d, layers = model.hidden_size, model.num_layers
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     vocabulary = model.vocab_size * d
-    gates = gsa.value_gate * (d + 1) * key_value + gsa.output_gate * (d + 1) * query
+    norms = (4 if model.sandwich_norm else 2) * d + model.qk_norm * 2 * model.head_dim
+    norms += (gsa.output_transform == "rms_norm") * model.head_dim
     return ParameterCount(
         embedding=vocabulary,
         attention=layers * ((d + model.qkv_bias) * (query + 2 * key_value) + query * d),
-        gates=layers * gates,
+        gates=layers * (_gate_weights(model, gsa) + sum(_gate_rows(model, gsa))),
         indexer=indexer_layers(model, gsa) * parameters_per_indexer(model, gsa),
         mlp=layers * 3 * d * model.ffn_hidden_size,
-        norms=layers * (2 * d + model.qk_norm * 2 * model.head_dim) + d,
+        norms=layers * norms + d,
         output=0 if model.tie_embeddings else vocabulary,
     )
+
+
+def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
+    sizes = model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size
+    return list(gate_rows(gsa, *sizes).values())
+
+
+def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
+    """Of a layer, without biases."""
+    depends = gsa.gate_input == "query_dependent"
+    return depends * model.hidden_size * sum(_gate_rows(model, gsa))
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
@@ -127,7 +140,7 @@ def flops_per_token(
         attended = min(mean_selected, visible)
 
     projections = layers * 2 * (d * (query + 2 * key_value) + query * d)
-    gates = layers * 2 * d * (gsa.value_gate * key_value + gsa.output_gate * query)
+    gates = layers * 2 * _gate_weights(model, gsa)
     mlp = layers * 2 * 3 * d * model.ffn_hidden_size
     output = 2 * d * model.vocab_size
 

@@ -41,7 +41,7 @@ def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> Non
     for name, parameter in global_named_parameters(gpt):
         if name.endswith("layernorm.weight"):
             parameter.fill_(1.0)
-        elif name.endswith("linear_gate.bias"):
+        elif name.endswith("_gate.bias"):
             parameter.fill_(config.gsa.gate_bias_init)
         elif parameter.dim() == 1:
             parameter.zero_()
