@@ -59,6 +59,7 @@ MEANING = {
         "indexer_heads",
         "indexer_activation",
         "indexer_rope",
+        "indexer_norm",
         "selection_reuse",
     ),
 }

@@ -294,6 +294,8 @@ def _check_gsa(config: Config) -> list[str]:
                 f"set gsa.local_window to {gsa.selection_block} or more",
             )
         )
+    if gsa.selection_query == "previous_mean":
+        lines += _check_previous_mean(config)
     share = gsa.indexer_loss_row_fraction
     # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
@@ -320,6 +322,17 @@ def _check_gsa(config: Config) -> list[str]:
                 f"choose a divisor of {undivided}",
             )
         )
+    return lines
+
+
+def _check_previous_mean(config: Config) -> list[str]:
+    field, lines = "gsa.selection_query", []
+    if config.gsa.selection_block == 1:
+        wrong, remedy = "there are no blocks with gsa.selection_block = 1", "set it to first, or give a block"
+        lines.append(problem_line(field, "previous_mean", wrong, remedy))
+    if config.parallel.context > 1:
+        wrong = f"the block before may be another rank's, with parallel.context = {config.parallel.context}"
+        lines.append(problem_line(field, "previous_mean", wrong, "set it to first, or parallel.context to 1"))
     return lines
 
 

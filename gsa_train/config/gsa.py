@@ -39,8 +39,11 @@ class GSAConfig:
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
     """Head size d_I of the indexer."""
-    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
-    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights: DSA."""
+    indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
+    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights: DSA. `plain` is
+    `sigmoid` without head weights, `qsa` is `relu` without."""
+    indexer_norm: bool = False
+    """RMSNorm on each head's query and on the key of the indexer, before their rotary embedding."""
     indexer_rope: bool = False
     """Rotary embedding on the indexer's queries and key, as DeepSeek's indexer has."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
@@ -67,6 +70,9 @@ class GSAConfig:
     """Number of latest keys that are always selected, beside the budget; 0 = the paper."""
     selection_block: int = 1
     """Queries in aligned blocks of this many share the selection of the first of them; 1 = the paper."""
+    selection_query: Literal["first", "previous_mean"] = "first"
+    """What scores the keys for a block of `selection_block`: `first`, its first query; `previous_mean`, the mean of the
+    indexer's queries and head weights over the block before it, as far as that is of the same document."""
     selection_reuse: int = 1
     """Layers in groups of this many share the selection of the first of them; 1 = the paper."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"

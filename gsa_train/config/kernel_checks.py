@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gsa_kernels import limits
+from gsa_train.config.indexer_scores import SCORES
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 
@@ -30,7 +31,7 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         reasons.append(
             f"gsa.selection_block = {gsa.selection_block}: the kernels have {_listed(limits.SELECTION_BLOCKS)}"
         )
-    if gsa.indexer_activation not in limits.INDEXER_ACTIVATIONS:
+    if SCORES[gsa.indexer_activation].activation not in limits.INDEXER_ACTIVATIONS:
         reasons.append(
             f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have "
             f"{' and '.join(limits.INDEXER_ACTIVATIONS)}"

@@ -49,9 +49,20 @@ GSA_FIELDS = {
 
 NOT_IN_HF = {
     "model": ("sandwich_norm",),
-    "gsa": ("key_gate", "query_gate", "projection_gate", *FORM, "output_transform"),
+    "gsa": (
+        "key_gate",
+        "query_gate",
+        "projection_gate",
+        *FORM,
+        "output_transform",
+        "indexer_activation",
+        "indexer_norm",
+        "selection_query",
+    ),
 }
-"""Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
+"""Fields that `gsa_hf` has not, or not whole: a model that has another value than the default stays here."""
+ALSO_IN_HF = {"indexer_activation": ("sigmoid", "relu")}
+"""Values beside the default that it has."""
 
 
 def to_hf_config(config: Config) -> GSAConfig:
@@ -80,7 +91,7 @@ def not_in_hf(config: Config) -> list[str]:
         part = getattr(config, section)
         for name in names:
             value, default = getattr(part, name), getattr(type(part)(), name)
-            if value != default:
+            if value not in ALSO_IN_HF.get(name, (default,)):
                 wrong = "the model of transformers (gsa_hf) does not have it"
                 remedy = f"measure such a run by its validation, or train with {name}={as_written(default)}"
                 lines.append(problem_line(f"{section}.{name}", value, wrong, remedy))

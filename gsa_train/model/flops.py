@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from gsa_kernels.limits import STRETCH_ROWS
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
 from gsa_train.config.gate_shapes import gate_rows
+from gsa_train.config.indexer_scores import SCORES
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """W_q, W_k and w without biases; b and c per head with sigmoid; beta when it is learned."""
-    heads, dim = gsa.indexer_heads, gsa.indexer_dim
-    matrices = model.hidden_size * (heads * dim + dim + heads)
-    biases = 2 * heads if gsa.indexer_activation == "sigmoid" else 0
-    return matrices + biases + (gsa.indexer_temperature == "learned")
+    """W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta when it is learned."""
+    heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
+    matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
+    biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads
+    return matrices + biases + gsa.indexer_norm * 2 * dim + (gsa.indexer_temperature == "learned")
 
 
 def indexer_layers(model: ModelConfig, gsa: GSAConfig) -> int:
@@ -144,13 +145,15 @@ def flops_per_token(
     mlp = layers * 2 * 3 * d * model.ffn_hidden_size
     output = 2 * d * model.vocab_size
 
-    # The indexer runs to select, and to learn; its queries are the first of each selection block.
+    # The indexer runs to select, and to learn; its queries are the first of each selection block, or all.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
     query_share = -(-tokens // gsa.selection_block) / tokens
-    indexer_projections = 2 * d * (query_share * (heads * dim + heads) + dim)
-    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted sum over heads
+    projected = query_share if gsa.selection_query == "first" else 1.0
+    weighted = SCORES[gsa.indexer_activation].learns_head_weights * heads
+    indexer_projections = 2 * d * (projected * (heads * dim + weighted) + dim)
+    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the sum over heads, weighted or by 1
     scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
     learned = row_share * min(scored, query_share * attended)

@@ -75,11 +75,22 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
         "gate_granularity": "headwise",
         "gate_form": "additive",
         "gate_activation": "silu",
+        "indexer_norm": True,
+        "indexer_activation": "plain",
     },
     "model": {"sandwich_norm": True},
 }
 SHARED_GATES: dict[str, dict[str, Any]] = {
-    "gsa": {**ALL_KEYS["gsa"], "key_gate": True, "query_gate": True, "gate_sharing": "head_shared"},
+    "gsa": {
+        **ALL_KEYS["gsa"],
+        "key_gate": True,
+        "query_gate": True,
+        "gate_sharing": "head_shared",
+        "indexer_activation": "qsa",
+        "local_window": 4,
+        "selection_block": 4,
+        "selection_query": "previous_mean",
+    },
 }
 FREE_GATES: dict[str, dict[str, Any]] = {
     "gsa": {
@@ -155,6 +166,7 @@ CASES = {
     "context": Case({"context": 2}),
     "context, selected keys": Case({"context": 2}, SELECTED, PAIRS),
     "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MANY_STEPS),
+    "context, indexer norm": Case({"context": 2}, GATES_OF_HEADS, PAIRS),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x pipeline, options": Case(

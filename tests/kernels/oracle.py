@@ -39,7 +39,10 @@ class LayerOptions:
     """dense is phase 1: the KL runs over all visible keys. sparse is phase 2: it runs over S_t."""
     value_gate: bool = True
     output_gate: bool = True
-    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
+    """plain and qsa: sigmoid and relu, without head weights."""
+    indexer_norm: bool = False
+    norm_epsilon: float = 1e-5
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     dense_below: int = 0
     variance_ema: float = 0.0
@@ -48,6 +51,7 @@ class LayerOptions:
     indexer_rope: bool = False
     local_window: int = 0
     selection_block: int = 1
+    selection_query: Literal["first", "previous_mean"] = "first"
     inverse_temperature: float = 1.0
 
 
@@ -63,7 +67,8 @@ def gsa_layer(
         h: [L, d], fp64
         weights: as `torch.nn.Linear` keeps them, [out, in]: w_q, w_k, w_v, w_o, w_iq [HI * DI, d],
             w_ik [DI, d], w_iw [HI, d]; with the gates w_vg, b_vg, w_og, b_og; with the sigmoid
-            indexer b_j [HI] and c_j [HI]. Heads are contiguous in the outputs.
+            indexer b_j [HI] and c_j [HI], with the plain one b_j; with norms n_iq and n_ik [DI].
+            Heads are contiguous in the outputs.
         document_ids: one per token; one document if None
 
     Returns:
@@ -96,7 +101,11 @@ def gsa_layer(
     budgets, variances = [], []
     for t0 in leaders:
         keys = [s for s in range(length) if sees(t0, s)]
-        scores[t0] = _indexer_row(h.detach(), weights, o, t0, keys)
+        asking = [t0]
+        if o.selection_query == "previous_mean":
+            before = range(max(0, t0 - o.selection_block), t0)
+            asking = [t for t in before if documents[t] == documents[t0]] or [t0]
+        scores[t0] = _indexer_row(h.detach(), weights, o, asking, keys)
         values = {s: score.item() for s, score in scores[t0].items()}
         mean = math.fsum(values.values()) / len(keys)
         variance = math.fsum((x - mean) ** 2 for x in values.values()) / len(keys)
@@ -163,16 +172,27 @@ def gsa_layer(
 
 
 def _indexer_row(
-    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, t: int, keys: list[int]
+    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, asking: list[int], keys: list[int]
 ) -> dict[int, torch.Tensor]:
-    """I[t, s] for every s in `keys`."""
-    queries = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
-    if o.indexer_rope:
-        queries = [_rotate(x, t, o) for x in queries]
-    head_weights = weights["w_iw"] @ h[t]
+    """I[t, s] for every s in `keys`, with the mean query and head weights of the positions `asking`."""
+    queries = [h.new_zeros(o.indexer_dim)] * o.indexer_heads
+    head_weights = h.new_zeros(o.indexer_heads)
+    for t in asking:
+        of_position = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
+        if o.indexer_norm:
+            of_position = [_norm(x, weights["n_iq"], o) for x in of_position]
+        if o.indexer_rope:
+            of_position = [_rotate(x, t, o) for x in of_position]
+        queries = [x + y / len(asking) for x, y in zip(queries, of_position, strict=True)]
+        if o.indexer_activation in ("sigmoid", "relu"):
+            head_weights = head_weights + weights["w_iw"] @ h[t] / len(asking)
+        else:
+            head_weights = h.new_ones(o.indexer_heads)
     row = {}
     for s in keys:
         key = weights["w_ik"] @ h[s]
+        if o.indexer_norm:
+            key = _norm(key, weights["n_ik"], o)
         if o.indexer_rope:
             key = _rotate(key, s, o)
         score = h.new_zeros(())
@@ -181,6 +201,8 @@ def _indexer_row(
             if o.indexer_activation == "sigmoid":
                 weight = _sigmoid(head_weights[j] + weights["c_j"][j])
                 score = score + weight * _sigmoid(product + weights["b_j"][j])
+            elif o.indexer_activation == "plain":
+                score = score + _sigmoid(product + weights["b_j"][j])
             elif product.item() > 0:
                 score = score + head_weights[j] * product
         row[s] = score
@@ -227,6 +249,10 @@ def _rate(i: int, channels: int, o: LayerOptions) -> float:
     last = min(channels - 1, math.ceil(turns[o.yarn.beta_slow]))
     slowed = min(1.0, max(0.0, (i - first) / (last - first)))
     return slowed * rate / o.yarn.factor + (1 - slowed) * rate
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, o: LayerOptions) -> torch.Tensor:
+    return weight * x / torch.sqrt(_dot(x, x) / len(x) + o.norm_epsilon)
 
 
 def _heads(x: torch.Tensor, heads: int) -> list[torch.Tensor]:

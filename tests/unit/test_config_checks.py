@@ -192,6 +192,19 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     (["gsa.selection_reuse=3"], ["gsa.selection_reuse = 3", "8 layers of a stage"]),
     (["gsa.selection_reuse=8", "parallel.pipeline=2"], ["gsa.selection_reuse = 8", "4 layers of a stage"]),
+    (
+        ["gsa.selection_query=previous_mean"],
+        ["gsa.selection_query = previous_mean", "gsa.selection_block = 1"],
+    ),
+    (
+        [
+            "gsa.selection_query=previous_mean",
+            "gsa.selection_block=16",
+            "gsa.local_window=16",
+            "parallel.context=2",
+        ],
+        ["gsa.selection_query = previous_mean", "parallel.context = 2", "set it to first"],
+    ),
     (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
     (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
     *[

@@ -47,9 +47,11 @@ def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]
             found["gates"] += [(n_h * d_k, d), (n_h * d_k,)]
         if gsa.attention == "sparse" and layer % gsa.selection_reuse == 0:
             heads, dim = gsa.indexer_heads, gsa.indexer_dim
-            found["indexer"] += [(heads * dim, d), (dim, d), (heads, d)]
-            if gsa.indexer_activation == "sigmoid":
-                found["indexer"] += [(heads,), (heads,)]
+            found["indexer"] += [(heads * dim, d), (dim, d)]
+            if gsa.indexer_activation in ("sigmoid", "relu"):
+                found["indexer"] += [(heads, d)]
+            biases = {"sigmoid": 2, "plain": 1}.get(gsa.indexer_activation, 0)
+            found["indexer"] += [(heads,)] * biases + [(dim,), (dim,)] * gsa.indexer_norm
             if gsa.indexer_temperature == "learned":
                 found["indexer"] += [(1,)]
     return found
@@ -62,6 +64,8 @@ VARIANTS = [
     (MODEL, dataclasses.replace(GSA, indexer_activation="relu", value_gate=False, output_gate=False)),
     (MODEL, dataclasses.replace(GSA, indexer_temperature="learned", selection_reuse=2)),
     (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False)),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="plain", indexer_norm=True)),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="qsa")),
     (MODEL, dataclasses.replace(GSA, selection_block=4, local_window=6)),
 ]
 
@@ -119,7 +123,8 @@ def brute_force(
             indexer["indexer_projections"] += d * dim
             target += n_h * d_k * len(attended)
             if query == first:
-                indexer["indexer_projections"] += d * heads * dim + d * heads
+                weighted = gsa.indexer_activation in ("sigmoid", "relu")
+                indexer["indexer_projections"] += d * heads * dim + weighted * d * heads
                 indexer["indexer_scores"] += sum(heads * dim + heads for _ in visible)
                 learned_scores += sum(heads * dim + heads for _ in attended)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gsa_data.pack import document_starts
 from gsa_kernels.types import Geometry
+from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
 from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.loss_injection import differentiate_indexer_loss
@@ -88,7 +89,7 @@ class CoreOverChunks:
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
             result = self.core.select(
-                applied.of_block_leaders(self.gsa.selection_block),
+                self._of_blocks(applied, geometry),
                 variance.ema,
                 geometry,
                 attention_pass,
@@ -125,7 +126,7 @@ class CoreOverChunks:
             if indexer is not None and indexed is not None:
                 with attention_pass.indexer_graph():
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, measured, attention_pass)
+                    loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
                 if indexer is not None and of_chunk is not None:
@@ -195,10 +196,18 @@ class CoreOverChunks:
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
         return Geometry(starts, chunk.start, self.gsa.selection_block, self.gsa.local_window)
 
+    def _of_blocks(self, indexer: AppliedIndexer, geometry: Geometry) -> AppliedIndexer:
+        """With a row for each block of queries that share a selection: `gsa.selection_query`."""
+        if self.gsa.selection_query == "first":
+            return indexer.of_block_leaders(self.gsa.selection_block)
+        assert geometry.query_start == 0
+        return indexer.of_previous_blocks(self.gsa.selection_block, geometry.document_starts)
+
     def _loss_inputs(
         self,
         indexer: Indexer,
         indexed: IndexerProjections,
+        geometry: Geometry,
         measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
     ) -> IndexerLossInputs | None:
@@ -210,7 +219,7 @@ class CoreOverChunks:
             counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
         return IndexerLossInputs(
-            indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
+            self._of_blocks(indexer.applied(indexed), geometry),
             self.runtime.draw_rows(attention_pass, self.layer),
             counted,
             on_rows,

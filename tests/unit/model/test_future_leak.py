@@ -20,8 +20,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"local_window": 3},
     "block": {"local_window": 4, "selection_block": 4, "indexer_rope": True},
     "uneven block": {"local_window": 6, "selection_block": 5},
+    "mean of the block before": {
+        "local_window": 4,
+        "selection_block": 4,
+        "selection_query": "previous_mean",
+        "indexer_rope": True,
+    },
     "reuse": {"selection_reuse": 2},
     "indexer RoPE": {"indexer_rope": True},
+    "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},
+    "qsa": {"indexer_activation": "qsa"},
     "sparse-only": {"indexer_activation": "relu", "value_gate": False, "output_gate": False},
 }
 

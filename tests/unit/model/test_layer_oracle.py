@@ -52,12 +52,38 @@ CASES = {
     "one key-value head": Case(model={"num_kv_heads": 1}),
     "as many key-value heads": Case(model={"num_kv_heads": 4}, packing=PACKED),
     "indexer rope": Case({"indexer_rope": True}, model={"rope_base": 100.0}),
+    "indexer norm, rope, packed": Case(
+        {"indexer_norm": True, "indexer_rope": True},
+        model={"rope_base": 100.0, "norm_epsilon": 0.01},
+        packing=PACKED,
+        ema=2e-5,
+    ),
+    "indexer norm, warm-up": Case({"indexer_norm": True}, phase=WARM_UP),
+    "plain": Case({"indexer_activation": "plain"}, packing=PACKED),
+    "plain, norm, block, warm-up": Case(
+        {"indexer_activation": "plain", "indexer_norm": True, "local_window": 4, "selection_block": 4}, phase=WARM_UP
+    ),
+    "qsa": Case({"indexer_activation": "qsa", "adaptive_k": "off"}, packing=PACKED),
+    "qsa, norm": Case({"indexer_activation": "qsa", "indexer_norm": True}, ema=0.2),
     "dense below, packed": Case({"dense_below": 7}, packing=PACKED),
     "dense below, block": Case({"dense_below": 9, "local_window": 4, "selection_block": 4}),
     "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
     "window, packed": Case({"local_window": 3}, packing=PACKED),
     "block": Case({"local_window": 4, "selection_block": 4, "indexer_rope": True}),
     "block, packed": Case({"local_window": 5, "selection_block": 4}, packing=PACKED),
+    "mean of the block before": Case(
+        {"local_window": 4, "selection_block": 4, "selection_query": "previous_mean", "indexer_rope": True}
+    ),
+    "mean of the block before, packed": Case(
+        {
+            "local_window": 3,
+            "selection_block": 3,
+            "selection_query": "previous_mean",
+            "adaptive_k": "off",
+            "k_base": 2,
+        },
+        packing=PACKED,
+    ),
     "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
     "fixed temperature": Case({"indexer_temperature": 8.0}),
     "warm-up": Case(phase=WARM_UP),
@@ -198,6 +224,8 @@ INDEXER = {
     "w_iw": "head_weight",
     "b_j": "score_bias",
     "c_j": "weight_bias",
+    "n_iq": "query_norm_weight",
+    "n_ik": "key_norm_weight",
     "log_beta": "log_inverse_temperature",
 }
 
@@ -220,6 +248,8 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         value_gate=g.value_gate,
         output_gate=g.output_gate,
         indexer_activation=g.indexer_activation,
+        indexer_norm=g.indexer_norm,
+        norm_epsilon=m.norm_epsilon,
         adaptive_k=g.adaptive_k,
         variance_ema=torch.tensor(case.ema).item(),
         rope_base=m.rope_base,
@@ -227,6 +257,7 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         indexer_rope=g.indexer_rope,
         local_window=g.local_window,
         selection_block=g.selection_block,
+        selection_query=g.selection_query,
         inverse_temperature=beta,
     )
 
