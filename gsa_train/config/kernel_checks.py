@@ -36,6 +36,8 @@ def unsupported_by_kernels(config: Config) -> list[str]:
             f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have "
             f"{' and '.join(limits.INDEXER_ACTIVATIONS)}"
         )
+    if gsa.indexer_pool > 1:
+        reasons.append(f"gsa.indexer_pool = {gsa.indexer_pool}: the kernels have 1")
     if gsa.indexer_heads not in limits.INDEXER_HEADS:
         reasons.append(
             f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have {_range(limits.INDEXER_HEADS)}"

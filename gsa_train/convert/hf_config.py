@@ -57,6 +57,7 @@ NOT_IN_HF = {
         "output_transform",
         "indexer_activation",
         "indexer_norm",
+        "indexer_pool",
         "selection_query",
     ),
 }

@@ -21,7 +21,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
         budget: k_t, int [B, R]
         variance: of their scores, fp32 [B, R]
     """
-    chooses = budget < queries.leaders_visible
+    chooses = queries.leave_keys_out(budget)
     groups, in_groups = queries.leaders_by_position
     # Whole numbers, so that their sums in fp64 do not depend on the order.
     numbers = budget.double().flatten()

@@ -156,7 +156,7 @@ def flops_per_token(
     per_score = 2 * heads * (dim + 1)  # q . k for each head, then the sum over heads, weighted or by 1
     scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
-    learned = row_share * min(scored, query_share * attended)
+    learned = row_share * min(scored, query_share * attended / gsa.indexer_pool)
 
     return FlopsPerToken(
         projections=base_passes * projections,
@@ -187,12 +187,15 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 
 
 def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
-    """Scores that the indexer computes per token: the keys that each block's first query sees, over all tokens.
+    """Scores that the indexer computes per token: the keys that each block's first query sees, over all tokens; with
+    `gsa.indexer_pool` the groups before each query's own.
 
     Exact for one document and for blocks of one query. Else first queries are taken to see as much less than the
     others as in one document, by a share of less than block / L, as documents may begin anywhere in a block.
     """
-    of_one_document = sum(range(1, seq_len_tokens + 1, gsa.selection_block)) / seq_len_tokens
+    pool, block = gsa.indexer_pool, gsa.selection_block
+    counts = range(1, seq_len_tokens + 1, block) if pool == 1 else (t // pool for t in range(seq_len_tokens))
+    of_one_document = sum(counts) / seq_len_tokens
     return of_one_document * (mean_visible / causal_mean_keys(seq_len_tokens))
 
 
@@ -213,7 +216,14 @@ def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) ->
             of_first = sequence[position - behind]
             budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
             chosen = budget if visible > behind else 0
-            total += min(chosen + gsa.local_window, visible)
+            always = gsa.local_window
+            if gsa.indexer_pool > 1:  # whole groups, and the query's own
+                chosen, own = (
+                    chosen // gsa.indexer_pool * gsa.indexer_pool,
+                    (visible - 1) % gsa.indexer_pool + 1,
+                )
+                always = max(always, own)
+            total += min(chosen + always, visible)
     return total / sum(map(len, visible_keys))
 
 

@@ -139,7 +139,7 @@ class GSASelfAttention(MegatronModule):
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
         gsa = self.gsa
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
+        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer, gsa.indexer_pool)
         core = build_core(settings, context.implementation, context.dense_attention)
         self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
 
@@ -181,7 +181,9 @@ class GSASelfAttention(MegatronModule):
             if self.indexer is not None and self.variance is not None:
                 self.runtime.shared_selection = None  # not beside the next one
                 with trace_span("indexer"):
-                    indexed = self._index(self.indexer, hidden_states, gathered, attention_pass)
+                    indexed = self._index(
+                        self.indexer, hidden_states, gathered, attention_mask, attention_pass
+                    )
                 with trace_span("selection"):
                     self.runtime.shared_selection = self.over_chunks.select(
                         self.indexer, indexed, self.variance, attention_mask, attention_pass
@@ -257,7 +259,12 @@ class GSASelfAttention(MegatronModule):
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
 
     def _index(
-        self, indexer: Indexer, hidden_states: torch.Tensor, gathered: bool, attention_pass: AttentionPass
+        self,
+        indexer: Indexer,
+        hidden_states: torch.Tensor,
+        gathered: bool,
+        document_ids: torch.Tensor | None,
+        attention_pass: AttentionPass,
     ) -> IndexerProjections:
         """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
         model."""
@@ -265,7 +272,9 @@ class GSASelfAttention(MegatronModule):
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with attention_pass.indexer_graph():
-            queries, keys, head_weight_logits = indexer(hidden)
+            length, batch = hidden.shape[:2]
+            firsts = self.over_chunks.group_firsts(batch, length, hidden.device, document_ids)
+            queries, keys, head_weight_logits = indexer(hidden, firsts)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
 

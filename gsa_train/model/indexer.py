@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
+from gsa_kernels.indexer.pool import pool_keys
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config.indexer_scores import SCORES
 from gsa_train.context_sharding import QueryChunk
@@ -24,7 +25,7 @@ class IndexerProjections(NamedTuple):
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
     keys: torch.Tensor
-    """[B, L, d_I], one key for all indexer heads"""
+    """[B, L, d_I], one key for all indexer heads; with `gsa.indexer_pool` that of a group, at its first token"""
     head_weight_logits: torch.Tensor
     """[B, L, H_I]; constant where the indexer has no head weights"""
 
@@ -64,7 +65,7 @@ class Indexer(MegatronModule):
         learns_beta = self.gsa.indexer_temperature == "learned"
         self.log_inverse_temperature = self._parameter(1) if learns_beta else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
-        self.splits_alone = learned and not norms and not self.gsa.indexer_rope
+        self.splits_alone = learned and not norms and not self.gsa.indexer_rope and self.gsa.indexer_pool == 1
         """Nothing acts on the parts of the product, which one kernel can so cut."""
         self.split_op = _fused_split_op() if config.fused_ops and self.splits_alone else None
         # YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
@@ -80,8 +81,12 @@ class Indexer(MegatronModule):
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
-    def forward(self, hidden: torch.Tensor) -> IndexerProjections:
-        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
+    def forward(self, hidden: torch.Tensor, group_firsts: torch.Tensor | None = None) -> IndexerProjections:
+        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
+
+        Args:
+            group_firsts: int64 [B, L], with `gsa.indexer_pool`: the keys are then those of groups.
+        """
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
         together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
@@ -98,6 +103,8 @@ class Indexer(MegatronModule):
             size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
             queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
             keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
+        if group_firsts is not None:  # before the rotation, which is that of the group's first token
+            keys = pool_keys(keys.transpose(0, 1), group_firsts, self.gsa.indexer_pool).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)

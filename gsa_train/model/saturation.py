@@ -24,21 +24,27 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 
 @torch.no_grad()
 def saturation_statistics(
-    inputs: AttentionInputs, indexer: Indexer | None, queries: MeasuredQueries
+    inputs: AttentionInputs,
+    indexer: Indexer | None,
+    queries: MeasuredQueries,
+    candidates: torch.Tensor | None = None,
 ) -> Statistics:
     """Of the sparse queries that see at least two keys, against their causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
+        candidates: bool [B, T, L_k], what the indexer scores where that is not all causal keys.
     """
     rows, sparse = queries.sample.sparse, queries.sparse
     logit = largest_logit(inputs.q[:, rows], inputs.k, sparse.causal_with_choice)
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
+        scored = sparse.causal if candidates is None else candidates
+        counted = sparse.has_choice if candidates is None else candidates.any(-1)
         share = saturated_share(
-            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, sparse.causal
+            indexer.queries[:, rows], indexer.keys, indexer.score_bias, indexer.activation, scored
         )
-        statistics.average("indexer_saturated", share, sparse.has_choice[..., None])
+        statistics.average("indexer_saturated", share, counted[..., None])
     return statistics
 
 
@@ -82,4 +88,4 @@ def saturated_share(
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
     # Counted in the type of z: a sum of bools copies them to int64 first.
     count = (flat & causal[:, :, None]).to(z.dtype).sum(-1, dtype=torch.float32)
-    return count / causal[:, :, None].sum(-1)
+    return count / causal[:, :, None].sum(-1).clamp(min=1)

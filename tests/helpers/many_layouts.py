@@ -100,6 +100,7 @@ FREE_GATES: dict[str, dict[str, Any]] = {
         "projection_gate": True,
         "key_gate": True,
         "gate_input": "input_independent",
+        "indexer_pool": 2,
         "gate_activation": "ns_sigmoid",
     },
 }

@@ -52,6 +52,8 @@ class LayerOptions:
     local_window: int = 0
     selection_block: int = 1
     selection_query: Literal["first", "previous_mean"] = "first"
+    indexer_pool: int = 1
+    """Above 1 selection_block is 1."""
     inverse_temperature: float = 1.0
 
 
@@ -100,18 +102,25 @@ def gsa_layer(
     top_k: dict[int, set[int]] = {}
     budgets, variances = [], []
     for t0 in leaders:
-        keys = [s for s in range(length) if sees(t0, s)]
+        keys = visible = [s for s in range(length) if sees(t0, s)]
+        if o.indexer_pool > 1:  # groups, each named by its first key
+            keys = [group[0] for group in _groups_before(visible, o)]
         asking = [t0]
         if o.selection_query == "previous_mean":
             before = range(max(0, t0 - o.selection_block), t0)
             asking = [t for t in before if documents[t] == documents[t0]] or [t0]
         scores[t0] = _indexer_row(h.detach(), weights, o, asking, keys)
         values = {s: score.item() for s, score in scores[t0].items()}
-        mean = math.fsum(values.values()) / len(keys)
-        variance = math.fsum((x - mean) ** 2 for x in values.values()) / len(keys)
-        budget = len(keys) if len(keys) < o.dense_below else min(_budget(o, variance), len(keys))
+        number = max(1, len(keys))
+        mean = math.fsum(values.values()) / number
+        variance = math.fsum((x - mean) ** 2 for x in values.values()) / number
+        budget = len(visible) if len(visible) < o.dense_below else min(_budget(o, variance), len(visible))
         ranking = sorted(keys, key=lambda s: (-values[s], s))
         top_k[t0] = set(ranking[:budget])
+        if o.indexer_pool > 1:
+            chosen = ranking[: budget // o.indexer_pool]
+            own = visible[len(keys) * o.indexer_pool :]
+            top_k[t0] = {s + i for s in chosen for i in range(o.indexer_pool)} | set(own)
         budgets.append(budget)
         variances.append(variance)
 
@@ -149,13 +158,22 @@ def gsa_layer(
     kl_rows = []
     for t0 in leaders:
         block = range(t0, min(t0 + o.selection_block, length))
-        support = sorted(top_k[t0] | window_of(t0)) if o.attention == "sparse" else sorted(scores[t0])
+        read = top_k[t0] | window_of(t0)
+        support = [[s] for s in (sorted(read) if o.attention == "sparse" else sorted(scores[t0]))]
+        if o.indexer_pool > 1:
+            groups = _groups_before([s for s in range(length) if sees(t0, s)], o)
+            support = [each for each in groups if o.attention == "dense" or read.issuperset(each)]
+        if not support:
+            kl_rows.append(h.new_zeros(()))
+            continue
         target = []
-        for s in support:
-            per_head = [probs[t][head].get(s, 0.0) for t in block for head in range(o.num_heads)]
-            target.append(sum(per_head) / len(per_head))
+        for each in support:
+            per_head = [
+                probs[t][head].get(s, 0.0) for t in block for head in range(o.num_heads) for s in each
+            ]
+            target.append(sum(per_head) / (len(block) * o.num_heads))
         total = sum(target)
-        model = _softmax([o.inverse_temperature * scores[t0][s] for s in support])
+        model = _softmax([o.inverse_temperature * scores[t0][each[0]] for each in support])
         kl = h.new_zeros(())
         for p, model_p in zip(target, model, strict=True):
             if p > 0:
@@ -190,9 +208,12 @@ def _indexer_row(
             head_weights = h.new_ones(o.indexer_heads)
     row = {}
     for s in keys:
-        key = weights["w_ik"] @ h[s]
-        if o.indexer_norm:
-            key = _norm(key, weights["n_ik"], o)
+        key = h.new_zeros(o.indexer_dim)
+        for member in range(s, s + o.indexer_pool):
+            of_member = weights["w_ik"] @ h[member]
+            if o.indexer_norm:
+                of_member = _norm(of_member, weights["n_ik"], o)
+            key = key + of_member / o.indexer_pool
         if o.indexer_rope:
             key = _rotate(key, s, o)
         score = h.new_zeros(())
@@ -207,6 +228,12 @@ def _indexer_row(
                 score = score + head_weights[j] * product
         row[s] = score
     return row
+
+
+def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
+    """Groups of indexer_pool keys, from the document's first key on, in front of the one of the last visible key."""
+    size = o.indexer_pool
+    return [visible[i * size : (i + 1) * size] for i in range((len(visible) - 1) // size)]
 
 
 def _budget(o: LayerOptions, variance: float) -> int:

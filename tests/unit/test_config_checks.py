@@ -205,6 +205,19 @@ CASES: list[tuple[list[str], list[str]]] = [
         ],
         ["gsa.selection_query = previous_mean", "parallel.context = 2", "set it to first"],
     ),
+    (
+        ["gsa.indexer_pool=4", "gsa.k_min=2"],
+        ["gsa.indexer_pool = 4", "gsa.k_min = 2", "set gsa.k_min to 4 or more"],
+    ),
+    (
+        ["gsa.indexer_pool=4", "gsa.selection_block=16", "gsa.local_window=16"],
+        ["gsa.indexer_pool = 4", "gsa.selection_block = 16", "set one of them to 1"],
+    ),
+    (["gsa.indexer_pool=4", "parallel.context=2"], ["gsa.indexer_pool = 4", "parallel.context = 2"]),
+    (
+        ["gsa.indexer_pool=4", "gsa.attention_impl=triton"],
+        ["gsa.attention_impl = triton", "gsa.indexer_pool = 4", "use reference"],
+    ),
     (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
     (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
     *[

@@ -223,6 +223,9 @@ def test_mean_keys():
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
     everything = dataclasses.replace(GSA, k_base=1000)
     assert mean_selected_keys(everything, ONE_DOCUMENT.tolist()) == causal_mean_keys(LENGTH)
+    pairs = dataclasses.replace(GSA, indexer_pool=2)  # of 5 keys two pairs, and the query's own
+    assert mean_scored_keys(pairs, 5, causal_mean_keys(5)) == (0 + 0 + 1 + 1 + 2) / 5
+    assert mean_selected_keys(pairs, ONE_DOCUMENT[:, :8].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 5 + 6) / 8
     few = dataclasses.replace(GSA, dense_below=8)
     assert mean_selected_keys(few, ONE_DOCUMENT[:, :9].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 5 + 5) / 9
 

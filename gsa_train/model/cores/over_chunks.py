@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gsa_data.pack import document_starts
+from gsa_kernels.indexer.pool import earlier_groups, group_firsts
 from gsa_kernels.types import Geometry
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
@@ -131,7 +132,8 @@ class CoreOverChunks:
                 applied = None
                 if indexer is not None and of_chunk is not None:
                     applied = indexer.applied(of_chunk, with_temperature=False)
-                statistics = saturation_statistics(inputs, applied, measured)
+                candidates = self._candidates(q, projected.document_ids, measured)
+                statistics = saturation_statistics(inputs, applied, measured, candidates)
                 self.runtime.stats.record(self.layer, statistics)
             selection = None if selections is None else selections[number]
             result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured)
@@ -147,6 +149,30 @@ class CoreOverChunks:
             return differentiate_indexer_loss(
                 out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
             )
+
+    def _candidates(
+        self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries
+    ) -> torch.Tensor | None:
+        """What the indexer scores for the sparse queries of the sample; None: all causal keys."""
+        firsts = self.group_firsts(q.shape[0], q.shape[1], q.device, document_ids)
+        if firsts is None:
+            return None
+        return earlier_groups(firsts, measured.sparse.causal, measured.sample.sparse)
+
+    def group_firsts(
+        self, batch: int, length: int, device: torch.device, document_ids: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Of each token the first one of its group, int64 [B, L]; None without `gsa.indexer_pool`."""
+        if self.gsa.indexer_pool == 1:
+            return None
+
+        def firsts() -> torch.Tensor:
+            starts = torch.zeros(batch, length, dtype=torch.int32, device=device)
+            if document_ids is not None:
+                starts = document_starts(document_ids)
+            return group_firsts(starts, self.gsa.indexer_pool)
+
+        return self.runtime.once(document_ids, ("group firsts", length, batch), firsts)
 
     def chunks(self, length: int) -> list[QueryChunk]:
         """Of this rank, which has `length` tokens."""
@@ -188,7 +214,7 @@ class CoreOverChunks:
         sample = self._sample(length, chunk, attention_pass)
         if sample is None:
             return None
-        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end)
+        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end, self.gsa.indexer_pool)
         return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:

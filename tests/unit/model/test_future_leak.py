@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "selection_query": "previous_mean",
         "indexer_rope": True,
     },
+    "groups of keys": {"indexer_pool": 2, "indexer_rope": True, "indexer_norm": True},
+    "groups of three keys": {"indexer_pool": 3, "k_min": 3, "local_window": 2},
     "reuse": {"selection_reuse": 2},
     "indexer RoPE": {"indexer_rope": True},
     "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},
@@ -98,7 +100,9 @@ def test_a_changed_document_leaves_the_other_documents_as_they_were(variant: str
         assert (losses_after[0, first:end] != losses[0, first:end]).all()
 
 
-@pytest.mark.parametrize("variant", ["paper", "window", "reuse", "sparse-only", "indexer RoPE"])
+@pytest.mark.parametrize(
+    "variant", ["paper", "window", "reuse", "sparse-only", "indexer RoPE", "groups of keys"]
+)
 def test_a_packed_document_is_treated_as_if_it_stood_alone(variant: str) -> None:
     """Positions count from the start of the block, and rotary angles are relative: equal but for rounding.
 
