@@ -78,6 +78,9 @@ class GSAConfig:
     indexer's queries and head weights over the block before it, as far as that is of the same document."""
     selection_reuse: int = 1
     """Layers in groups of this many share the selection of the first of them; 1 = the paper."""
+    reuse_teacher: Literal["leader", "group"] = "leader"
+    """Whose attention the indexer of a group of `selection_reuse` layers learns: `leader`, that of its own layer;
+    `group`, in plain torch, the mean over the layers of the group."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU where its
     kernels can do what the config asks, else `reference`. The start of the run logs the choice."""

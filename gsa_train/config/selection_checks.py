@@ -37,6 +37,8 @@ def check_selection(config: Config) -> list[str]:
         lines += _check_previous_mean(config)
     if gsa.indexer_pool > 1:
         lines += _check_pool(config)
+    if gsa.reuse_teacher == "group":
+        lines += _check_group_teacher(config)
     share = gsa.indexer_loss_row_fraction
     # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
@@ -90,4 +92,20 @@ def _check_pool(config: Config) -> list[str]:
     if config.parallel.context > 1:
         wrong = f"a group's keys may be on two ranks, with parallel.context = {config.parallel.context}"
         lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
+    return lines
+
+
+def _check_group_teacher(config: Config) -> list[str]:
+    field, lines = "gsa.reuse_teacher", []
+    if config.gsa.selection_reuse == 1:
+        wrong = "there are no groups with gsa.selection_reuse = 1"
+        lines.append(problem_line(field, "group", wrong, "set it to leader, or give a group"))
+    if config.train.recompute != "none":
+        wrong = f"recomputed layers come one by one, and train.recompute = {config.train.recompute}"
+        lines.append(problem_line(field, "group", wrong, "set it to leader, or train.recompute to none"))
+    if config.parallel.strategy == "deepspeed":
+        wrong = "the loss reads the indexer's weights in another layer, and parallel.strategy = deepspeed"
+        lines.append(
+            problem_line(field, "group", wrong, "set it to leader, or parallel.strategy to megatron")
+        )
     return lines

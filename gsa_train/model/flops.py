@@ -148,6 +148,7 @@ def flops_per_token(
     # The indexer runs to select, and to learn; its queries are the first of each selection block, or all.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
+    teachers = indexers * (gsa.selection_reuse if gsa.reuse_teacher == "group" else 1)
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
     query_share = -(-tokens // gsa.selection_block) / tokens
     projected = query_share if gsa.selection_query == "first" else 1.0
@@ -166,7 +167,7 @@ def flops_per_token(
         attention=base_passes * layers * 4 * query * attended,
         indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
         indexer_scores=indexers * per_score * (scored + 2 * learned),
-        kl_target=indexers * 2 * query * attended * row_share,
+        kl_target=teachers * 2 * query * attended * row_share,
         dense_equivalent=3 * (projections + gates + mlp + output + layers * 4 * query * visible),
     )
 

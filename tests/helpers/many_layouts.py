@@ -75,6 +75,8 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
         "gate_granularity": "headwise",
         "gate_form": "additive",
         "gate_activation": "silu",
+        "selection_reuse": 2,
+        "reuse_teacher": "group",
         "indexer_norm": True,
         "indexer_activation": "plain",
     },

@@ -218,6 +218,19 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["gsa.indexer_pool=4", "gsa.attention_impl=triton"],
         ["gsa.attention_impl = triton", "gsa.indexer_pool = 4", "use reference"],
     ),
+    (["gsa.reuse_teacher=group"], ["gsa.reuse_teacher = group", "gsa.selection_reuse = 1"]),
+    (
+        ["gsa.reuse_teacher=group", "gsa.selection_reuse=2", "train.recompute=selective"],
+        ["gsa.reuse_teacher = group", "train.recompute = selective", "to none"],
+    ),
+    (
+        ["gsa.reuse_teacher=group", "gsa.selection_reuse=2", "parallel.strategy=deepspeed"],
+        ["gsa.reuse_teacher = group", "parallel.strategy = deepspeed", "to megatron"],
+    ),
+    (
+        ["gsa.reuse_teacher=group", "gsa.selection_reuse=2", "gsa.attention_impl=triton"],
+        ["gsa.attention_impl = triton", "gsa.reuse_teacher = group", "use reference"],
+    ),
     (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
     (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
     *[

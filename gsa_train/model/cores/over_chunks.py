@@ -19,6 +19,7 @@ from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
+from gsa_train.model.group_lesson import GroupLesson
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.query_sample import QuerySample
@@ -113,6 +114,8 @@ class CoreOverChunks:
         here is gathered again when it is recomputed, not kept."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
         q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
+        lesson = self._lesson(indexer, indexed, attention_pass)
+        ends_group = (self.layer + 1) % self.gsa.selection_reuse == 0
         outputs, losses = [], []
         for number, chunk in enumerate(self.chunks(q.shape[1])):
             inputs = AttentionInputs(
@@ -124,10 +127,14 @@ class CoreOverChunks:
             geometry = self._geometry(projected.document_ids, chunk)
             measured = self._measured(q, chunk, projected.document_ids, geometry, attention_pass)
             loss = of_chunk = None
-            if indexer is not None and indexed is not None:
-                with attention_pass.indexer_graph():
+            with attention_pass.indexer_graph():
+                if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
+                    if lesson is None:
+                        loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
+                if lesson is not None and ends_group:
+                    taught = lesson.indexed.of(chunk)
+                    loss = self._loss_inputs(lesson.indexer, taught, geometry, measured, attention_pass)
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
                 if indexer is not None and of_chunk is not None:
@@ -136,11 +143,16 @@ class CoreOverChunks:
                 statistics = saturation_statistics(inputs, applied, measured, candidates)
                 self.runtime.stats.record(self.layer, statistics)
             selection = None if selections is None else selections[number]
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured)
+            target_sum = None if lesson is None else lesson.sum_of(chunk)
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured, target_sum)
+            if lesson is not None:
+                self.runtime.stats.record(lesson.layer, result.statistics.taken("indexer_kl"))
             self.runtime.stats.record(self.layer, result.statistics)
             outputs.append(result.out)
             if result.indexer_loss is not None:
                 losses.append(result.indexer_loss)
+        if ends_group:
+            self.runtime.lesson = None
         out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         if not losses:
             return out
@@ -149,6 +161,16 @@ class CoreOverChunks:
             return differentiate_indexer_loss(
                 out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
             )
+
+    def _lesson(
+        self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
+    ) -> GroupLesson | None:
+        """Of the group that this layer is in; None where its indexer learns from its own layer, or not at all."""
+        if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
+            needed = attention_pass.needs_indexer_loss
+            self.runtime.lesson = GroupLesson(indexer, indexed, self.layer) if needed else None
+        lesson: GroupLesson | None = self.runtime.lesson
+        return lesson
 
     def _candidates(
         self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries

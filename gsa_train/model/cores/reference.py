@@ -49,6 +49,7 @@ from gsa_train.model.cores.interface import (
     IndexerLossInputs,
     SelectionResult,
 )
+from gsa_train.model.group_lesson import TargetSum
 from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
@@ -108,6 +109,7 @@ class ReferenceCore:
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
         measured: MeasuredQueries | None,
+        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
         q, k, v = inputs.q, inputs.k, inputs.v
         causal = _causal_keys(geometry, k.shape[1], q.device)
@@ -120,7 +122,7 @@ class ReferenceCore:
             v,
             attended,
             recall_among=causal if measured is not None and attention_pass.sparse else None,
-            return_probs=loss is not None or dense_recall,
+            return_probs=loss is not None or dense_recall or target_sum is not None,
         )
         out, probs, statistics = attention.out, attention.head_sum_probs, Statistics()
         if probs is not None:
@@ -141,10 +143,14 @@ class ReferenceCore:
                 recall = recall[:, rows]
                 statistics.average("recall", recall, chooses if recall.ndim == 2 else chooses[..., None])
         kl = None
-        if loss is not None:
+        target = probs
+        if target_sum is not None:
             assert probs is not None
+            target = target_sum.add(probs)
+        if loss is not None:
+            assert target is not None
             with attention_pass.indexer_graph(), trace_span("kl"):
-                rows = self._kl_of_rows(loss.indexer, probs, attended, causal, geometry)
+                rows = self._kl_of_rows(loss.indexer, target, attended, causal, geometry)
                 kl, logged = _sum_or_estimate(rows, loss.rows)
             if loss.counted_rows is not None:
                 # Of a query that sees one key it is 0.

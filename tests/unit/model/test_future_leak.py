@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "groups of keys": {"indexer_pool": 2, "indexer_rope": True, "indexer_norm": True},
     "groups of three keys": {"indexer_pool": 3, "k_min": 3, "local_window": 2},
     "reuse": {"selection_reuse": 2},
+    "reuse, taught by the group": {"selection_reuse": 2, "reuse_teacher": "group"},
     "indexer RoPE": {"indexer_rope": True},
     "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},
     "qsa": {"indexer_activation": "qsa"},
