@@ -34,6 +34,7 @@ GSA_FIELDS = {
     "indexer_dim": "index_head_dim",
     "indexer_activation": "index_activation",
     "indexer_rope": "index_rope",
+    "indexer_norm": "index_norm",
     "indexer_temperature": "index_temperature",
     "adaptive_k": "index_adaptive",
     "k_base": "index_topk",
@@ -55,15 +56,11 @@ NOT_IN_HF = {
         "projection_gate",
         *FORM,
         "output_transform",
-        "indexer_activation",
-        "indexer_norm",
         "indexer_pool",
         "selection_query",
     ),
 }
-"""Fields that `gsa_hf` has not, or not whole: a model that has another value than the default stays here."""
-ALSO_IN_HF = {"indexer_activation": ("sigmoid", "relu")}
-"""Values beside the default that it has."""
+"""Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 
 
 def to_hf_config(config: Config) -> GSAConfig:
@@ -92,7 +89,7 @@ def not_in_hf(config: Config) -> list[str]:
         part = getattr(config, section)
         for name in names:
             value, default = getattr(part, name), getattr(type(part)(), name)
-            if value not in ALSO_IN_HF.get(name, (default,)):
+            if value != default:
                 wrong = "the model of transformers (gsa_hf) does not have it"
                 remedy = f"measure such a run by its validation, or train with {name}={as_written(default)}"
                 lines.append(problem_line(f"{section}.{name}", value, wrong, remedy))

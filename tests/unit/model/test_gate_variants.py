@@ -285,8 +285,7 @@ def test_statistics_of_bounded_gates_alone() -> None:
         (VARIANTS["G3"], {}, "gsa.key_gate = true"),
         (VARIANTS["headwise"], {}, "gsa.gate_granularity = headwise"),
         (VARIANTS["RMSNorm"], {}, "gsa.output_transform = rms_norm"),
-        ({"indexer_norm": True}, {}, "gsa.indexer_norm = true"),
-        ({"indexer_activation": "qsa"}, {}, "gsa.indexer_activation = qsa"),
+        ({"indexer_pool": 2}, {}, "gsa.indexer_pool = 2"),
         ({}, {"sandwich_norm": True}, "model.sandwich_norm = true"),
     ],
 )
