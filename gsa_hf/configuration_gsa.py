@@ -45,7 +45,10 @@ class GSAConfig(PreTrainedConfig):
             How the variance v of a query's scores scales its budget, with its moving average a from training:
             `"inverse"` topk * a / v, `"direct"` topk * v / a, `"off"` topk.
         index_activation (`str`, *optional*, defaults to `"sigmoid"`):
-            Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer).
+            Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer); `"plain"` and
+            `"qsa"` are these two without head weights.
+        index_norm (`bool`, *optional*, defaults to `False`):
+            RMSNorm on each head's query and on the key of the indexer, before the rotary embedding.
         index_rope (`bool`, *optional*, defaults to `False`):
             Rotary embedding on the indexer's queries and keys.
         index_temperature (`float` or `str`, *optional*, defaults to 1.0):
@@ -98,7 +101,8 @@ class GSAConfig(PreTrainedConfig):
     index_topk_max: int = 4096
     index_dense_below: int = 0
     index_adaptive: Literal["inverse", "direct", "off"] = "inverse"
-    index_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    index_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
+    index_norm: bool = False
     index_rope: bool = False
     index_temperature: float | int | str = 1.0
     index_local_window: int = 0

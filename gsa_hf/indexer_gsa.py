@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
+"""Of head weights that are 1, by activation: the sigmoid of 64 is 1 to the last bit."""
+
 
 class IndexedTokens(NamedTuple):
     """What the indexer makes of tokens, before scores."""
@@ -18,7 +21,7 @@ class IndexedTokens(NamedTuple):
     keys: torch.Tensor
     """[B, L or Lk, DI]"""
     weights: torch.Tensor
-    """[B, L, HI], before the bias and the sigmoid."""
+    """[B, L, HI], before the bias and the sigmoid; constant where the indexer has no head weights."""
 
 
 class GSAIndexer(nn.Module):
@@ -26,6 +29,8 @@ class GSAIndexer(nn.Module):
 
     sigmoid: I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j)
     relu:    I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI))
+
+    plain and qsa are the two without head weights: these are 1.
     """
 
     variance_ema: torch.Tensor
@@ -33,12 +38,17 @@ class GSAIndexer(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
-        self.activation, self.block_size = config.index_activation, config.index_block_size
-        self.temperature = config.index_temperature
+        self.activation = "sigmoid" if config.index_activation in ("sigmoid", "plain") else "relu"
+        self.block_size, self.temperature = config.index_block_size, config.index_temperature
+        self.weight_logit = WEIGHT_LOGITS.get(config.index_activation)
         biased = self.activation == "sigmoid"
         self.wq = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
-        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=biased)
+        self.weights_proj = None
+        if self.weight_logit is None:
+            self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=biased)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.index_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.index_norm else None
         self.score_bias = nn.Parameter(torch.zeros(self.heads)) if biased else None
         learned = self.temperature == "learned"
         self.log_inverse_temperature = nn.Parameter(torch.zeros(1)) if learned else None
@@ -57,19 +67,31 @@ class GSAIndexer(nn.Module):
         hidden_states = hidden_states.detach()
         queries = self.wq(hidden_states).unflatten(-1, (self.heads, self.head_dim))
         keys = self.wk(hidden_states)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         if rotary is not None:
             cos, sin = rotary
             queries = rotate(queries, cos[:, :, None], sin[:, :, None])
             keys = rotate(keys, cos, sin)
-        weights = nn.functional.linear(hidden_states, self.weights_proj.weight)
+        if self.weights_proj is None:
+            weights = keys.new_full((*keys.shape[:2], self.heads), self.weight_logit)
+        else:
+            weights = nn.functional.linear(hidden_states, self.weights_proj.weight)
         return IndexedTokens(queries, keys, weights)
+
+    @property
+    def weight_bias(self) -> torch.Tensor | None:
+        """c, [HI]"""
+        return None if self.weights_proj is None else self.weights_proj.bias
 
     def scores(self, tokens: IndexedTokens) -> torch.Tensor:
         """I of every query and key, visible or not: fp32 [B, L, Lk]."""
         keys = tokens.keys.float().transpose(1, 2)
         weights = tokens.weights.float()
+        if self.weight_bias is not None:
+            weights = weights + self.weight_bias.float()
         if self.activation == "sigmoid":
-            weights = torch.sigmoid(weights + self.weights_proj.bias.float())
+            weights = torch.sigmoid(weights)
         scores = keys.new_zeros(*weights.shape[:2], keys.shape[-1])
         for head in range(self.heads):  # one [L, Lk] product is alive at a time
             product = tokens.queries[:, :, head].float() @ keys * self.head_dim**-0.5

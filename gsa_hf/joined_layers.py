@@ -25,6 +25,9 @@ class LayerWeights(NamedTuple):
     gate_up: torch.Tensor
     """[2 F, d]"""
     down: torch.Tensor
+    index_q_norm: torch.Tensor | None = None
+    """[DI]"""
+    index_k_norm: torch.Tensor | None = None
 
 
 class Sizes(NamedTuple):
@@ -37,6 +40,9 @@ class Sizes(NamedTuple):
     row: int
     """Width of the indexer's rows in the cache; 0 without an indexer."""
     eps: float
+    index_heads: int = 0
+    index_weight_logit: float | None = None
+    """Of all head weights, where they are no rows of `parts`."""
 
 
 class Buffers(NamedTuple):
@@ -74,7 +80,12 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
     weights = [None if each is None else each.weight for each in named]
     biases = [None if each is None else each.bias for each in named]
     if indexer is not None:
-        weights += [indexer.wk.weight, indexer.wq.weight, indexer.weights_proj.weight]
+        head_weights = indexer.weights_proj
+        weights += [
+            indexer.wk.weight,
+            indexer.wq.weight,
+            None if head_weights is None else head_weights.weight,
+        ]
     else:
         weights += [None, None, None]
     parts = [0 if weight is None else len(weight) for weight in weights]
@@ -101,14 +112,18 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
         gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
         down=mlp.down_proj.weight.detach(),
+        index_q_norm=None if indexer is None or indexer.q_norm is None else indexer.q_norm.weight.detach(),
+        index_k_norm=None if indexer is None or indexer.k_norm is None else indexer.k_norm.weight.detach(),
     )
     row = 0
     if indexer is not None:
         row = parts[5]
         if config.index_block_size > 1:
-            row += parts[6] + parts[7]
+            row += parts[6] + indexer.heads
             row += -row % 16
-    return made, Sizes(tuple(parts), config.head_dim, config.index_head_dim, row, config.rms_norm_eps)
+    logit = None if indexer is None else indexer.weight_logit
+    sizes = (config.head_dim, config.index_head_dim, row, config.rms_norm_eps, config.index_n_heads, logit)
+    return made, Sizes(tuple(parts), *sizes)
 
 
 def _starts(parts: list[int]) -> list[int]:
@@ -141,6 +156,12 @@ def enter(
     if cache.rows is None:
         return Projected(q, heads_gate, None, None)
     index_q = index_q.unflatten(-1, (-1, sizes.index_head_dim))
+    if sizes.index_weight_logit is not None:
+        index_w = index_k.new_full((len(index_k), sizes.index_heads), sizes.index_weight_logit)
+    if layer.index_q_norm is not None and layer.index_k_norm is not None:
+        width = (sizes.index_head_dim,)
+        index_q = nn.functional.rms_norm(index_q, width, layer.index_q_norm, sizes.eps)
+        index_k = nn.functional.rms_norm(index_k, width, layer.index_k_norm, sizes.eps)
     if index_cos is not None and index_sin is not None:
         index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
         index_k = rotate(index_k, index_cos, index_sin)

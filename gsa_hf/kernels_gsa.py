@@ -180,7 +180,7 @@ def applied_indexer(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, wei
         keys,
         weights,
         indexer.score_bias,
-        indexer.weights_proj.bias,
+        indexer.weight_bias,
         indexer.activation,
         indexer.inverse_temperature(),
     )

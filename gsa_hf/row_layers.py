@@ -84,6 +84,10 @@ def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
             if columns not in limits.ROW_PRODUCT_COLUMNS:
                 most, step = limits.ROW_PRODUCT_COLUMNS[-1], limits.ROW_PRODUCT_COLUMNS.step
                 return f"products of {columns} columns, of at most {most} in multiples of {step}"
+        if weights.index_q_norm is not None:
+            return "norms of the indexer"
+        if sizes.index_weight_logit is not None:
+            return "an indexer without head weights"
         if sizes.head_dim not in limits.HEAD_SIZES:
             return f"heads of {sizes.head_dim}, of {limits.HEAD_SIZES}"
     return None

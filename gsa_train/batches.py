@@ -65,14 +65,15 @@ def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
-def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int) -> torch.Tensor:
+def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, least_keys: int) -> torch.Tensor:
     """Queries that select and see at least two keys: fp32, 0-d, on the device. The others, the first tokens of
     documents and filler, have nothing to choose, and count in no mean of the indexer's.
 
     Args:
         selection_block: the first query of each aligned block of so many selects.
+        least_keys: 2, or more where groups of keys are selected (`least_keys_to_choose`).
     """
-    counts = [(batch.visible_keys()[:, ::selection_block] >= 2).sum() for batch in micro_batches]
+    counts = [(batch.visible_keys()[:, ::selection_block] >= least_keys).sum() for batch in micro_batches]
     return torch.stack(counts).sum().float()
 
 

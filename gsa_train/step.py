@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_type
 
 from gsa_train.batches import MicroBatch, counted_rows, mean_visible_keys
 from gsa_train.config import Config
+from gsa_train.config.indexer_scores import least_keys_to_choose
 from gsa_train.context_sharding import ContextSharding
 from gsa_train.loss_injection import indexer_kl_grad_scale
 from gsa_train.micro_batch_graph import MicroBatchGraph, PassInputs
@@ -87,9 +88,11 @@ def train_step(
     detector, check, groups = training.detector, training.check, training.parallel.groups
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     uses_indexer = model.runtime.attention_pass.uses_indexer
-    rows = (
-        counted_rows(micro_batches, config.gsa.selection_block) if uses_indexer else loss_tokens.new_zeros(())
-    )
+    rows = loss_tokens.new_zeros(())
+    if uses_indexer:
+        rows = counted_rows(
+            micro_batches, config.gsa.selection_block, least_keys_to_choose(config.gsa.indexer_pool)
+        )
     counts = torch.stack([loss_tokens, rows])
     model.work_time.end()  # what a rank waits for others is not its own work
     dist.all_reduce(counts, group=groups.dp)

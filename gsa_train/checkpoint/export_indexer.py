@@ -42,8 +42,13 @@ def export_indexer(
             `score_bias` and `weight_bias` [H_I] or None, and `variance_ema`, 0-d.
 
     Raises:
-        ValueError: no checkpoint there, a layer without an indexer, or too little validation text.
+        ValueError: the indexer scores groups of keys, no checkpoint there, a layer without an indexer, or too little
+            validation text.
     """
+    if config.gsa.indexer_pool > 1:
+        raise ValueError(
+            f"gsa.indexer_pool = {config.gsa.indexer_pool}: the kernels score single keys; give a run with 1"
+        )
     checkpoint = find_checkpoint(checkpoint_folder)
     if checkpoint is None:
         raise ValueError(

@@ -21,6 +21,7 @@ from gsa_train.checkpoint.load import (
     weights_to_load,
 )
 from gsa_train.config import Config, saved_sections
+from gsa_train.config.gate_shapes import FORM
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 FIELD = "checkpoint.initial_weights"
 
-NEW = (".self_attention.indexer.", ".self_attention.variance.", ".self_attention.linear_gate.")
+NEW = tuple(
+    f".self_attention.{part}."
+    for part in ("indexer", "variance", "linear_gate", "head_gate", "projection_gate")
+)
 """Parts of the names of what a dense model has not, and a sparse one may begin with."""
 
 MEANING = {
@@ -42,19 +46,28 @@ MEANING = {
         "rotary_percent",
         "qkv_bias",
         "qk_norm",
+        "sandwich_norm",
         "tie_embeddings",
     ),
     "gsa": (
         "value_gate",
         "output_gate",
+        "key_gate",
+        "query_gate",
+        "projection_gate",
+        *FORM,
         "indexer_heads",
         "indexer_activation",
         "indexer_rope",
+        "indexer_norm",
         "selection_reuse",
     ),
 }
 """Fields that give weights their meaning without always changing their shapes; those of `gsa` where the checkpoint has
 such weights."""
+
+WITHOUT_WEIGHTS = ("output_transform",)
+"""The same of `gsa`, of every checkpoint."""
 
 
 def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> Path:
@@ -126,13 +139,13 @@ def load_initial_main_weights(
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
     saved = saved_sections(state.config_yaml)
-    sections = ["model"]
+    fields = {"model": MEANING["model"], "gsa": WITHOUT_WEIGHTS}
     if any(part in name for name in saved_names for part in NEW):
-        sections.append("gsa")
+        fields["gsa"] += MEANING["gsa"]
     lines = []
-    for section in sections:
+    for section, names in fields.items():
         part = getattr(config, section)
-        for name in MEANING[section]:
+        for name in names:
             value = getattr(part, name)
             # Before a field was there, every model had what is now its default.
             before = saved[section].get(name, getattr(type(part)(), name))

@@ -15,6 +15,7 @@ from typing import Any
 
 from gsa_train.config.data import DataConfig
 from gsa_train.config.file_checks import longest_read_seconds, validation_fields
+from gsa_train.config.gate_checks import check_gates
 from gsa_train.config.graph_checks import check_graphs
 from gsa_train.config.kernel_checks import check_kernels
 from gsa_train.config.layout_checks import (
@@ -29,6 +30,7 @@ from gsa_train.config.monitor_checks import check_monitor
 from gsa_train.config.phases import PhaseConfig
 from gsa_train.config.rotary_checks import check_rotary
 from gsa_train.config.sections import Config
+from gsa_train.config.selection_checks import check_selection
 from gsa_train.config.task_checks import check_harness_tasks, check_tasks
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
@@ -73,7 +75,8 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_order(config.data),
         *_check_reading(config),
         *_check_model(config),
-        *_check_gsa(config),
+        *check_selection(config),
+        *check_gates(config.gsa),
         *check_kernels(config),
         *check_graphs(config),
         *check_layout(config, world_size),
@@ -269,58 +272,6 @@ def _check_model(config: Config) -> list[str]:
     if config.parallel.sequence:
         lines += _check_multiple(config, "train.seq_len_tokens", "parallel.tensor")
     return lines + check_rotary(config.model)
-
-
-def _check_gsa(config: Config) -> list[str]:
-    gsa, lines = config.gsa, []
-    if gsa.k_min > gsa.k_base:
-        lines.append(
-            problem_line(
-                "gsa.k_min", gsa.k_min, f"above gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
-            )
-        )
-    if gsa.k_max < gsa.k_base:
-        lines.append(
-            problem_line(
-                "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
-            )
-        )
-    if gsa.selection_block > 1 and gsa.local_window < gsa.selection_block:
-        lines.append(
-            problem_line(
-                "gsa.local_window",
-                gsa.local_window,
-                f"below gsa.selection_block = {gsa.selection_block}, so queries would miss the keys of their own block",
-                f"set gsa.local_window to {gsa.selection_block} or more",
-            )
-        )
-    share = gsa.indexer_loss_row_fraction
-    # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
-    if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
-        lines.append(
-            problem_line(
-                "gsa.indexer_loss_row_fraction",
-                share,
-                "not 1 / n for a whole n",
-                "give 1, which takes every query, 0.5, 0.3333, 0.25, ...",
-            )
-        )
-    beta = gsa.indexer_temperature
-    if beta != "learned" and (isinstance(beta, str) or beta <= 0):
-        lines.append(
-            problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
-        )
-    if undivided := undivided_chunk(config, gsa.selection_reuse):
-        lines.append(
-            problem_line(
-                "gsa.selection_reuse",
-                gsa.selection_reuse,
-                f"does not divide the {undivided} layers of {chunk_in_words(config)}, and a group may not cross "
-                "from one to the next",
-                f"choose a divisor of {undivided}",
-            )
-        )
-    return lines
 
 
 def _check_recompute(config: Config) -> list[str]:

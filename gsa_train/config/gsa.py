@@ -14,14 +14,36 @@ class GSAConfig:
     """G2: V * sigmoid(h W + b), before attention (eq. 9)."""
     output_gate: bool = True
     """G1: O * sigmoid(h W + b), after attention, elementwise and head-specific (eq. 10)."""
+    key_gate: bool = False
+    """G3: the same on K, before its rotary embedding. Positions and forms of gates are those of arXiv 2505.06708."""
+    query_gate: bool = False
+    """G4: the same on Q, before its rotary embedding."""
+    projection_gate: bool = False
+    """G5: the same on what W_O makes of attention's output, before the residual connection."""
+    gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
+    """`elementwise`: a gate for each channel of a head. `headwise`: one for all channels of a head."""
+    gate_sharing: Literal["head_specific", "head_shared"] = "head_specific"
+    """`head_specific`: each head has gates of its own. `head_shared`: all heads have the same."""
+    gate_form: Literal["multiplicative", "additive"] = "multiplicative"
+    """What a gate g makes of y: y * g, or y + g."""
+    gate_activation: Literal["sigmoid", "silu", "ns_sigmoid", "identity"] = "sigmoid"
+    """What makes a gate of its logits h W + b. `ns_sigmoid`: 0.5 + 0.5 sigmoid, which cannot close."""
+    gate_input: Literal["query_dependent", "input_independent"] = "query_dependent"
+    """`input_independent`: the logits are b alone, the same for all tokens."""
     gate_bias_init: float = 0.0
-    """Initial bias b of both gates; with 0 their mean opening is 0.5 (section 3.5 of the paper)."""
+    """Initial bias b of all gates; with 0 their mean opening is 0.5 (section 3.5 of the paper)."""
+    output_transform: Literal["none", "rms_norm", "silu"] = "none"
+    """In the place of G1, without a gate: RMSNorm of each head's attention output, one weight for all heads; or SiLU of
+    it."""
     indexer_heads: int = 4
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
     """Head size d_I of the indexer."""
-    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
-    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights: DSA."""
+    indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
+    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights: DSA. `plain` is
+    `sigmoid` without head weights, `qsa` is `relu` without."""
+    indexer_norm: bool = False
+    """RMSNorm on each head's query and on the key of the indexer, before their rotary embedding."""
     indexer_rope: bool = False
     """Rotary embedding on the indexer's queries and key, as DeepSeek's indexer has."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
@@ -48,8 +70,17 @@ class GSAConfig:
     """Number of latest keys that are always selected, beside the budget; 0 = the paper."""
     selection_block: int = 1
     """Queries in aligned blocks of this many share the selection of the first of them; 1 = the paper."""
+    indexer_pool: int = 1
+    """The indexer scores the mean key of each group of so many neighbours, aligned in their document, and groups are
+    selected, within the same budget of keys; the query's own group is always read. In plain torch. 1 = the paper."""
+    selection_query: Literal["first", "previous_mean"] = "first"
+    """What scores the keys for a block of `selection_block`: `first`, its first query; `previous_mean`, the mean of the
+    indexer's queries and head weights over the block before it, as far as that is of the same document."""
     selection_reuse: int = 1
     """Layers in groups of this many share the selection of the first of them; 1 = the paper."""
+    reuse_teacher: Literal["leader", "group"] = "leader"
+    """Whose attention the indexer of a group of `selection_reuse` layers learns: `leader`, that of its own layer;
+    `group`, in plain torch, the mean over the layers of the group."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU where its
     kernels can do what the config asks, else `reference`. The start of the run logs the choice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gsa_kernels import limits
+from gsa_train.config.indexer_scores import SCORES
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 
@@ -30,11 +31,15 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         reasons.append(
             f"gsa.selection_block = {gsa.selection_block}: the kernels have {_listed(limits.SELECTION_BLOCKS)}"
         )
-    if gsa.indexer_activation not in limits.INDEXER_ACTIVATIONS:
+    if SCORES[gsa.indexer_activation].activation not in limits.INDEXER_ACTIVATIONS:
         reasons.append(
             f"gsa.indexer_activation = {gsa.indexer_activation}: the kernels have "
             f"{' and '.join(limits.INDEXER_ACTIVATIONS)}"
         )
+    if gsa.indexer_pool > 1:
+        reasons.append(f"gsa.indexer_pool = {gsa.indexer_pool}: the kernels have 1")
+    if gsa.reuse_teacher == "group":
+        reasons.append("gsa.reuse_teacher = group: an indexer of the kernels learns from one layer")
     if gsa.indexer_heads not in limits.INDEXER_HEADS:
         reasons.append(
             f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have {_range(limits.INDEXER_HEADS)}"

@@ -58,10 +58,10 @@ class Problems:
 
 def problem_line(field: str, value: object, wrong: str, remedy: str) -> str:
     """`field = value: what is wrong; remedy`"""
-    return f"{field} = {_as_written(value)}: {wrong}; {remedy}"
+    return f"{field} = {as_written(value)}: {wrong}; {remedy}"
 
 
-def _as_written(value: object) -> str:
+def as_written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -231,7 +231,7 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
                 values[key] = _typed(hint, value)
             except ValidationError:
                 wrong = _wrong_in_words(value, hint)
-                default = _as_written(getattr(cls(), key))
+                default = as_written(getattr(cls(), key))
                 problems.add(field, value, wrong, f"write for example {field}={default}")
     return cls(**values)
 
@@ -291,7 +291,7 @@ def _build_dict(
         entry = f"{field}.{name}"
         if not isinstance(name, str) or not (any_names or PLAIN_NAME.fullmatch(name)):
             remedy = "use letters, digits and _, and begin with a letter"
-            problems.add(entry, item, f"{_as_written(name)} is not a plain name", remedy)
+            problems.add(entry, item, f"{as_written(name)} is not a plain name", remedy)
             continue
         try:
             entries[name] = _typed(value_hint, item)

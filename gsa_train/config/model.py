@@ -52,6 +52,8 @@ class ModelConfig:
     """Biases of the projections of Q, K and V, as Qwen2 has them; 0 at first."""
     qk_norm: bool = False
     """RMSNorm on each head's Q and K before the rotary embedding."""
+    sandwich_norm: bool = False
+    """RMSNorm behind attention and behind the feed-forward layer, too, before the residual connections."""
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     init_std: float = 0.02

@@ -65,19 +65,19 @@ def export_hf(
         dtype: of the weights; None: as they are.
 
     Raises:
-        ValueError: `out` is in use, the checkpoint is damaged or of another model than its config says, or the
-            tokenizer is missing, another one, or has no counterpart.
+        ValueError: `out` is in use, the checkpoint is damaged or of another model than its config says, that model has
+            what `gsa_hf` has not, or the tokenizer is missing, another one, or has no counterpart.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
     tokenizer = tokenizer_of(checkpoint, config, state)
+    hf_config = to_hf_config(config)
     source = CheckpointTensors(checkpoint)
     found = pairs(config.model, config.gsa)
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
     warnings = _warnings(config, state)
     with new_folder(out) as folder:
-        hf_config = to_hf_config(config)
         kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
         hf_config.dtype = dtype_name(kind)
         hf_config.architectures = ["GSAForCausalLM"]

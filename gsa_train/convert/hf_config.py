@@ -9,6 +9,8 @@ from typing import Any
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from gsa_train.config import Config, ModelConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
+from gsa_train.config.gate_shapes import FORM
+from gsa_train.config.load import as_written, problem_line
 
 MODEL_FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -32,6 +34,7 @@ GSA_FIELDS = {
     "indexer_dim": "index_head_dim",
     "indexer_activation": "index_activation",
     "indexer_rope": "index_rope",
+    "indexer_norm": "index_norm",
     "indexer_temperature": "index_temperature",
     "adaptive_k": "index_adaptive",
     "k_base": "index_topk",
@@ -45,9 +48,30 @@ GSA_FIELDS = {
 """The same of `gsa`; `attention` is in `layer_types`. The others say how to train, and with which kernels."""
 
 
+NOT_IN_HF = {
+    "model": ("sandwich_norm",),
+    "gsa": (
+        "key_gate",
+        "query_gate",
+        "projection_gate",
+        *FORM,
+        "output_transform",
+        "indexer_pool",
+        "selection_query",
+    ),
+}
+"""Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
+
+
 def to_hf_config(config: Config) -> GSAConfig:
-    """Without tokens and dtype."""
+    """Without tokens and dtype.
+
+    Raises:
+        ValueError: the model has what `gsa_hf` has not.
+    """
     model, gsa = config.model, config.gsa
+    if problems := not_in_hf(config):
+        raise ValueError("; ".join(problems))
     kind = INDEXED_LAYER if gsa.attention == "sparse" else DENSE_LAYER
     return GSAConfig(
         **{theirs: getattr(model, ours) for ours, theirs in MODEL_FIELDS.items()},
@@ -56,6 +80,20 @@ def to_hf_config(config: Config) -> GSAConfig:
         rope_parameters=_rope_parameters(model),
         layer_types=[kind] * model.num_layers,
     )
+
+
+def not_in_hf(config: Config) -> list[str]:
+    """What of a config `gsa_hf` cannot express, as `field = value: reason; remedy`."""
+    lines = []
+    for section, names in NOT_IN_HF.items():
+        part = getattr(config, section)
+        for name in names:
+            value, default = getattr(part, name), getattr(type(part)(), name)
+            if value != default:
+                wrong = "the model of transformers (gsa_hf) does not have it"
+                remedy = f"measure such a run by its validation, or train with {name}={as_written(default)}"
+                lines.append(problem_line(f"{section}.{name}", value, wrong, remedy))
+    return lines
 
 
 def from_hf_config(found: GSAConfig) -> Config:

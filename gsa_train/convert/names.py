@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gsa_train.config import GSAConfig, ModelConfig
+from gsa_train.config.indexer_scores import SCORES
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -108,11 +109,17 @@ def _indexer(ours: str, theirs: str, d: int, gsa: GSAConfig) -> list[Pair]:
     found = [
         _same(f"{ours}.query_weight", f"{theirs}.wq.weight", heads * size, d),
         _same(f"{ours}.key_weight", f"{theirs}.wk.weight", size, d),
-        _same(f"{ours}.head_weight", f"{theirs}.weights_proj.weight", heads, d),
     ]
-    if gsa.indexer_activation == "sigmoid":
+    scores = SCORES[gsa.indexer_activation]
+    if scores.learns_head_weights:
+        found.append(_same(f"{ours}.head_weight", f"{theirs}.weights_proj.weight", heads, d))
+    if scores.has_head_weight_bias:
         found.append(_same(f"{ours}.weight_bias", f"{theirs}.weights_proj.bias", heads))
+    if scores.has_score_bias:
         found.append(_same(f"{ours}.score_bias", f"{theirs}.score_bias", heads))
+    if gsa.indexer_norm:
+        found.append(_same(f"{ours}.query_norm_weight", f"{theirs}.q_norm.weight", size))
+        found.append(_same(f"{ours}.key_norm_weight", f"{theirs}.k_norm.weight", size))
     if gsa.indexer_temperature == "learned":
         name = "log_inverse_temperature"
         found.append(_same(f"{ours}.{name}", f"{theirs}.{name}", 1))

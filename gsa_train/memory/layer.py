@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.gate_shapes import has_paper_form
 from gsa_train.memory.selection import selection_bytes
 from gsa_train.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels
 
@@ -56,16 +57,21 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
     kept = {
         "layer's input [L / shards, B, d]": sizes.stream,
         "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
-        "gates' logits [L, B, columns of G2 and G1]": sizes.bytes(sizes.gates),
+        "gates' logits [L, B, columns of the gates of heads]": sizes.bytes(sizes.gates),
         "Q, rotated [L, B, q]": sizes.bytes(sizes.query),
         "K, rotated, and gated V, 2 x [L, B, kv]": sizes.bytes(2 * keeps_both * sizes.key_value),
         "input of linear_proj [L, B, q]": sizes.bytes(sizes.query),
     }
     # The gates' projection gathers what all projections read, and keeps that instead.
-    if sizes.shards > 1 and sizes.gates > 0:
+    if sizes.shards > 1 and sizes.gates_gather:
         kept["normed input, gathered [L, B, d]"] = sizes.gathered
     else:
         kept["normed input [L / shards, B, d]"] = sizes.stream
+    kept |= _gate_variants(config, sizes)
+    if config.model.sandwich_norm:
+        kept["attention's result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
+            sizes.stream + 4 * sizes.tokens / sizes.shards
+        )
     if fuses_heads(config):
         return kept
     if gsa.value_gate:
@@ -83,6 +89,26 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
     return kept
 
 
+def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
+    """What gates in plain torch keep: their input and the gate in fp32, and G1 in another form than the core has also
+    the core's output. Those of the paper's form are counted where they act."""
+    gsa, kept = config.gsa, {}
+    gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
+    if gsa.output_gate and not has_paper_form(gsa):
+        gated["output of G1"] = sizes.query
+    kept = {
+        f"{name} and its gate, fp32, 2 x [L, B, columns]": 2 * 4 * sizes.tokens * columns
+        for name, columns in gated.items()
+        if columns
+    }
+    if "output of G1" in gated or gsa.output_transform != "none":
+        kept["output before G1, or what has its place [L, B, q]"] = sizes.bytes(sizes.query)
+    if gsa.projection_gate:
+        share = sizes.tokens * sizes.projection_gate / sizes.shards
+        kept["result, logits of G5 and both in fp32 [L / shards, B, d]"] = (2 * sizes.value + 2 * 4) * share
+    return kept
+
+
 def _core(config: Config, sizes: Sizes) -> Tensors:
     kept = {}
     if uses_kernels(config):
@@ -91,7 +117,7 @@ def _core(config: Config, sizes: Sizes) -> Tensors:
         kept["Q, K, V, fp32 [B, L, q + 2 kv]"] = 4 * sizes.tokens * (sizes.query + 2 * sizes.key_value)
         kept["softmax and its masked copy, fp32, 2 x [B, n_h, L, Lw]"] = 2 * 4 * sizes.heads * sizes.pairs
         kept["visible, bool [B, L, Lw]"] = sizes.pairs
-        if config.gsa.output_gate:
+        if config.gsa.output_gate and has_paper_form(config.gsa):
             kept["output before G1 [B, L, q]"] = sizes.bytes(sizes.query)
             kept["the same and sigmoid of G1, fp32, 2 x [B, L, q]"] = 2 * 4 * sizes.tokens * sizes.query
     if config.parallel.context > 1:
@@ -110,6 +136,10 @@ def _feed_forward(config: Config, sizes: Sizes) -> Tensors:
         "both halves of SwiGLU's input [L, B, 2 f]": sizes.bytes(2 * sizes.ffn),
         "SwiGLU's output [L, B, f]": sizes.bytes(sizes.ffn),
     }
+    if config.model.sandwich_norm:
+        kept["its result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
+            sizes.stream + 4 * sizes.tokens / sizes.shards
+        )
     if config.train.fused_ops == "none":
         kept["SiLU and the other factor, 2 x [L, B, f]"] = sizes.bytes(2 * sizes.ffn)
     return kept
@@ -132,7 +162,7 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
         * (gsa.indexer_dim + 1),
         "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
     }
-    if sizes.shards > 1 and sizes.gates == 0:
+    if sizes.shards > 1 and not sizes.gates_gather:
         kept["its input, gathered [L, B, d]"] = sizes.gathered
     return kept
 

@@ -68,7 +68,7 @@ def _indexed(config: Config, sizes: Sizes) -> float:
     gsa = config.gsa
     queries = sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1))
     keys = sizes.value * sizes.all_tokens * gsa.indexer_dim
-    return queries + keys + (sizes.stream if sizes.shards > 1 and sizes.gates > 0 else 0.0)
+    return queries + keys + (sizes.stream if sizes.shards > 1 and sizes.gates_gather else 0.0)
 
 
 def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> float:

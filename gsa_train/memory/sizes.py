@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gsa_kernels.limits import takes_key_lists
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.gate_shapes import fuses_gates, gate_rows
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 
 
@@ -31,7 +32,11 @@ class Sizes:
     key_value: float
     """kv."""
     gates: float
-    """Columns of the projection for both gates."""
+    """Columns of the projection for the gates of heads, or of what has its place."""
+    gates_gather: bool
+    """This projection gathers what all projections read."""
+    projection_gate: float
+    """Columns of G5's projection, of whose tokens a rank has 1 / shards."""
     ffn: float
     """f."""
     heads: float
@@ -72,6 +77,9 @@ def sizes_of(config: Config) -> Sizes:
     key_value = model.num_kv_heads * model.head_dim / parallel.tensor
     # Half of a rank's chunks are a group's r-th chunk, half its r-th from behind (context_sharding.py).
     keys_of_chunks = train.seq_len_tokens * ((chunks * context + 1) / (2 * context) if context > 1 else 1)
+    rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size)
+    of_heads = sum(count for position, count in rows.items() if position != "projection")
+    own_heads = gsa.gate_sharing == "head_specific"
     return Sizes(
         value=4 if train.precision == "fp32" else 2,
         tokens=tokens,
@@ -80,7 +88,9 @@ def sizes_of(config: Config) -> Sizes:
         hidden=model.hidden_size,
         query=query,
         key_value=key_value,
-        gates=gsa.value_gate * key_value + gsa.output_gate * query,
+        gates=of_heads / (parallel.tensor if own_heads else 1),
+        gates_gather=of_heads > 0 and own_heads and gsa.gate_input == "query_dependent",
+        projection_gate=rows["projection"],
         ffn=model.ffn_hidden_size / parallel.tensor,
         heads=model.num_heads / parallel.tensor,
         tensor=parallel.tensor,
@@ -101,7 +111,7 @@ def uses_kernels(config: Config) -> bool:
 
 def fuses_heads(config: Config) -> bool:
     """Split, rotary embedding and G2 in one kernel (model/gsa_attention.py)."""
-    plain_heads = not config.model.qk_norm and config.model.rotary_percent == 1
+    plain_heads = not config.model.qk_norm and config.model.rotary_percent == 1 and fuses_gates(config.gsa)
     return config.train.fused_ops != "none" and plain_heads and uses_kernels(config)
 
 

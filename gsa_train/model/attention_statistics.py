@@ -21,7 +21,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
         budget: k_t, int [B, R]
         variance: of their scores, fp32 [B, R]
     """
-    chooses = budget < queries.leaders_visible
+    chooses = queries.leave_keys_out(budget)
     members, in_groups = queries.leaders_by_position
     # Whole numbers, whose sums do not depend on the order. A scatter would add them one after the other.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)

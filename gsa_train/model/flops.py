@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 
 from gsa_kernels.limits import STRETCH_ROWS
 from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
+from gsa_train.config.gate_shapes import gate_rows
+from gsa_train.config.indexer_scores import SCORES
 
 
 @dataclass(frozen=True)
@@ -46,24 +48,36 @@ def count_parameters(model: ModelConfig, gsa: GSAConfig) -> ParameterCount:
     d, layers = model.hidden_size, model.num_layers
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     vocabulary = model.vocab_size * d
-    gates = gsa.value_gate * (d + 1) * key_value + gsa.output_gate * (d + 1) * query
+    norms = (4 if model.sandwich_norm else 2) * d + model.qk_norm * 2 * model.head_dim
+    norms += (gsa.output_transform == "rms_norm") * model.head_dim
     return ParameterCount(
         embedding=vocabulary,
         attention=layers * ((d + model.qkv_bias) * (query + 2 * key_value) + query * d),
-        gates=layers * gates,
+        gates=layers * (_gate_weights(model, gsa) + sum(_gate_rows(model, gsa))),
         indexer=indexer_layers(model, gsa) * parameters_per_indexer(model, gsa),
         mlp=layers * 3 * d * model.ffn_hidden_size,
-        norms=layers * (2 * d + model.qk_norm * 2 * model.head_dim) + d,
+        norms=layers * norms + d,
         output=0 if model.tie_embeddings else vocabulary,
     )
 
 
+def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
+    sizes = model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size
+    return list(gate_rows(gsa, *sizes).values())
+
+
+def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
+    """Of a layer, without biases."""
+    depends = gsa.gate_input == "query_dependent"
+    return depends * model.hidden_size * sum(_gate_rows(model, gsa))
+
+
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """W_q, W_k and w without biases; b and c per head with sigmoid; beta when it is learned."""
-    heads, dim = gsa.indexer_heads, gsa.indexer_dim
-    matrices = model.hidden_size * (heads * dim + dim + heads)
-    biases = 2 * heads if gsa.indexer_activation == "sigmoid" else 0
-    return matrices + biases + (gsa.indexer_temperature == "learned")
+    """W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta when it is learned."""
+    heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
+    matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
+    biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads
+    return matrices + biases + gsa.indexer_norm * 2 * dim + (gsa.indexer_temperature == "learned")
 
 
 def indexer_layers(model: ModelConfig, gsa: GSAConfig) -> int:
@@ -127,20 +141,23 @@ def flops_per_token(
         attended = min(mean_selected, visible)
 
     projections = layers * 2 * (d * (query + 2 * key_value) + query * d)
-    gates = layers * 2 * d * (gsa.value_gate * key_value + gsa.output_gate * query)
+    gates = layers * 2 * _gate_weights(model, gsa)
     mlp = layers * 2 * 3 * d * model.ffn_hidden_size
     output = 2 * d * model.vocab_size
 
-    # The indexer runs to select, and to learn; its queries are the first of each selection block.
+    # The indexer runs to select, and to learn; its queries are the first of each selection block, or all.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
+    teachers = indexers * (gsa.selection_reuse if gsa.reuse_teacher == "group" else 1)
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
     query_share = -(-tokens // gsa.selection_block) / tokens
-    indexer_projections = 2 * d * (query_share * (heads * dim + heads) + dim)
-    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted sum over heads
+    projected = query_share if gsa.selection_query == "first" else 1.0
+    weighted = SCORES[gsa.indexer_activation].learns_head_weights * heads
+    indexer_projections = 2 * d * (projected * (heads * dim + weighted) + dim)
+    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the sum over heads, weighted or by 1
     scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
-    learned = row_share * min(scored, query_share * attended)
+    learned = row_share * min(scored, query_share * attended / gsa.indexer_pool)
 
     return FlopsPerToken(
         projections=base_passes * projections,
@@ -150,7 +167,7 @@ def flops_per_token(
         attention=base_passes * layers * 4 * query * attended,
         indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
         indexer_scores=indexers * per_score * (scored + 2 * learned),
-        kl_target=indexers * 2 * query * attended * row_share,
+        kl_target=teachers * 2 * query * attended * row_share,
         dense_equivalent=3 * (projections + gates + mlp + output + layers * 4 * query * visible),
     )
 
@@ -171,12 +188,15 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 
 
 def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
-    """Scores that the indexer computes per token: the keys that each block's first query sees, over all tokens.
+    """Scores that the indexer computes per token: the keys that each block's first query sees, over all tokens; with
+    `gsa.indexer_pool` the groups before each query's own.
 
     Exact for one document and for blocks of one query. Else first queries are taken to see as much less than the
     others as in one document, by a share of less than block / L, as documents may begin anywhere in a block.
     """
-    of_one_document = sum(range(1, seq_len_tokens + 1, gsa.selection_block)) / seq_len_tokens
+    pool, block = gsa.indexer_pool, gsa.selection_block
+    counts = range(1, seq_len_tokens + 1, block) if pool == 1 else (t // pool for t in range(seq_len_tokens))
+    of_one_document = sum(counts) / seq_len_tokens
     return of_one_document * (mean_visible / causal_mean_keys(seq_len_tokens))
 
 
@@ -197,7 +217,14 @@ def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) ->
             of_first = sequence[position - behind]
             budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
             chosen = budget if visible > behind else 0
-            total += min(chosen + gsa.local_window, visible)
+            always = gsa.local_window
+            if gsa.indexer_pool > 1:  # whole groups, and the query's own
+                chosen, own = (
+                    chosen // gsa.indexer_pool * gsa.indexer_pool,
+                    (visible - 1) % gsa.indexer_pool + 1,
+                )
+                always = max(always, own)
+            total += min(chosen + always, visible)
     return total / sum(map(len, visible_keys))
 
 

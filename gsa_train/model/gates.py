@@ -1,14 +1,16 @@
-"""The projection behind both gates: G2 on the values (eq. 9) and G1 on the output (eq. 10)."""
+"""The projection behind the gates: G2 on the values (eq. 9) and G1 on the output (eq. 10), and variants of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
+from gsa_train.config.gate_shapes import gate_rows
+from gsa_train.model.gate_variants import HeadGate, ReplicatedGate, opening
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import bias_gradient, weight_gradient
 from gsa_train.model.stats import GATE_BINS, Statistics, Vector
@@ -82,19 +84,33 @@ class _LogitsAndInput(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
+class GateLogits(NamedTuple):
+    """Of some tokens [..., B], before `gsa.gate_activation`; None where there is no gate. x is d_k, or 1 where a gate
+    serves all channels of a head; n_kv and n_h / n_kv are 1 where all heads share their gates."""
+
+    value: torch.Tensor | None
+    """G2 [..., n_kv, x]"""
+    output: torch.Tensor | None
+    """G1 [..., n_kv, n_h / n_kv, x]"""
+    key: torch.Tensor | None
+    """G3 [..., n_kv, x]"""
+    query: torch.Tensor | None
+    """G4 [..., n_kv, n_h / n_kv, x]"""
+
+
 def build_gate_projection(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> GateProjection | None:
-    """One matrix for both gates, or None without gates.
+    """One matrix for all gates that each head has of its own, or None without such gates.
 
-    Rows per key-value head: the value gate's d_k, then the output gate's (n_h / n_kv) * d_k. A tensor-parallel
-    rank so holds the gates of exactly its own heads.
+    Rows per key-value head: the value gate's d_k, then the output gate's (n_h / n_kv) * d_k, then those of G3 and G4;
+    of headwise gates a row for d_k. A tensor-parallel rank so holds the gates of exactly its own heads.
     """
-    if not has_gates(config):
+    if not has_gate_projection(config):
         return None
     projection = GateProjection(
         config.hidden_size,
-        config.num_query_groups * sum(_rows_per_group(config)),
+        head_gate_rows(config),
         config=config,
         init_method=config.init_method,
         bias=True,
@@ -106,42 +122,65 @@ def build_gate_projection(
     return projection
 
 
-def has_gates(config: GSATransformerConfig) -> bool:
-    return sum(_rows_per_group(config)) > 0
+def build_head_gate(
+    config: GSATransformerConfig, groups: ProcessGroupCollection
+) -> HeadGate | ReplicatedGate | None:
+    """What gives the logits of gates on heads where no projection does: `gsa.gate_input`, `gsa.gate_sharing`."""
+    if has_gate_projection(config) or head_gate_rows(config) == 0:
+        return None
+    if config.gsa.gate_sharing == "head_shared":
+        return ReplicatedGate(config, groups, head_gate_rows(config), for_heads=True)
+    return HeadGate(config, groups, head_gate_rows(config))
 
 
-def split_gate_logits(
-    logits: torch.Tensor, config: GSATransformerConfig
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """[L, B, local rows] -> logits of G2 [L, B, local n_kv, d_k] and of G1 [L, B, local n_kv, n_h / n_kv, d_k]."""
-    value_rows, output_rows = _rows_per_group(config)
-    per_group = logits.unflatten(-1, (-1, value_rows + output_rows))
-    value, output = per_group.split([value_rows, output_rows], -1)
-    return (
-        value if value_rows else None,
-        output.unflatten(-1, (-1, config.kv_channels)) if output_rows else None,
+def has_gate_projection(config: GSATransformerConfig) -> bool:
+    gsa = config.gsa
+    own = gsa.gate_sharing == "head_specific" and gsa.gate_input == "query_dependent"
+    return own and head_gate_rows(config) > 0
+
+
+def head_gate_rows(config: GSATransformerConfig) -> int:
+    """Of all gates but G5, which acts where there are no heads."""
+    return sum(rows for position, rows in _rows(config).items() if position != "projection")
+
+
+def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> GateLogits:
+    """[..., local rows] -> the logits of each gate."""
+    rows = _rows_per_group(config)
+    parts = logits.unflatten(-1, (-1, sum(rows))).split(list(rows), -1)
+    x = 1 if config.gsa.gate_granularity == "headwise" else config.kv_channels
+    value, output, key, query = (part if part.shape[-1] else None for part in parts)
+    return GateLogits(
+        value,
+        None if output is None else output.unflatten(-1, (-1, x)),
+        key,
+        None if query is None else query.unflatten(-1, (-1, x)),
     )
 
 
 def gate_statistics(
     logits: torch.Tensor, config: GSATransformerConfig, bins: tuple[torch.Tensor, torch.Tensor]
 ) -> Statistics:
-    """How far both gates are open.
+    """How far G1 and G2 are open. Nothing where the activation has no bounds: then they are not open or closed.
 
     Args:
         logits: of some tokens, [T, B, local rows], without graph.
         bins: `gate_bins`
     """
+    statistics = Statistics()
+    if config.gsa.gate_activation not in ("sigmoid", "ns_sigmoid"):
+        return statistics
     rows = _rows_per_group(config)
-    opening = logits.float().sigmoid()
+    gates = opening(logits.float(), config.gsa)
     numbers, edges = bins
     # What is not finite is in the last one.
-    places = torch.bucketize(opening, edges, right=True)
-    # [rows of a key-value head, bins], both gates at once.
+    places = torch.bucketize(gates, edges, right=True)
+    # [rows of a key-value head, bins], all gates at once.
     in_bins = (places.unflatten(-1, (-1, sum(rows)))[..., None] == numbers).sum((0, 1, 2)).split(rows)
-    statistics = Statistics()
-    for name, gate, counts in zip(
-        ("value_gate", "output_gate"), split_gate_logits(opening, config), in_bins, strict=True
+    of_each = split_gate_logits(gates, config)
+    for name, gate, counts in (
+        ("value_gate", of_each.value, in_bins[0]),
+        ("output_gate", of_each.output, in_bins[1]),
     ):
         if gate is None:
             continue
@@ -159,9 +198,17 @@ def gate_bins(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, numbers[1:] / GATE_BINS
 
 
-def _rows_per_group(config: GSATransformerConfig) -> tuple[int, int]:
-    heads_per_group = config.num_attention_heads // config.num_query_groups
-    return (
-        config.kv_channels if config.gsa.value_gate else 0,
-        config.kv_channels * heads_per_group if config.gsa.output_gate else 0,
+def _rows(config: GSATransformerConfig) -> dict[str, int]:
+    return gate_rows(
+        config.gsa,
+        config.num_attention_heads,
+        config.num_query_groups,
+        config.kv_channels,
+        config.hidden_size,
     )
+
+
+def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
+    """Of a key-value head, or of all heads where they share: G2, G1, G3, G4."""
+    groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
+    return tuple(rows // groups for position, rows in _rows(config).items() if position != "projection")

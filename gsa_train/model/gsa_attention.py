@@ -23,20 +23,23 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from gsa_kernels import sigmoid_gate
 from gsa_kernels.limits import HEAD_SIZES
 from gsa_kernels.types import BudgetRule
+from gsa_train.config.gate_shapes import fuses_gates, has_paper_form
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.build import build_core
 from gsa_train.model.cores.interface import CoreSettings
 from gsa_train.model.cores.over_chunks import CoreOverChunks, Projected
+from gsa_train.model.gate_variants import HeadNorm, ReplicatedGate, apply_gate
 from gsa_train.model.gates import (
+    GateLogits,
     build_gate_projection,
+    build_head_gate,
     gate_bins,
     gate_statistics,
-    has_gates,
+    has_gate_projection,
     split_gate_logits,
 )
 from gsa_train.model.indexer import Indexer, IndexerProjections
@@ -63,6 +66,8 @@ class AttentionContext:
 
 class GSASelfAttention(MegatronModule):
     """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
+
+    The core applies G1 where it has the paper's form; other forms of it act behind the core.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
     its query heads, the key, the value), so that its checkpoint tools apply.
@@ -94,7 +99,7 @@ class GSASelfAttention(MegatronModule):
         d, d_k = config.hidden_size, config.kv_channels
         self.rotary_magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
         plain_heads = not config.qk_layernorm and config.rotary_percent == 1
-        fuses_heads = config.fused_ops and plain_heads and d_k in HEAD_SIZES
+        fuses_heads = config.fused_ops and plain_heads and d_k in HEAD_SIZES and fuses_gates(config.gsa)
         self.heads_op = _fused_heads_op() if fuses_heads else None
 
         self.linear_qkv = ColumnParallelLinear(
@@ -104,12 +109,18 @@ class GSASelfAttention(MegatronModule):
             init_method=config.init_method,
             bias=config.add_qkv_bias,
             gather_output=False,
-            disable_grad_reduce=has_gates(config),
+            disable_grad_reduce=has_gate_projection(config),
             tp_group=pg_collection.tp,
         )
         self.linear_gate = build_gate_projection(config, pg_collection)
         if self.linear_gate is not None:  # it communicates for both
             self.linear_qkv.sequence_parallel = False
+        self.head_gate = build_head_gate(config, pg_collection)
+        self.projection_gate = (
+            ReplicatedGate(config, pg_collection, d, for_heads=False) if self.gsa.projection_gate else None
+        )
+        transform = self.gsa.output_transform
+        self.output_layernorm = HeadNorm(config, pg_collection) if transform == "rms_norm" else None
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * d_k,
             d,
@@ -129,7 +140,7 @@ class GSASelfAttention(MegatronModule):
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
         gsa = self.gsa
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
+        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer, gsa.indexer_pool)
         core = build_core(settings, context.implementation, context.dense_attention)
         self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
 
@@ -149,11 +160,15 @@ class GSASelfAttention(MegatronModule):
             unused: what megatron-core passes to every attention (inference, packing formats we do not use).
         """
         attention_pass = self.runtime.pass_of_this_forward()
-        gates = None
+        gates = projection_gate = None
         gathered = not self.config.sequence_parallel
+        if self.projection_gate is not None:
+            projection_gate = self.projection_gate(hidden_states)
         if self.linear_gate is not None:
             gates, hidden_states = self.linear_gate(hidden_states)
             gathered = True
+        elif self.head_gate is not None:
+            gates = self.head_gate(hidden_states)
         q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
         if gates is not None and attention_pass.measures:
             sampled = gates.detach()[
@@ -161,13 +176,16 @@ class GSASelfAttention(MegatronModule):
             ]
             bins = self.runtime.once(attention_mask, "gate_bins", lambda: gate_bins(sampled.device))
             self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config, bins))
-        projected = Projected(q, k, v, output_gate, attention_mask)
+        core_gates = has_paper_form(self.gsa)
+        projected = Projected(q, k, v, output_gate if core_gates else None, attention_mask)
         selections = None
         if attention_pass.uses_indexer:
             if self.indexer is not None and self.variance is not None:
                 self.runtime.shared_selection = None  # not beside the next one
                 with trace_span("indexer"):
-                    indexed = self._index(self.indexer, hidden_states, gathered, attention_pass)
+                    indexed = self._index(
+                        self.indexer, hidden_states, gathered, attention_mask, attention_pass
+                    )
                 with trace_span("selection"):
                     self.runtime.shared_selection = self.over_chunks.select(
                         self.indexer, indexed, self.variance, attention_mask, attention_pass
@@ -181,7 +199,16 @@ class GSASelfAttention(MegatronModule):
             out = tensor_parallel.checkpoint(twice, False, *projected)
         else:
             out = attend(projected, selections=selections, attention_pass=attention_pass)
-        return self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
+        if output_gate is not None and not core_gates:
+            out = apply_gate(out, output_gate.flatten(2, 3), self.gsa)
+        elif self.output_layernorm is not None:
+            out = self.output_layernorm(out)
+        elif self.gsa.output_transform == "silu":
+            out = torch.nn.functional.silu(out)
+        result, _ = self.linear_proj(out.flatten(2).transpose(0, 1).contiguous())
+        if projection_gate is not None:
+            result = apply_gate(result, projection_gate, self.gsa)
+        return result, None
 
     def _project(
         self,
@@ -189,7 +216,7 @@ class GSASelfAttention(MegatronModule):
         gates: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Q [B, L, n_h, d_k], K and gated V [B, L, n_kv, d_k], logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
+        """Q [B, L, n_h, d_k], K and V [B, L, n_kv, d_k], gated, and logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
         None."""
         qkv, _ = self.linear_qkv(hidden_states)
         if self.heads_op is not None:
@@ -203,17 +230,22 @@ class GSASelfAttention(MegatronModule):
                 output_gate=self.gsa.output_gate,
             )
 
-        value_gate = output_gate = None
+        logits = GateLogits(None, None, None, None)
         if gates is not None:
-            value_gate, output_gate = split_gate_logits(gates, self.config)
+            logits = split_gate_logits(gates, self.config)
         d_k = self.config.kv_channels
         per_group = qkv.unflatten(-1, (-1, (self.heads_per_group + 2) * d_k))
         q, k, v = per_group.split([self.heads_per_group * d_k, d_k, d_k], -1)
         q = q.unflatten(-1, (self.heads_per_group, d_k)).flatten(2, 3)
-        if value_gate is not None:
-            v = sigmoid_gate(v, value_gate)  # eq. 9
+        if logits.value is not None:
+            v = apply_gate(v, logits.value, self.gsa)  # eq. 9
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
+        # Behind the norms, which would take the scale away that a gate gives.
+        if logits.key is not None:
+            k = apply_gate(k, logits.key, self.gsa)
+        if logits.query is not None:
+            q = apply_gate(q, logits.query.flatten(2, 3), self.gsa)
         if rotary_pos_emb is not None:
             q_angles, k_angles = (
                 rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
@@ -225,12 +257,16 @@ class GSASelfAttention(MegatronModule):
                 cp_group=self.groups.cp,
             )
             q, k = rotate(q, q_angles), rotate(k, k_angles)
-        if output_gate is not None:
-            output_gate = output_gate.transpose(0, 1)
+        output_gate = None if logits.output is None else logits.output.transpose(0, 1)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), output_gate
 
     def _index(
-        self, indexer: Indexer, hidden_states: torch.Tensor, gathered: bool, attention_pass: AttentionPass
+        self,
+        indexer: Indexer,
+        hidden_states: torch.Tensor,
+        gathered: bool,
+        document_ids: torch.Tensor | None,
+        attention_pass: AttentionPass,
     ) -> IndexerProjections:
         """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
         model."""
@@ -238,7 +274,9 @@ class GSASelfAttention(MegatronModule):
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         with attention_pass.indexer_graph():
-            queries, keys, head_weight_logits = indexer(hidden)
+            length, batch = hidden.shape[:2]
+            firsts = self.over_chunks.group_firsts(batch, length, hidden.device, document_ids)
+            queries, keys, head_weight_logits = indexer(hidden, firsts)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
 

@@ -10,7 +10,9 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
+from gsa_kernels.indexer.pool import pool_keys
 from gsa_kernels.types import Indexer as AppliedIndexer
+from gsa_train.config.indexer_scores import SCORES
 from gsa_train.context_sharding import QueryChunk
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import joined_weight_gradients
@@ -23,9 +25,9 @@ class IndexerProjections(NamedTuple):
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
     keys: torch.Tensor
-    """[B, L, d_I], one key for all indexer heads"""
+    """[B, L, d_I], one key for all indexer heads; with `gsa.indexer_pool` that of a group, at its first token"""
     head_weight_logits: torch.Tensor
-    """[B, L, H_I]"""
+    """[B, L, H_I]; constant where the indexer has no head weights"""
 
     def of(self, chunk: QueryChunk) -> IndexerProjections:
         """The chunk's queries, and the keys up to its end: those here are of all tokens."""
@@ -47,19 +49,25 @@ class Indexer(MegatronModule):
         heads, dim = self.gsa.indexer_heads, self.gsa.indexer_dim
         self.query_weight = self._parameter(heads * dim, config.hidden_size)
         self.key_weight = self._parameter(dim, config.hidden_size)
-        self.head_weight = self._parameter(heads, config.hidden_size)
-        gated = self.gsa.indexer_activation == "sigmoid"
-        self.score_bias = self._parameter(heads) if gated else None  # b_j
-        self.weight_bias = self._parameter(heads) if gated else None  # c_j
+        self.scores = SCORES[self.gsa.indexer_activation]
+        learned = self.scores.learns_head_weights
+        self.head_weight = self._parameter(heads, config.hidden_size) if learned else None
+        self.score_bias = self._parameter(heads) if self.scores.has_score_bias else None  # b_j
+        self.weight_bias = self._parameter(heads) if self.scores.has_head_weight_bias else None  # c_j
         # The three products are one, padded: matrix units want multiples of 8.
-        rows = heads * dim + dim + heads
+        rows = heads * dim + dim + learned * heads
         self.register_buffer(
-            "padding", self.head_weight.new_zeros(-rows % 8, config.hidden_size), persistent=False
+            "padding", self.key_weight.new_zeros(-rows % 8, config.hidden_size), persistent=False
         )
-        learned = self.gsa.indexer_temperature == "learned"
-        self.log_inverse_temperature = self._parameter(1) if learned else None  # log beta
+        norms = self.gsa.indexer_norm
+        self.query_norm_weight = self._parameter(dim) if norms else None
+        self.key_norm_weight = self._parameter(dim) if norms else None
+        learns_beta = self.gsa.indexer_temperature == "learned"
+        self.log_inverse_temperature = self._parameter(1) if learns_beta else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
-        self.split_op = _fused_split_op() if config.fused_ops else None
+        self.splits_alone = learned and not norms and self.gsa.indexer_pool == 1
+        """Nothing but the rotary embedding acts on the parts of the product: one kernel can do both."""
+        self.split_op = _fused_split_op() if config.fused_ops and self.splits_alone else None
         # YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
         self.rotary = rotary_embedding(config, dim, groups) if self.gsa.indexer_rope else None
 
@@ -73,9 +81,14 @@ class Indexer(MegatronModule):
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
-    def forward(self, hidden: torch.Tensor) -> IndexerProjections:
-        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer."""
-        weights = (self.query_weight, self.key_weight, self.head_weight, self.padding)
+    def forward(self, hidden: torch.Tensor, group_firsts: torch.Tensor | None = None) -> IndexerProjections:
+        """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
+
+        Args:
+            group_firsts: int64 [B, L], with `gsa.indexer_pool`: the keys are then those of groups.
+        """
+        learned = (self.query_weight, self.key_weight, self.head_weight)
+        weights = [weight for weight in (*learned, self.padding) if weight is not None]
         together = _JoinedProduct.apply(hidden, self.config.gradient_accumulation_fusion, *weights)
         if self.split_op is not None:
             whole = hidden.shape[0] * self.groups.cp.size()
@@ -83,8 +96,19 @@ class Indexer(MegatronModule):
             return IndexerProjections(
                 *self.split_op(together, self.gsa.indexer_heads, self.gsa.indexer_dim, *tables)
             )
-        queries, keys, head_weight_logits, _ = together.split([len(weight) for weight in weights], -1)
+        queries, keys, *others = together.split([len(weight) for weight in weights], -1)
+        if self.scores.head_weight_logit is None:
+            head_weight_logits = others[0]
+        else:
+            shape = (*keys.shape[:2], self.gsa.indexer_heads)
+            head_weight_logits = keys.new_full(shape, self.scores.head_weight_logit)
         queries = queries.unflatten(-1, (self.gsa.indexer_heads, self.gsa.indexer_dim))
+        if self.query_norm_weight is not None and self.key_norm_weight is not None:
+            size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
+            queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
+            keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
+        if group_firsts is not None:  # before the rotation, which is that of the group's first token
+            keys = pool_keys(keys.transpose(0, 1), group_firsts, self.gsa.indexer_pool).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
             queries = apply_rotary_pos_emb(queries, angles, config=self.config, cp_group=self.groups.cp)
@@ -106,7 +130,7 @@ class Indexer(MegatronModule):
             *projections,
             self.score_bias,
             self.weight_bias,
-            self.gsa.indexer_activation,
+            self.scores.activation,
             self.inverse_temperature() if with_temperature else 1.0,
         )
 

@@ -10,6 +10,7 @@ import torch
 from gsa_kernels import causal_mask
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
 from gsa_kernels.types import Geometry
+from gsa_train.config.indexer_scores import least_keys_to_choose
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.stats import POSITIONS
 
@@ -106,6 +107,8 @@ class MeasuredQueries:
     """B"""
     num_keys: int
     """L_k, the last query's own included."""
+    indexer_pool: int = 1
+    """`gsa.indexer_pool`"""
 
     @cached_property
     def visible(self) -> torch.Tensor:
@@ -121,8 +124,17 @@ class MeasuredQueries:
 
     @cached_property
     def leaders_with_choice(self) -> torch.Tensor:
-        """bool [B, R]: they see two keys."""
-        return self.leaders_visible >= 2
+        """bool [B, R]: they see two keys, or two groups that they may choose."""
+        return self.leaders_visible >= least_keys_to_choose(self.indexer_pool)
+
+    def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
+        """bool [B, R]: those whose budget is below what they see, or may choose.
+
+        Args:
+            budget: k_t, int [B, R]
+        """
+        pool, visible = self.indexer_pool, self.leaders_visible
+        return budget < visible if pool == 1 else budget // pool < (visible - 1) // pool
 
     @cached_property
     def number_with_choice(self) -> torch.Tensor:

@@ -26,6 +26,8 @@ class AttentionRuntime:
     shared_selection: Any = field(default=None, repr=False)
     """Selections of the last leader layer, one per chunk of queries, for the followers of its group
     (`selection_reuse`)."""
+    lesson: Any = field(default=None, repr=False)
+    """What the layers of a group gather for the loss of their indexer (group_lesson.py); None where there is none."""
 
     _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
     """Per layer: losses of this step that have drawn their rows."""
@@ -45,7 +47,7 @@ class AttentionRuntime:
         try:
             yield
         finally:
-            self.attention_pass, self.shared_selection = before, None
+            self.attention_pass, self.shared_selection, self.lesson = before, None, None
             self._documents, self._made = None, {}
 
     def pass_of_this_forward(self) -> AttentionPass:

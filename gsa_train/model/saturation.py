@@ -24,21 +24,29 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 
 @torch.no_grad()
 def saturation_statistics(
-    inputs: AttentionInputs, indexer: Indexer | None, queries: MeasuredQueries
+    inputs: AttentionInputs,
+    indexer: Indexer | None,
+    queries: MeasuredQueries,
+    candidates: torch.Tensor | None = None,
 ) -> Statistics:
     """Of the sparse queries that see at least two keys, against their causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
+        candidates: bool [B, T, L_k], what the indexer scores where that is not all causal keys.
     """
     rows, sparse = queries.sample.sparse, queries.sparse
     logit = largest_logit(inputs.q[:, rows], inputs.k, sparse.causal_with_choice)
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
-        asked = indexer.queries[:, rows]
-        causal = (sparse.causal_as(asked.dtype), sparse.visible)
-        share = saturated_share(asked, indexer.keys, indexer.score_bias, indexer.activation, causal)
-        statistics.average("indexer_saturated", share, sparse.has_choice[..., None])
+        asked, scores = indexer.queries[:, rows], (indexer.score_bias, indexer.activation)
+        if candidates is None:
+            scored, counted = (sparse.causal_as(asked.dtype), sparse.visible), sparse.has_choice
+        else:
+            scored = (candidates.to(asked.dtype), candidates.sum(-1).clamp(min=1))
+            counted = candidates.any(-1)
+        share = saturated_share(asked, indexer.keys, *scores, scored)
+        statistics.average("indexer_saturated", share, counted[..., None])
     return statistics
 
 

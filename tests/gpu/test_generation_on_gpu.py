@@ -40,7 +40,7 @@ def test_compiled_steps_give_the_same(name: str) -> None:
     assert generation.Generator(model, compile=True).generate(PROMPTS, 30).tokens == wanted
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "norms, no head weights"])
 def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None:
     """In fp32, where they are taken only on request; with three sequences and with one."""
     model = make_model(name).cuda()

@@ -286,3 +286,29 @@ def test_dense_attention_by_other_kernels(
         found.append((one.step(0, measures=True), one.gradients()))
     torch.testing.assert_close(found[0][0].loss_sum, found[1][0].loss_sum, rtol=1e-3, atol=0)
     assert worst_difference(found[1][1], found[0][1]) < 0.06
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("gsa.indexer_activation=plain", "gsa.indexer_norm=true"),
+        ("gsa.indexer_activation=qsa", "gsa.indexer_norm=true", "gsa.indexer_rope=true"),
+        ("gsa.selection_block=32", "gsa.local_window=32", "gsa.selection_query=previous_mean"),
+        ("gsa.key_gate=true", "gsa.query_gate=true", "gsa.projection_gate=true", "model.sandwich_norm=true"),
+        ("gsa.gate_granularity=headwise", "gsa.gate_form=additive", "gsa.gate_activation=silu"),
+        ("gsa.output_gate=false", "gsa.output_transform=rms_norm", "gsa.gate_input=input_independent"),
+    ],
+)
+def test_kernels_train_what_plain_torch_trains(
+    trainer: Callable[..., Trainer], overrides: tuple[str, ...]
+) -> None:
+    """In fp32, where the two differ by the order of sums."""
+    found = []
+    for name in ("reference", "triton"):
+        fields = (f"gsa.attention_impl={name}", "train.precision=fp32", *ALL_KEYS, *overrides)
+        one = trainer(config_of("gsa_1.7b", *fields))
+        found.append((one.step(0, measures=True), one.gradients()))
+    (plain, expected), (result, gradients) = found
+    torch.testing.assert_close(result.loss_sum, plain.loss_sum, rtol=1e-5, atol=0)
+    assert worst_difference(gradients, expected) < 1e-3

@@ -35,6 +35,8 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"rope_base": 100.0, "rope_scaling": RopeScalingConfig("yarn", 4.0, 16, 3.0, 0.2, 1.3)},
         "gsa": {"indexer_rope": True, "dense_below": 12},
     },
+    "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
+    "qsa, blocks": {"gsa": {"indexer_activation": "qsa", "selection_block": 4, "local_window": 4}},
     "options": {
         "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
         "gsa": {

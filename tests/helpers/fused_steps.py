@@ -30,8 +30,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "output_gate": False,
         "adaptive_k": "off",
     },
+    "plain and norm": {"indexer_activation": "plain", "indexer_norm": True},
+    "qsa and lists": {"indexer_activation": "qsa", "adaptive_k": "off", "attention_kernel": "gathered"},
     "learned temperature": {"indexer_temperature": "learned"},
     "lists": {"attention_kernel": "gathered", "local_window": 3},
+    "mean of the block before": {
+        "selection_block": 16,
+        "local_window": 16,
+        "selection_query": "previous_mean",
+    },
     "blocks": {
         "selection_block": 16,
         "local_window": 17,
@@ -63,7 +70,8 @@ def one_step(
         for attention in model.attentions:
             attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
             attention.heads_op = prologue_op.fused_split_rotate_gate
-            if attention.indexer is not None:
+            indexer = attention.indexer
+            if indexer is not None and indexer.splits_alone:
                 attention.indexer.split_op = split_projection
     if len(cuts) > 2:  # as under context parallelism, with all chunks on this rank
         chunks = [QueryChunk(slice(start, stop), start, stop) for start, stop in pairwise(cuts)]

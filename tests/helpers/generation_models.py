@@ -29,6 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
     "blocks": BLOCKS,
     "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, **BLOCKS},
+    "norms, no head weights": {
+        "index_norm": True,
+        "index_activation": "plain",
+        "index_rope": True,
+        **BLOCKS,
+    },
     "mixed": {
         "layer_types": [DENSE_LAYER, INDEXED_LAYER],
         "qk_norm": True,
@@ -46,8 +52,8 @@ def make_model(name: str, **changes: Any) -> GSAForCausalLM:
     torch.manual_seed(0)
     model = GSAForCausalLM(GSAConfig(**(TINY | MODELS[name] | changes))).eval()
     for parameter_name, each in model.named_parameters():
-        if each.ndim == 1 and "norm" not in parameter_name:
-            torch.nn.init.normal_(each, std=0.5)  # biases
+        if each.ndim == 1 and ("norm" not in parameter_name or "indexer" in parameter_name):
+            torch.nn.init.normal_(each, std=0.5)  # biases, norms of indexers
     for buffer_name, each in model.named_buffers():
         if buffer_name.endswith("variance_ema"):
             each.fill_(0.02)

@@ -68,6 +68,47 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
 """Every query selects some of the keys that it sees. The text of this seed has no near ties, which rounding, and so the
 processor, would decide: no token comes twice in a sequence (`blocks`), and test_many_layouts measures the margins."""
+GATES_OF_HEADS: dict[str, dict[str, Any]] = {
+    "gsa": {
+        **ALL_KEYS["gsa"],
+        "key_gate": True,
+        "query_gate": True,
+        "gate_granularity": "headwise",
+        "gate_form": "additive",
+        "gate_activation": "silu",
+        "selection_reuse": 2,
+        "reuse_teacher": "group",
+        "indexer_norm": True,
+        "indexer_activation": "plain",
+    },
+    "model": {"sandwich_norm": True},
+}
+SHARED_GATES: dict[str, dict[str, Any]] = {
+    "gsa": {
+        **ALL_KEYS["gsa"],
+        "key_gate": True,
+        "query_gate": True,
+        "gate_sharing": "head_shared",
+        "indexer_activation": "qsa",
+        "local_window": 4,
+        "selection_block": 4,
+        "selection_query": "previous_mean",
+    },
+}
+FREE_GATES: dict[str, dict[str, Any]] = {
+    "gsa": {
+        **ALL_KEYS["gsa"],
+        "output_gate": False,
+        "output_transform": "rms_norm",
+        "projection_gate": True,
+        "key_gate": True,
+        "gate_input": "input_independent",
+        "indexer_pool": 2,
+        "gate_activation": "ns_sigmoid",
+    },
+}
+G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
+"""With the three above: gates of which tensor-parallel ranks hold a part, or the same for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
@@ -127,6 +168,7 @@ class Case:
 CASES = {
     "context": Case({"context": 2}),
     "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS),
+    "context, indexer norm": Case({"context": 2}, GATES_OF_HEADS, PAIRS),
     "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
     "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
     "context x pipeline, options": Case(
@@ -140,6 +182,11 @@ CASES = {
     "tensor without sequence, overlapped": Case({"tensor": 2, "sequence": False, **OVERLAP}, train=PAIRS),
     "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS),
     "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS),
+    "tensor, gates of heads": Case({"tensor": 2}, GATES_OF_HEADS, PAIRS),
+    "tensor, shared gates": Case({"tensor": 2}, SHARED_GATES, PAIRS),
+    "tensor without sequence, shared gates": Case({"tensor": 2, "sequence": False}, SHARED_GATES, PAIRS),
+    "tensor, free gates": Case({"tensor": 2}, FREE_GATES, PAIRS),
+    "deepspeed 1 x tensor, G5": Case({"tensor": 2, **ZERO_1}, G5, PAIRS),
     "pipeline": Case({"pipeline": 2}),
     "pipeline, recomputed layers": Case({"pipeline": 2}, train={"recompute": "full"}),
     "tensor and sequence on all ranks": Case(
@@ -202,6 +249,11 @@ RESHARDED = {
     ),
     "context": Reshard({"context": 2}, [{"context": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
     "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
+    "free gates": Reshard(
+        {"tensor": 2},
+        [{"tensor": 4, "sequence": False}],
+        {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
+    ),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
     # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),

@@ -101,14 +101,19 @@ def random_weights(o: LayerOptions, hidden_size: int, seed: int) -> dict[str, to
         "w_o": (hidden_size, query_size),
         "w_iq": (o.indexer_heads * o.indexer_dim, hidden_size),
         "w_ik": (o.indexer_dim, hidden_size),
-        "w_iw": (o.indexer_heads, hidden_size),
     }
+    if o.indexer_activation in ("sigmoid", "relu"):
+        sizes["w_iw"] = (o.indexer_heads, hidden_size)
     if o.value_gate:
         sizes |= {"w_vg": (kv_size, hidden_size), "b_vg": (kv_size,)}
     if o.output_gate:
         sizes |= {"w_og": (query_size, hidden_size), "b_og": (query_size,)}
     if o.indexer_activation == "sigmoid":
         sizes |= {"b_j": (o.indexer_heads,), "c_j": (o.indexer_heads,)}
+    if o.indexer_activation == "plain":
+        sizes["b_j"] = (o.indexer_heads,)
+    if o.indexer_norm:
+        sizes |= {"n_iq": (o.indexer_dim,), "n_ik": (o.indexer_dim,)}
     weights = {}
     for name, size in sizes.items():
         scale = 1.0 if name.startswith("b_") or name == "c_j" else hidden_size**-0.5

@@ -39,7 +39,10 @@ class LayerOptions:
     """dense is phase 1: the KL runs over all visible keys. sparse is phase 2: it runs over S_t."""
     value_gate: bool = True
     output_gate: bool = True
-    indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
+    indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
+    """plain and qsa: sigmoid and relu, without head weights."""
+    indexer_norm: bool = False
+    norm_epsilon: float = 1e-5
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     dense_below: int = 0
     variance_ema: float = 0.0
@@ -48,6 +51,9 @@ class LayerOptions:
     indexer_rope: bool = False
     local_window: int = 0
     selection_block: int = 1
+    selection_query: Literal["first", "previous_mean"] = "first"
+    indexer_pool: int = 1
+    """Above 1 selection_block is 1."""
     inverse_temperature: float = 1.0
 
 
@@ -63,7 +69,8 @@ def gsa_layer(
         h: [L, d], fp64
         weights: as `torch.nn.Linear` keeps them, [out, in]: w_q, w_k, w_v, w_o, w_iq [HI * DI, d],
             w_ik [DI, d], w_iw [HI, d]; with the gates w_vg, b_vg, w_og, b_og; with the sigmoid
-            indexer b_j [HI] and c_j [HI]. Heads are contiguous in the outputs.
+            indexer b_j [HI] and c_j [HI], with the plain one b_j; with norms n_iq and n_ik [DI].
+            Heads are contiguous in the outputs.
         document_ids: one per token; one document if None
 
     Returns:
@@ -95,14 +102,25 @@ def gsa_layer(
     top_k: dict[int, set[int]] = {}
     budgets, variances = [], []
     for t0 in leaders:
-        keys = [s for s in range(length) if sees(t0, s)]
-        scores[t0] = _indexer_row(h.detach(), weights, o, t0, keys)
+        keys = visible = [s for s in range(length) if sees(t0, s)]
+        if o.indexer_pool > 1:  # groups, each named by its first key
+            keys = [group[0] for group in _groups_before(visible, o)]
+        asking = [t0]
+        if o.selection_query == "previous_mean":
+            before = range(max(0, t0 - o.selection_block), t0)
+            asking = [t for t in before if documents[t] == documents[t0]] or [t0]
+        scores[t0] = _indexer_row(h.detach(), weights, o, asking, keys)
         values = {s: score.item() for s, score in scores[t0].items()}
-        mean = math.fsum(values.values()) / len(keys)
-        variance = math.fsum((x - mean) ** 2 for x in values.values()) / len(keys)
-        budget = len(keys) if len(keys) < o.dense_below else min(_budget(o, variance), len(keys))
+        number = max(1, len(keys))
+        mean = math.fsum(values.values()) / number
+        variance = math.fsum((x - mean) ** 2 for x in values.values()) / number
+        budget = len(visible) if len(visible) < o.dense_below else min(_budget(o, variance), len(visible))
         ranking = sorted(keys, key=lambda s: (-values[s], s))
         top_k[t0] = set(ranking[:budget])
+        if o.indexer_pool > 1:
+            chosen = ranking[: budget // o.indexer_pool]
+            own = visible[len(keys) * o.indexer_pool :]
+            top_k[t0] = {s + i for s in chosen for i in range(o.indexer_pool)} | set(own)
         budgets.append(budget)
         variances.append(variance)
 
@@ -140,13 +158,22 @@ def gsa_layer(
     kl_rows = []
     for t0 in leaders:
         block = range(t0, min(t0 + o.selection_block, length))
-        support = sorted(top_k[t0] | window_of(t0)) if o.attention == "sparse" else sorted(scores[t0])
+        read = top_k[t0] | window_of(t0)
+        support = [[s] for s in (sorted(read) if o.attention == "sparse" else sorted(scores[t0]))]
+        if o.indexer_pool > 1:
+            groups = _groups_before([s for s in range(length) if sees(t0, s)], o)
+            support = [each for each in groups if o.attention == "dense" or read.issuperset(each)]
+        if not support:
+            kl_rows.append(h.new_zeros(()))
+            continue
         target = []
-        for s in support:
-            per_head = [probs[t][head].get(s, 0.0) for t in block for head in range(o.num_heads)]
-            target.append(sum(per_head) / len(per_head))
+        for each in support:
+            per_head = [
+                probs[t][head].get(s, 0.0) for t in block for head in range(o.num_heads) for s in each
+            ]
+            target.append(sum(per_head) / (len(block) * o.num_heads))
         total = sum(target)
-        model = _softmax([o.inverse_temperature * scores[t0][s] for s in support])
+        model = _softmax([o.inverse_temperature * scores[t0][each[0]] for each in support])
         kl = h.new_zeros(())
         for p, model_p in zip(target, model, strict=True):
             if p > 0:
@@ -163,16 +190,30 @@ def gsa_layer(
 
 
 def _indexer_row(
-    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, t: int, keys: list[int]
+    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, asking: list[int], keys: list[int]
 ) -> dict[int, torch.Tensor]:
-    """I[t, s] for every s in `keys`."""
-    queries = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
-    if o.indexer_rope:
-        queries = [_rotate(x, t, o) for x in queries]
-    head_weights = weights["w_iw"] @ h[t]
+    """I[t, s] for every s in `keys`, with the mean query and head weights of the positions `asking`."""
+    queries = [h.new_zeros(o.indexer_dim)] * o.indexer_heads
+    head_weights = h.new_zeros(o.indexer_heads)
+    for t in asking:
+        of_position = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
+        if o.indexer_norm:
+            of_position = [_norm(x, weights["n_iq"], o) for x in of_position]
+        if o.indexer_rope:
+            of_position = [_rotate(x, t, o) for x in of_position]
+        queries = [x + y / len(asking) for x, y in zip(queries, of_position, strict=True)]
+        if o.indexer_activation in ("sigmoid", "relu"):
+            head_weights = head_weights + weights["w_iw"] @ h[t] / len(asking)
+        else:
+            head_weights = h.new_ones(o.indexer_heads)
     row = {}
     for s in keys:
-        key = weights["w_ik"] @ h[s]
+        key = h.new_zeros(o.indexer_dim)
+        for member in range(s, s + o.indexer_pool):
+            of_member = weights["w_ik"] @ h[member]
+            if o.indexer_norm:
+                of_member = _norm(of_member, weights["n_ik"], o)
+            key = key + of_member / o.indexer_pool
         if o.indexer_rope:
             key = _rotate(key, s, o)
         score = h.new_zeros(())
@@ -181,10 +222,18 @@ def _indexer_row(
             if o.indexer_activation == "sigmoid":
                 weight = _sigmoid(head_weights[j] + weights["c_j"][j])
                 score = score + weight * _sigmoid(product + weights["b_j"][j])
+            elif o.indexer_activation == "plain":
+                score = score + _sigmoid(product + weights["b_j"][j])
             elif product.item() > 0:
                 score = score + head_weights[j] * product
         row[s] = score
     return row
+
+
+def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
+    """Groups of indexer_pool keys, from the document's first key on, in front of the one of the last visible key."""
+    size = o.indexer_pool
+    return [visible[i * size : (i + 1) * size] for i in range((len(visible) - 1) // size)]
 
 
 def _budget(o: LayerOptions, variance: float) -> int:
@@ -227,6 +276,10 @@ def _rate(i: int, channels: int, o: LayerOptions) -> float:
     last = min(channels - 1, math.ceil(turns[o.yarn.beta_slow]))
     slowed = min(1.0, max(0.0, (i - first) / (last - first)))
     return slowed * rate / o.yarn.factor + (1 - slowed) * rate
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, o: LayerOptions) -> torch.Tensor:
+    return weight * x / torch.sqrt(_dot(x, x) / len(x) + o.norm_epsilon)
 
 
 def _heads(x: torch.Tensor, heads: int) -> list[torch.Tensor]:

@@ -47,9 +47,11 @@ def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]
             found["gates"] += [(n_h * d_k, d), (n_h * d_k,)]
         if gsa.attention == "sparse" and layer % gsa.selection_reuse == 0:
             heads, dim = gsa.indexer_heads, gsa.indexer_dim
-            found["indexer"] += [(heads * dim, d), (dim, d), (heads, d)]
-            if gsa.indexer_activation == "sigmoid":
-                found["indexer"] += [(heads,), (heads,)]
+            found["indexer"] += [(heads * dim, d), (dim, d)]
+            if gsa.indexer_activation in ("sigmoid", "relu"):
+                found["indexer"] += [(heads, d)]
+            biases = {"sigmoid": 2, "plain": 1}.get(gsa.indexer_activation, 0)
+            found["indexer"] += [(heads,)] * biases + [(dim,), (dim,)] * gsa.indexer_norm
             if gsa.indexer_temperature == "learned":
                 found["indexer"] += [(1,)]
     return found
@@ -62,6 +64,8 @@ VARIANTS = [
     (MODEL, dataclasses.replace(GSA, indexer_activation="relu", value_gate=False, output_gate=False)),
     (MODEL, dataclasses.replace(GSA, indexer_temperature="learned", selection_reuse=2)),
     (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False)),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="plain", indexer_norm=True)),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="qsa")),
     (MODEL, dataclasses.replace(GSA, selection_block=4, local_window=6)),
 ]
 
@@ -119,7 +123,8 @@ def brute_force(
             indexer["indexer_projections"] += d * dim
             target += n_h * d_k * len(attended)
             if query == first:
-                indexer["indexer_projections"] += d * heads * dim + d * heads
+                weighted = gsa.indexer_activation in ("sigmoid", "relu")
+                indexer["indexer_projections"] += d * heads * dim + weighted * d * heads
                 indexer["indexer_scores"] += sum(heads * dim + heads for _ in visible)
                 learned_scores += sum(heads * dim + heads for _ in attended)
 
@@ -208,6 +213,14 @@ def test_an_indexer_loss_of_some_queries_costs_as_many(length, block, fraction, 
     assert dataclasses.replace(count, **unchanged) == dataclasses.replace(full, **unchanged)
 
 
+def test_an_indexer_that_a_group_teaches_needs_the_probabilities_of_all_its_layers():
+    leader = dataclasses.replace(GSA, selection_reuse=2)
+    group = dataclasses.replace(leader, reuse_teacher="group")
+    phase = PhaseConfig(attention="sparse", train="all")
+    one, two = (flops_per_token(MODEL, gsa, phase, LENGTH) for gsa in (leader, group))
+    assert two == dataclasses.replace(one, kl_target=2 * one.kl_target)
+
+
 def test_mean_keys():
     assert causal_mean_keys(4) == (1 + 2 + 3 + 4) / 4
     assert mean_scored_keys(GSA, 4, causal_mean_keys(4)) == causal_mean_keys(4)
@@ -218,6 +231,9 @@ def test_mean_keys():
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
     everything = dataclasses.replace(GSA, k_base=1000)
     assert mean_selected_keys(everything, ONE_DOCUMENT.tolist()) == causal_mean_keys(LENGTH)
+    pairs = dataclasses.replace(GSA, indexer_pool=2)  # of 5 keys two pairs, and the query's own
+    assert mean_scored_keys(pairs, 5, causal_mean_keys(5)) == (0 + 0 + 1 + 1 + 2) / 5
+    assert mean_selected_keys(pairs, ONE_DOCUMENT[:, :8].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 5 + 6) / 8
     few = dataclasses.replace(GSA, dense_below=8)
     assert mean_selected_keys(few, ONE_DOCUMENT[:, :9].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 7 + 5 + 5) / 9
 

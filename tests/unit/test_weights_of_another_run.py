@@ -15,7 +15,12 @@ import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train import train
-from gsa_train.checkpoint.initial_weights import MEANING, load_initial_main_weights, load_initial_weights
+from gsa_train.checkpoint.initial_weights import (
+    MEANING,
+    WITHOUT_WEIGHTS,
+    load_initial_main_weights,
+    load_initial_weights,
+)
 from gsa_train.checkpoint.load import StateError
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
@@ -258,6 +263,11 @@ def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
             r"model\.num_heads = 8 here, 4 in",
         ),
         (tiny_config(gsa={"indexer_activation": "relu"}), "indexer_activation = relu here, sigmoid in"),
+        (tiny_config(gsa={"gate_activation": "silu"}), "gate_activation = silu here, sigmoid in"),
+        (
+            tiny_config(gsa={"output_gate": False, "output_transform": "silu"}),
+            "output_transform = silu here, none in",
+        ),
     ):
         with pytest.raises(ResumeError, match=message):
             start(folder, config)
@@ -276,7 +286,8 @@ def test_every_field_of_the_attention_has_been_thought_of() -> None:
     shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
     # how much is read
     reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "selection_block"}
-    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
+    reads |= {"selection_query", "indexer_pool"}
+    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay", "reuse_teacher"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
-    known = set(MEANING["gsa"]) | shapes | reads | trains | runs
+    known = {*MEANING["gsa"], *WITHOUT_WEIGHTS} | shapes | reads | trains | runs
     assert {field.name for field in dataclasses.fields(GSAConfig)} == known

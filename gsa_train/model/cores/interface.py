@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gsa_kernels.limits import Kernel
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.group_lesson import TargetSum
 from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 
@@ -70,6 +71,8 @@ class CoreSettings:
     tp_group: dist.ProcessGroup
     layer: int
     """For log lines."""
+    indexer_pool: int = 1
+    """`gsa.indexer_pool`"""
 
 
 class AttentionCore(Protocol):
@@ -102,6 +105,7 @@ class AttentionCore(Protocol):
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
         measured: MeasuredQueries | None,
+        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
         """Gated attention, and the indexer loss.
 
@@ -111,5 +115,6 @@ class AttentionCore(Protocol):
             selection: what `select` returned, perhaps for an earlier layer; None where no indexer runs.
             loss: None where nobody needs the indexer loss.
             measured: as in `select`.
+            target_sum: takes this layer's probabilities; the loss then learns the sum. None: it learns this layer's.
         """
         ...

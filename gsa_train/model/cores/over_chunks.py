@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gsa_data.pack import document_starts
+from gsa_kernels.indexer.pool import earlier_groups, group_firsts
 from gsa_kernels.types import Geometry
+from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
 from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.loss_injection import differentiate_indexer_loss
@@ -17,6 +19,7 @@ from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
+from gsa_train.model.group_lesson import GroupLesson
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.query_sample import QuerySample
@@ -88,7 +91,7 @@ class CoreOverChunks:
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
             result = self.core.select(
-                applied.of_block_leaders(self.gsa.selection_block),
+                self._of_blocks(applied, geometry),
                 variance.ema,
                 geometry,
                 attention_pass,
@@ -111,6 +114,8 @@ class CoreOverChunks:
         here is gathered again when it is recomputed, not kept."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
         q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
+        lesson = self._lesson(indexer, indexed, attention_pass)
+        ends_group = (self.layer + 1) % self.gsa.selection_reuse == 0
         outputs, losses = [], []
         for number, chunk in enumerate(self.chunks(q.shape[1])):
             inputs = AttentionInputs(
@@ -122,22 +127,32 @@ class CoreOverChunks:
             geometry = self._geometry(projected.document_ids, chunk)
             measured = self._measured(q, chunk, projected.document_ids, geometry, attention_pass)
             loss = of_chunk = None
-            if indexer is not None and indexed is not None:
-                with attention_pass.indexer_graph():
+            with attention_pass.indexer_graph():
+                if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, measured, attention_pass)
+                    if lesson is None:
+                        loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
+                if lesson is not None and ends_group:
+                    taught = lesson.indexed.of(chunk)
+                    loss = self._loss_inputs(lesson.indexer, taught, geometry, measured, attention_pass)
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
                 if indexer is not None and of_chunk is not None:
                     applied = indexer.applied(of_chunk, with_temperature=False)
-                statistics = saturation_statistics(inputs, applied, measured)
+                candidates = self._candidates(q, projected.document_ids, measured)
+                statistics = saturation_statistics(inputs, applied, measured, candidates)
                 self.runtime.stats.record(self.layer, statistics)
             selection = None if selections is None else selections[number]
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured)
+            target_sum = None if lesson is None else lesson.sum_of(chunk)
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured, target_sum)
+            if lesson is not None:
+                self.runtime.stats.record(lesson.layer, result.statistics.taken("indexer_kl"))
             self.runtime.stats.record(self.layer, result.statistics)
             outputs.append(result.out)
             if result.indexer_loss is not None:
                 losses.append(result.indexer_loss)
+        if ends_group:
+            self.runtime.lesson = None
         out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         if not losses:
             return out
@@ -146,6 +161,40 @@ class CoreOverChunks:
             return differentiate_indexer_loss(
                 out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
             )
+
+    def _lesson(
+        self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
+    ) -> GroupLesson | None:
+        """Of the group that this layer is in; None where its indexer learns from its own layer, or not at all."""
+        if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
+            needed = attention_pass.needs_indexer_loss
+            self.runtime.lesson = GroupLesson(indexer, indexed, self.layer) if needed else None
+        lesson: GroupLesson | None = self.runtime.lesson
+        return lesson
+
+    def _candidates(
+        self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries
+    ) -> torch.Tensor | None:
+        """What the indexer scores for the sparse queries of the sample; None: all causal keys."""
+        firsts = self.group_firsts(q.shape[0], q.shape[1], q.device, document_ids)
+        if firsts is None:
+            return None
+        return earlier_groups(firsts, measured.sparse.causal, measured.sample.sparse)
+
+    def group_firsts(
+        self, batch: int, length: int, device: torch.device, document_ids: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Of each token the first one of its group, int64 [B, L]; None without `gsa.indexer_pool`."""
+        if self.gsa.indexer_pool == 1:
+            return None
+
+        def firsts() -> torch.Tensor:
+            starts = torch.zeros(batch, length, dtype=torch.int32, device=device)
+            if document_ids is not None:
+                starts = document_starts(document_ids)
+            return group_firsts(starts, self.gsa.indexer_pool)
+
+        return self.runtime.once(document_ids, ("group firsts", length, batch), firsts)
 
     def chunks(self, length: int) -> list[QueryChunk]:
         """Of this rank, which has `length` tokens."""
@@ -187,7 +236,7 @@ class CoreOverChunks:
         sample = self._sample(length, chunk, attention_pass)
         if sample is None:
             return None
-        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end)
+        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end, self.gsa.indexer_pool)
         return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
@@ -195,10 +244,18 @@ class CoreOverChunks:
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
         return Geometry(starts, chunk.start, self.gsa.selection_block, self.gsa.local_window)
 
+    def _of_blocks(self, indexer: AppliedIndexer, geometry: Geometry) -> AppliedIndexer:
+        """With a row for each block of queries that share a selection: `gsa.selection_query`."""
+        if self.gsa.selection_query == "first":
+            return indexer.of_block_leaders(self.gsa.selection_block)
+        assert geometry.query_start == 0
+        return indexer.of_previous_blocks(self.gsa.selection_block, geometry.document_starts)
+
     def _loss_inputs(
         self,
         indexer: Indexer,
         indexed: IndexerProjections,
+        geometry: Geometry,
         measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
     ) -> IndexerLossInputs | None:
@@ -210,7 +267,7 @@ class CoreOverChunks:
             counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
         return IndexerLossInputs(
-            indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
+            self._of_blocks(indexer.applied(indexed), geometry),
             self.runtime.draw_rows(attention_pass, self.layer),
             counted,
             on_rows,

@@ -25,6 +25,13 @@ from gsa_kernels import (
     sum_over_blocks,
     union_ratio,
 )
+from gsa_kernels.indexer.pool import (
+    earlier_groups,
+    group_firsts,
+    keys_of_groups,
+    sum_over_groups,
+    whole_groups,
+)
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.sampling import sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
@@ -42,6 +49,7 @@ from gsa_train.model.cores.interface import (
     IndexerLossInputs,
     SelectionResult,
 )
+from gsa_train.model.group_lesson import TargetSum
 from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
@@ -65,7 +73,9 @@ class ReferenceCore:
         rule = self.settings.rule
         causal = _causal_keys(geometry, indexer.keys.shape[1], indexer.keys.device)
         rows, scores = causal[:, :: geometry.selection_block], _scores(indexer)
-        _, variance = score_moments(scores, rows)
+        firsts = self._group_firsts(geometry, indexer.keys)
+        candidates = rows if firsts is None else earlier_groups(firsts, rows)
+        _, variance = score_moments(scores, candidates)
         if not (attention_pass.sparse or attention_pass.measuring):
             return SelectionResult(None, variance)
         budget = adaptive_budget(
@@ -78,7 +88,12 @@ class ReferenceCore:
             mode=rule.mode,
             dense_below=rule.dense_below,
         )
-        selected = _complete(select_top_k(scores, rows, budget), causal, geometry)
+        if firsts is None:
+            chosen = select_top_k(scores, rows, budget)
+        else:
+            groups = select_top_k(scores, candidates, budget // self.settings.indexer_pool)
+            chosen = keys_of_groups(groups, firsts, causal)
+        selected = _complete(chosen, causal, geometry)
         statistics = Statistics()
         if measured is not None:
             statistics = budget_statistics(budget, variance, measured)
@@ -94,6 +109,7 @@ class ReferenceCore:
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
         measured: MeasuredQueries | None,
+        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
         q, k, v = inputs.q, inputs.k, inputs.v
         causal = _causal_keys(geometry, k.shape[1], q.device)
@@ -106,7 +122,7 @@ class ReferenceCore:
             v,
             attended,
             recall_among=causal if measured is not None and attention_pass.sparse else None,
-            return_probs=loss is not None or dense_recall,
+            return_probs=loss is not None or dense_recall or target_sum is not None,
         )
         out, probs, statistics = attention.out, attention.head_sum_probs, Statistics()
         if probs is not None:
@@ -127,10 +143,14 @@ class ReferenceCore:
                 recall = recall[:, rows]
                 statistics.average("recall", recall, chooses if recall.ndim == 2 else chooses[..., None])
         kl = None
-        if loss is not None:
+        target = probs
+        if target_sum is not None:
             assert probs is not None
+            target = target_sum.add(probs)
+        if loss is not None:
+            assert target is not None
             with attention_pass.indexer_graph(), trace_span("kl"):
-                rows = _kl_of_rows(loss.indexer, probs, attended, geometry.selection_block)
+                rows = self._kl_of_rows(loss.indexer, target, attended, causal, geometry)
                 kl, logged = _sum_or_estimate(rows, loss.rows)
             if loss.counted_rows is not None:
                 # Of a query that sees one key it is 0.
@@ -138,6 +158,38 @@ class ReferenceCore:
         if inputs.output_gate is not None:
             out = sigmoid_gate(out, inputs.output_gate.flatten(2, 3))  # eq. 10
         return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
+
+    def _kl_of_rows(
+        self,
+        indexer: Indexer,
+        probs: torch.Tensor,
+        attended: torch.Tensor,
+        causal: torch.Tensor,
+        geometry: Geometry,
+    ) -> torch.Tensor:
+        """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15).
+
+        With groups of keys p is summed over each, and the set is that of the groups which the query attends to whole.
+        """
+        block, firsts = geometry.selection_block, self._group_firsts(geometry, indexer.keys)
+        if firsts is None:
+            rows, target = attended[:, ::block], sum_over_blocks(probs, block)
+        else:
+            candidates = earlier_groups(firsts, causal)
+            rows = whole_groups(attended, candidates, firsts, self.settings.indexer_pool)
+            target = sum_over_groups(probs, firsts)
+        target = renormalise_target(target, rows)
+        return indexer_kl(_scores(indexer), target, rows, indexer.inverse_temperature)
+
+    def _group_firsts(self, geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
+        if self.settings.indexer_pool == 1:
+            return None
+        assert geometry.query_start == 0
+        assert geometry.selection_block == 1
+        starts = geometry.document_starts
+        if starts is None:
+            starts = keys.new_zeros(keys.shape[:2], dtype=torch.int32)
+        return group_firsts(starts, self.settings.indexer_pool)
 
     def _sink_statistics(
         self,
@@ -176,13 +228,6 @@ def _scores(indexer: Indexer) -> torch.Tensor:
         weight_bias=indexer.head_weight_bias,
         activation=indexer.activation,
     )
-
-
-def _kl_of_rows(indexer: Indexer, probs: torch.Tensor, attended: torch.Tensor, block: int) -> torch.Tensor:
-    """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15)."""
-    rows = attended[:, ::block]
-    target = renormalise_target(sum_over_blocks(probs, block), rows)
-    return indexer_kl(_scores(indexer), target, rows, indexer.inverse_temperature)
 
 
 def _causal_keys(geometry: Geometry, num_keys: int, device: torch.device) -> torch.Tensor:

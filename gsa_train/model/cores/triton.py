@@ -28,6 +28,7 @@ from gsa_train.model.cores.interface import (
     SelectionResult,
 )
 from gsa_train.model.dense_attention import build_dense_attention
+from gsa_train.model.group_lesson import TargetSum
 from gsa_train.model.measured_queries import MeasuredQueries
 from gsa_train.model.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
@@ -86,7 +87,9 @@ class TritonCore:
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
         measured: MeasuredQueries | None,
+        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
+        assert target_sum is None  # kernel_checks.py refuses it
         q, k, v, output_gate = inputs.q, inputs.k, inputs.v, inputs.output_gate
         attended = selection if attention_pass.sparse else None  # None: all causal keys
         assert attended is not None or not attention_pass.sparse

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
+from gsa_train.config.gate_shapes import fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
@@ -83,6 +84,10 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         "fused" if mcore_config.fused_ops else "one by one",
         config.train.fused_ops,
     )
+    if not fuses_gates(config.gsa) or config.gsa.projection_gate or config.gsa.output_transform != "none":
+        logger.info(
+            "gates beyond the paper's two (gsa.*_gate, gsa.gate_*, gsa.output_transform): in plain torch"
+        )
     numbers = range(config.parallel.virtual_pipeline)
     chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
     for chunk in chunks:

@@ -27,6 +27,8 @@ class GSATransformerConfig(TransformerConfig):
     """For both; of the indexer it scales the rates alone."""
     rotary_percent: float = 1.0
     """For Q and K."""
+    sandwich_norm: bool = False
+    """`model.sandwich_norm`"""
     context_chunks: int = 2
     """Of the sequence on each context-parallel rank."""
 
@@ -87,6 +89,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         rotary_base=model.rope_base,
         yarn=yarn_scaling(model),
         rotary_percent=model.rotary_percent,
+        sandwich_norm=model.sandwich_norm,
         fused_ops=fused_ops,
         use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
         gsa=config.gsa,

@@ -39,9 +39,9 @@ def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> Non
     """Matrices: normal, output projections scaled by 1/sqrt(2 layers); norms 1; gate biases as configured;
     everything else 0."""
     for name, parameter in global_named_parameters(gpt):
-        if name.endswith("layernorm.weight"):
+        if name.endswith(("layernorm.weight", "_norm_weight")):
             parameter.fill_(1.0)
-        elif name.endswith("linear_gate.bias"):
+        elif name.endswith("_gate.bias"):
             parameter.fill_(config.gsa.gate_bias_init)
         elif parameter.dim() == 1:
             parameter.zero_()

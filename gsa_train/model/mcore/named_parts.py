@@ -1,12 +1,17 @@
-"""megatron-core's layer and model with the names of their parts in traces (gsa_train.profiling.trace_spans)."""
+"""megatron-core's layer and model with the names of their parts in traces (gsa_train.profiling.trace_spans), and the
+layer with more norms."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.profiling.trace_spans import trace_span
 
 
@@ -20,6 +25,38 @@ class NamedTransformerLayer(TransformerLayer):
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("mlp"):
             return super()._forward_mlp(*args, **kwargs)
+
+
+class SandwichTransformerLayer(NamedTransformerLayer):
+    """Norms behind attention and behind the feed-forward layer, too: `model.sandwich_norm`."""
+
+    self_attn_bda: Any
+    mlp_bda: Any
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm = RMSNorm(config, size, eps)
+        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.self_attn_bda = _normed(self.post_attention_layernorm, self.self_attn_bda)
+        self.mlp_bda = _normed(self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _normed(norm: torch.nn.Module, get_add: Callable[..., Any]) -> Callable[..., Any]:
+    """megatron-core's residual connection, which gets what it adds normed."""
+
+    def get_normed_add(*how: Any) -> Callable[..., torch.Tensor]:
+        add = get_add(*how)
+
+        def normed_add(
+            made: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float
+        ) -> torch.Tensor:
+            result: torch.Tensor = add((norm(made[0]), made[1]), residual, dropout)
+            return result
+
+        return normed_add
+
+    return get_normed_add
 
 
 class NamedGPTModel(GPTModel):

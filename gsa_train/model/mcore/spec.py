@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.mcore.config import GSATransformerConfig
-from gsa_train.model.mcore.named_parts import NamedTransformerLayer
+from gsa_train.model.mcore.named_parts import NamedTransformerLayer, SandwichTransformerLayer
 from gsa_train.model.mcore.norm import RMSNorm
 
 
@@ -30,7 +30,7 @@ def decoder_spec(
 
         activation = FusedSwiGLU
     layer = ModuleSpec(
-        module=NamedTransformerLayer,
+        module=SandwichTransformerLayer if config.sandwich_norm else NamedTransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(

@@ -20,8 +20,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"local_window": 3},
     "block": {"local_window": 4, "selection_block": 4, "indexer_rope": True},
     "uneven block": {"local_window": 6, "selection_block": 5},
+    "mean of the block before": {
+        "local_window": 4,
+        "selection_block": 4,
+        "selection_query": "previous_mean",
+        "indexer_rope": True,
+    },
+    "groups of keys": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True},
     "reuse": {"selection_reuse": 2},
+    "reuse, taught by the group": {"selection_reuse": 2, "reuse_teacher": "group"},
     "indexer RoPE": {"indexer_rope": True},
+    "indexer norm": {"indexer_norm": True, "indexer_activation": "plain"},
+    "qsa": {"indexer_activation": "qsa"},
     "sparse-only": {"indexer_activation": "relu", "value_gate": False, "output_gate": False},
 }
 
@@ -90,7 +100,9 @@ def test_a_changed_document_leaves_the_other_documents_as_they_were(variant: str
         assert (losses_after[0, first:end] != losses[0, first:end]).all()
 
 
-@pytest.mark.parametrize("variant", ["paper", "window", "reuse", "sparse-only", "indexer RoPE"])
+@pytest.mark.parametrize(
+    "variant", ["paper", "window", "reuse", "sparse-only", "indexer RoPE", "groups of keys"]
+)
 def test_a_packed_document_is_treated_as_if_it_stood_alone(variant: str) -> None:
     """Positions count from the start of the block, and rotary angles are relative: equal but for rounding.
 

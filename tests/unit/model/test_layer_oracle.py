@@ -52,12 +52,48 @@ CASES = {
     "one key-value head": Case(model={"num_kv_heads": 1}),
     "as many key-value heads": Case(model={"num_kv_heads": 4}, packing=PACKED),
     "indexer rope": Case({"indexer_rope": True}, model={"rope_base": 100.0}),
+    "indexer norm, rope, packed": Case(
+        {"indexer_norm": True, "indexer_rope": True},
+        model={"rope_base": 100.0, "norm_epsilon": 0.01},
+        packing=PACKED,
+        ema=2e-5,
+    ),
+    "indexer norm, warm-up": Case({"indexer_norm": True}, phase=WARM_UP),
+    "plain": Case({"indexer_activation": "plain"}, packing=PACKED),
+    "plain, norm, block, warm-up": Case(
+        {"indexer_activation": "plain", "indexer_norm": True, "local_window": 4, "selection_block": 4}, phase=WARM_UP
+    ),
+    "qsa": Case({"indexer_activation": "qsa", "adaptive_k": "off"}, packing=PACKED),
+    "qsa, norm": Case({"indexer_activation": "qsa", "indexer_norm": True}, ema=0.2),
     "dense below, packed": Case({"dense_below": 7}, packing=PACKED),
     "dense below, block": Case({"dense_below": 9, "local_window": 4, "selection_block": 4}),
     "YaRN": Case({"indexer_rope": True}, model={"rope_base": 100.0, "rope_scaling": YARN}),
     "window, packed": Case({"local_window": 3}, packing=PACKED),
     "block": Case({"local_window": 4, "selection_block": 4, "indexer_rope": True}),
     "block, packed": Case({"local_window": 5, "selection_block": 4}, packing=PACKED),
+    "groups of keys": Case({"indexer_pool": 2, "indexer_rope": True}, model={"rope_base": 100.0}, ema=2e-3),
+    "groups of keys, packed, window": Case(
+        {"indexer_pool": 2, "indexer_norm": True, "local_window": 4, "adaptive_k": "off", "k_base": 3},
+        packing=PACKED,
+    ),
+    "groups of keys, dense below": Case({"indexer_pool": 2, "dense_below": 7, "adaptive_k": "off", "k_base": 3}),
+    "groups of keys, warm-up, packed": Case(
+        {"indexer_pool": 2, "adaptive_k": "off", "k_base": 3}, phase=WARM_UP, packing=PACKED
+    ),
+    "groups of three keys": Case({"indexer_pool": 3, "k_base": 6, "k_min": 3, "adaptive_k": "off"}),
+    "mean of the block before": Case(
+        {"local_window": 4, "selection_block": 4, "selection_query": "previous_mean", "indexer_rope": True}
+    ),
+    "mean of the block before, packed": Case(
+        {
+            "local_window": 3,
+            "selection_block": 3,
+            "selection_query": "previous_mean",
+            "adaptive_k": "off",
+            "k_base": 2,
+        },
+        packing=PACKED,
+    ),
     "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
     "fixed temperature": Case({"indexer_temperature": 8.0}),
     "warm-up": Case(phase=WARM_UP),
@@ -104,13 +140,14 @@ def test_layer_equals_the_oracle(name: str) -> None:
         assert layer.variance is not None
         assert torch.equal(model.runtime.shared_selection[0], theirs["selected"])
         visible = torch.tensor([seen_by_leaders(case, config, b) for b in (0, 1)])
-        counted = int((visible >= 2).sum())
+        pool = config.gsa.indexer_pool
+        counted = int((visible >= (2 if pool == 1 else 2 * pool + 1)).sum())
         assert 0 < counted < visible.numel()
         assert_close(layer.variance.step_sum, theirs["variance"].sum(), "variance")
         assert stats["variance"][0] == pytest.approx(theirs["variance"].sum().item() / counted, rel=1e-9)
         assert stats["indexer_kl"][0] == pytest.approx(theirs["kl"].sum().item() / counted, rel=1e-9)
         budget = theirs["budget"].double()
-        chosen = budget[budget < visible]
+        chosen = budget[budget < visible if pool == 1 else budget // pool < (visible - 1) // pool]
         assert stats["k_mean"][0] == pytest.approx(chosen.mean().item(), rel=1e-12)
         assert (stats["k_min"][0], stats["k_max"][0]) == (chosen.min(), chosen.max())
         assert stats["dense_query_share"][0] == pytest.approx(1 - len(chosen) / counted, rel=1e-12)
@@ -198,6 +235,8 @@ INDEXER = {
     "w_iw": "head_weight",
     "b_j": "score_bias",
     "c_j": "weight_bias",
+    "n_iq": "query_norm_weight",
+    "n_ik": "key_norm_weight",
     "log_beta": "log_inverse_temperature",
 }
 
@@ -220,6 +259,8 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         value_gate=g.value_gate,
         output_gate=g.output_gate,
         indexer_activation=g.indexer_activation,
+        indexer_norm=g.indexer_norm,
+        norm_epsilon=m.norm_epsilon,
         adaptive_k=g.adaptive_k,
         variance_ema=torch.tensor(case.ema).item(),
         rope_base=m.rope_base,
@@ -227,6 +268,8 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         indexer_rope=g.indexer_rope,
         local_window=g.local_window,
         selection_block=g.selection_block,
+        selection_query=g.selection_query,
+        indexer_pool=g.indexer_pool,
         inverse_temperature=beta,
     )
 

@@ -41,6 +41,9 @@ CASES = [  # each option once: the interpreter is slow
     ("lists", SPARSE),
     ("blocks", SPARSE),
     ("blocks", WARM_UP),
+    ("plain and norm", SPARSE),
+    ("qsa and lists", SPARSE),
+    ("mean of the block before", SPARSE),
 ]
 
 

@@ -1,0 +1,47 @@
+"""Which gates a layer has, and how many: plain numbers for the model, for counts of parameters and for checks."""
+
+from __future__ import annotations
+
+from gsa_train.config.gsa import GSAConfig
+
+FORM = {
+    "gate_granularity": "elementwise",
+    "gate_sharing": "head_specific",
+    "gate_form": "multiplicative",
+    "gate_activation": "sigmoid",
+    "gate_input": "query_dependent",
+}
+"""What `gsa` says of the paper's gates: field -> value."""
+POSITIONS = ("value", "output", "key", "query", "projection")
+"""G2, G1, G3, G4 and G5: the field of `gsa` is `value_gate`, ..."""
+
+
+def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
+    """Gates of a token at each of `POSITIONS`, which is as many rows as their weights have; 0 where there is no gate.
+
+    Args:
+        heads: query heads n_h
+        kv_heads: key-value heads n_kv
+        head_dim: d_k
+        hidden_size: d
+    """
+    of_head = 1 if gsa.gate_granularity == "headwise" else head_dim
+    if gsa.gate_sharing == "head_shared":
+        heads = kv_heads = 1
+    return {
+        "value": gsa.value_gate * kv_heads * of_head,
+        "output": gsa.output_gate * heads * of_head,
+        "key": gsa.key_gate * kv_heads * of_head,
+        "query": gsa.query_gate * heads * of_head,
+        "projection": gsa.projection_gate * hidden_size,
+    }
+
+
+def has_paper_form(gsa: GSAConfig) -> bool:
+    """Gates, if there are any, are sigmoids of each head and channel: what the fused operations have."""
+    return all(getattr(gsa, name) == value for name, value in FORM.items())
+
+
+def fuses_gates(gsa: GSAConfig) -> bool:
+    """The fused split and rotary embedding has all the gates that act in front of attention."""
+    return has_paper_form(gsa) and not gsa.key_gate and not gsa.query_gate

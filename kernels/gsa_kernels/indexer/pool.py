@@ -1,0 +1,75 @@
+"""An indexer that scores groups of neighbouring keys by their mean (`pool` p): the definition, in plain torch.
+
+Groups are aligned in each document: the g-th holds its keys g p to g p + p - 1. What is of a group stands at its first
+key, between zeros. A query chooses among the groups before its own, which are whole; its own, which may still grow, it
+reads up to itself.
+"""
+
+import torch
+
+from gsa_kernels.checks import check_at_least, check_shape
+
+
+def group_firsts(document_starts: torch.Tensor, pool: int) -> torch.Tensor:
+    """The first key of each key's group: int64 [B, Lk].
+
+    Args:
+        document_starts: int [B, Lk], the position at which each key's document begins
+        pool: p, at least 1
+    """
+    check_shape("document_starts", document_starts, "[B, Lk]", (None, None))
+    check_at_least("pool", pool, 1)
+    starts = document_starts.long()
+    positions = torch.arange(starts.shape[1], device=starts.device)
+    return starts + (positions - starts) // pool * pool
+
+
+def pool_keys(keys: torch.Tensor, firsts: torch.Tensor, pool: int) -> torch.Tensor:
+    """The sum over each group's keys, over p: of whole groups the mean. [B, Lk, DI], at the first keys, else 0.
+
+    Args:
+        keys: [B, Lk, DI]; bf16 is added up in fp32
+        firsts: int64 [B, Lk], of `group_firsts`
+    """
+    check_shape("keys", keys, "[B, Lk, DI]", (*firsts.shape, None))
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    sums = torch.zeros_like(keys, dtype=dtype)
+    return (sums.scatter_add(1, firsts[..., None].expand_as(keys), keys.to(dtype)) / pool).to(keys.dtype)
+
+
+def earlier_groups(
+    firsts: torch.Tensor, causal: torch.Tensor, queries: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What each query chooses among: bool [B, L, Lk], True at the first keys of the groups before the query's own.
+
+    Args:
+        firsts: int64 [B, Lk]
+        causal: bool [B or 1, L, Lk]: the keys of its document up to each query
+        queries: int64 [L], their positions; all Lk if None
+    """
+    own = firsts if queries is None else firsts[:, queries]
+    positions = torch.arange(firsts.shape[1], device=firsts.device)
+    return causal & (firsts == positions)[:, None] & (positions < own[..., None])
+
+
+def keys_of_groups(groups: torch.Tensor, firsts: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
+    """The keys of the chosen groups, and those of the query's own up to it: bool [B, Lk, Lk].
+
+    Args:
+        groups: bool [B, Lk, Lk], at first keys
+    """
+    own = firsts[..., None] == firsts[:, None]
+    return (groups.gather(-1, firsts[:, None].expand_as(groups)) | own) & causal
+
+
+def sum_over_groups(values: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
+    """[B, L, Lk] of keys -> the sum over each group, at its first key, else 0."""
+    check_shape("values", values, "[B, L, Lk]", (len(firsts), None, firsts.shape[1]))
+    return torch.zeros_like(values).scatter_add(-1, firsts[:, None].expand_as(values), values)
+
+
+def whole_groups(
+    attended: torch.Tensor, candidates: torch.Tensor, firsts: torch.Tensor, pool: int
+) -> torch.Tensor:
+    """Those of the `candidates` of which a query attends to every key: bool [B, L, Lk], at first keys."""
+    return candidates & (sum_over_groups(attended.expand(len(firsts), -1, -1).int(), firsts) == pool)

@@ -1,0 +1,312 @@
+"""Gates in all their forms against their equations in straight-line torch, fp64: values and every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.checks import check_config
+from gsa_train.convert.hf_config import to_hf_config
+from gsa_train.model.flops import count_parameters, flops_per_token
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import enter_phase
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    random_batches,
+    read_stats,
+    tiny_config,
+    tiny_model,
+    token_losses,
+)
+
+LENGTH, HEADS, KV_HEADS, D_K, HIDDEN = 11, 4, 2, 4, 12
+NONE = {"value_gate": False, "output_gate": False}
+ONLY = {
+    "G1": {"value_gate": False},
+    "G2": {"output_gate": False},
+    "G3": {**NONE, "key_gate": True},
+    "G4": {**NONE, "query_gate": True},
+    "G5": {**NONE, "projection_gate": True},
+}
+ON_HEADS = {"key_gate": True, "query_gate": True}
+ALL = {**ON_HEADS, "projection_gate": True}
+HEADWISE = {"gate_granularity": "headwise"}
+SHARED = {"gate_sharing": "head_shared"}
+INDEPENDENT = {"gate_input": "input_independent"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **ONLY,
+    "all five": ALL,
+    "headwise": {**ON_HEADS, **HEADWISE},
+    "head-shared": {**ON_HEADS, **SHARED},
+    "headwise and head-shared": {**ON_HEADS, **HEADWISE, **SHARED},
+    "additive SiLU": {**ALL, "gate_form": "additive", "gate_activation": "silu"},
+    "additive identity": {**ONLY["G1"], "gate_form": "additive", "gate_activation": "identity"},
+    "additive, headwise": {**ONLY["G1"], **HEADWISE, "gate_form": "additive"},
+    "NS-sigmoid": {**ALL, "gate_activation": "ns_sigmoid"},
+    "SiLU": {**ALL, "gate_activation": "silu"},
+    "identity": {**ONLY["G1"], "gate_activation": "identity"},
+    "input-independent": {**ALL, **INDEPENDENT},
+    "input-independent, head-shared": {**ON_HEADS, **INDEPENDENT, **SHARED},
+    "RMSNorm": {**NONE, "output_transform": "rms_norm"},
+    "SiLU without a gate": {**NONE, "output_transform": "silu"},
+    "SiLU without a gate, G2": {"output_gate": False, "output_transform": "silu"},
+}
+QK_NORM = {"qk_norm": True}
+
+
+def config_of(gsa: dict[str, Any], model: dict[str, Any] | None = None, sparse: bool = False) -> Config:
+    """One layer, dense or with an indexer that selects every key."""
+    if sparse:
+        gsa = {**gsa, "k_base": LENGTH, "k_max": LENGTH, "adaptive_k": "off"}
+    return tiny_config(
+        [SPARSE if sparse else DENSE],
+        gsa={"attention": "sparse" if sparse else "dense", **gsa},
+        model={"num_layers": 1, "hidden_size": HIDDEN, **(model or {})},
+        train={"seq_len_tokens": LENGTH},
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_layer_equals_its_equations(name: str) -> None:
+    compare(config_of(VARIANTS[name]))
+
+
+def test_gates_of_keys_and_queries_act_behind_their_norms() -> None:
+    compare(config_of({**NONE, **ON_HEADS, **HEADWISE}, QK_NORM))
+
+
+@pytest.mark.parametrize("name", ["G5", "headwise", "RMSNorm"])
+def test_behind_sparse_attention_too(name: str) -> None:
+    compare(config_of(VARIANTS[name], sparse=True))
+
+
+def compare(config: Config) -> None:
+    model = tiny_model(config)
+    layer = model.attentions[0].double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    enter_phase(model, config.phases[0])
+    h, cotangent = torch.randn(2, 2, LENGTH, HIDDEN, generator=generator, dtype=torch.float64)
+    rates = 100.0 ** (-torch.arange(0, D_K, 2, dtype=torch.float64) / D_K)
+    angles = torch.outer(torch.arange(LENGTH, dtype=torch.float64), rates).repeat(1, 2)
+
+    ours = h.clone().requires_grad_()
+    out, bias = layer(ours.transpose(0, 1), None, angles[:, None, None])
+    assert bias is None
+    out.transpose(0, 1).backward(cotangent)
+
+    theirs = h.clone().requires_grad_()
+    weights = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in layer.named_parameters()
+        if not name.startswith("indexer.")
+    }
+    expected = straight_line(theirs, weights, config, angles)
+    expected.backward(cotangent)
+    close = {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(out.transpose(0, 1).detach(), expected.detach(), **close)
+    torch.testing.assert_close(ours.grad, theirs.grad, **close)
+    for name, weight in weights.items():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().max() > 1e-3, name
+        torch.testing.assert_close(layer.get_parameter(name).grad, weight.grad, **close)
+
+
+def straight_line(
+    h: torch.Tensor, w: dict[str, torch.Tensor], config: Config, angles: torch.Tensor
+) -> torch.Tensor:
+    """The layer's result [B, L, d] by the equations of arXiv 2505.06708, section 2."""
+    g, group = config.gsa, HEADS // KV_HEADS
+    qkv = (h @ w["linear_qkv.weight"].T).unflatten(-1, (KV_HEADS, group + 2, D_K))
+    q, k, v = qkv[..., :group, :].flatten(2, 3), qkv[..., group, :], qkv[..., group + 1, :]
+    logits = logits_on_heads(h, w, config)
+
+    def gate(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        score = {
+            "sigmoid": 1 / (1 + torch.exp(-x)),
+            "silu": x / (1 + torch.exp(-x)),
+            "ns_sigmoid": 0.5 + 0.5 / (1 + torch.exp(-x)),
+            "identity": x,
+        }[g.gate_activation]
+        return y * score if g.gate_form == "multiplicative" else y + score
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.model.norm_epsilon).sqrt() * weight
+
+    if config.model.qk_norm:
+        q, k = norm(q, w["q_layernorm.weight"]), norm(k, w["k_layernorm.weight"])
+    if g.value_gate:
+        v = gate(v, logits["value"])
+    if g.key_gate:
+        k = gate(k, logits["key"])
+    if g.query_gate:
+        q = gate(q, logits["query"])
+    half, cos, sin = D_K // 2, angles.cos()[:, None], angles.sin()[:, None]
+    q, k = (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bthc,bshc->bhts", q, k) / D_K**0.5
+    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    out = torch.einsum("bhts,bshc->bthc", scores.softmax(-1), v)
+    if g.output_gate:
+        out = gate(out, logits["output"])
+    if g.output_transform == "rms_norm":
+        out = norm(out, w["output_layernorm.weight"])
+    if g.output_transform == "silu":
+        out = out / (1 + torch.exp(-out))
+    result = out.flatten(2) @ w["linear_proj.weight"].T
+    if g.projection_gate:
+        x = w["projection_gate.bias"].expand_as(result)
+        if g.gate_input == "query_dependent":
+            x = x + h @ w["projection_gate.weight"].T
+        result = gate(result, x)
+    return result
+
+
+def logits_on_heads(h: torch.Tensor, w: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+    """[B, L, heads, channels] of each gate, cut out of the parameters head by head."""
+    g = config.gsa
+    shared, size = g.gate_sharing == "head_shared", 1 if g.gate_granularity == "headwise" else D_K
+    groups, group = (1, 1) if shared else (KV_HEADS, HEADS // KV_HEADS)
+    widths = {"value": 1, "output": group, "key": 1, "query": group}
+    names = [name for name in widths if getattr(g, f"{name}_gate")]
+    if not names:
+        return {}
+    independent = g.gate_input == "input_independent"
+    prefix = "head_gate" if shared or independent else "linear_gate"
+    x = w[f"{prefix}.bias"].expand(*h.shape[:2], -1)
+    if not independent:
+        x = x + h @ w[f"{prefix}.weight"].T
+    start = {name: sum(widths[before] for before in names[: names.index(name)]) for name in names}
+    per_group = x.unflatten(-1, (groups, sum(widths[name] for name in names), size))
+    return {name: per_group[..., start[name] : start[name] + widths[name], :].flatten(2, 3) for name in names}
+
+
+def test_sandwich_norm_norms_what_the_residual_stream_gets() -> None:
+    config = config_of({}, {"sandwich_norm": True})
+    model = tiny_model(config)
+    layer = model.gpt.decoder.layers[0].double()
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name in norms:
+            weight = layer.get_parameter(f"{name}.weight")
+            assert weight.eq(1).all()
+            weight.copy_(torch.rand(HIDDEN, generator=generator, dtype=torch.float64) + 0.5)
+    enter_phase(model, DENSE)
+    h = torch.randn(LENGTH, 2, HIDDEN, generator=generator, dtype=torch.float64)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + config.model.norm_epsilon).sqrt()
+        return x / scale * layer.get_parameter(f"{name}.weight")
+
+    out, _ = layer(h, attention_mask=None, rotary_pos_emb=None)
+    attended, _ = layer.self_attention(norm(h, norms[0]), None, None)
+    stream = h + norm(attended, norms[1])
+    first, second = (norm(stream, norms[2]) @ layer.mlp.linear_fc1.weight.T).chunk(2, -1)
+    made = (first * first.sigmoid() * second) @ layer.mlp.linear_fc2.weight.T
+    torch.testing.assert_close(out, stream + norm(made, norms[3]), rtol=1e-9, atol=1e-11)
+
+
+# --- what counts, starts, decays and leaves ----------------------------------------------------------------
+
+
+def built(name: str, **model: Any) -> tuple[Config, Model]:
+    config = config_of(VARIANTS[name], model)
+    return config, tiny_model(config)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_are_counted(name: str) -> None:
+    config, model = built(name, sandwich_norm=True)
+    count = count_parameters(config.model, config.gsa)
+    assert count.total == sum(parameter.numel() for parameter in model.gpt.parameters())
+    gates = [p for p in model.gpt.parameters() if getattr(p, "gsa_gate", False)]
+    assert count.gates == sum(parameter.numel() for parameter in gates)
+    products = sum(parameter.numel() for parameter in gates if parameter.dim() == 2)
+    assert flops_per_token(config.model, config.gsa, DENSE, LENGTH).gates == 3 * 2 * products
+
+
+@pytest.mark.parametrize("name", ["input-independent", "head-shared", "all five", "RMSNorm"])
+def test_gates_start_at_their_bias_and_norms_at_one(name: str) -> None:
+    config = config_of({**VARIANTS[name], "gate_bias_init": 0.75})
+    for parameter_name, parameter in tiny_model(config).attentions[0].named_parameters():
+        if parameter_name.endswith("gate.bias"):
+            assert parameter.eq(0.75).all()
+        elif parameter_name.endswith("layernorm.weight"):
+            assert parameter.eq(1).all()
+        else:
+            assert parameter.std() > 0.2  # init_std of these tests is 0.4
+
+
+@pytest.mark.parametrize("name", ["input-independent", "head-shared", "all five"])
+def test_gates_have_their_rate_and_vectors_no_weight_decay(name: str) -> None:
+    config, model = built(name)
+    phase = PhaseConfig(
+        name="p", steps=2, attention="dense", train="base", lr=1e-2, min_lr=1e-3, gate_lr_mult=3
+    )
+    optimizer = build_optimizer(model, phase, config)
+    wanted: dict[tuple[float, float], int] = {}
+    for parameter in model.gpt.parameters():
+        key = (3.0 if hasattr(parameter, "gsa_gate") else 1.0, 0.0 if parameter.dim() == 1 else 1.0)
+        wanted[key] = wanted.get(key, 0) + parameter.numel()
+    found = dict.fromkeys(wanted, 0)
+    for group in optimizer.optimizer.param_groups:
+        found[group["lr_mult"], group["wd_mult"]] += sum(each.numel() for each in group["params"])
+    assert found == wanted
+    assert (3.0, 0.0) in wanted
+    close_optimizer(model, optimizer)
+
+
+def test_statistics_of_bounded_gates_alone() -> None:
+    for activation, low in (("ns_sigmoid", 0.0), ("silu", None)):
+        config = tiny_config([DENSE], gsa={"attention": "dense", "gate_activation": activation, **HEADWISE})
+        model = tiny_model(config)
+        enter_phase(model, DENSE)
+        token_losses(model, random_batches(config)[0], measuring=True)
+        stats = read_stats(model)
+        if low is None:
+            assert not any("gate" in name for name in stats)
+        else:
+            assert stats["output_gate_low"] == [low, low]
+            assert all(0.5 < mean < 1 for mean in stats["value_gate_mean"])
+
+
+@pytest.mark.parametrize(
+    ("gsa", "model", "field"),
+    [
+        (VARIANTS["G3"], {}, "gsa.key_gate = true"),
+        (VARIANTS["headwise"], {}, "gsa.gate_granularity = headwise"),
+        (VARIANTS["RMSNorm"], {}, "gsa.output_transform = rms_norm"),
+        ({"indexer_pool": 2}, {}, "gsa.indexer_pool = 2"),
+        ({}, {"sandwich_norm": True}, "model.sandwich_norm = true"),
+    ],
+)
+def test_what_transformers_has_not_is_refused_by_name(
+    gsa: dict[str, Any], model: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{field}: the model of transformers \(gsa_hf\) does not have it"):
+        to_hf_config(config_of(gsa, model))
+
+
+@pytest.mark.parametrize(
+    ("gsa", "problem"),
+    [
+        ({**NONE, **HEADWISE}, "gsa.gate_granularity = headwise: without effect, for no gate is on"),
+        ({**ALL, **HEADWISE}, "gsa.gate_granularity = headwise: W_O leaves no heads behind"),
+        ({**ALL, **SHARED}, "gsa.gate_sharing = head_shared: W_O leaves no heads behind"),
+        ({"output_transform": "silu"}, "gsa.output_transform = silu: stands in the place of G1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(gsa: dict[str, Any], problem: str) -> None:
+    config = config_of({})
+    config = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, **gsa))
+    (line,) = check_config(config, world_size=1)
+    assert line.startswith(problem)
