@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 from gsa_hf import row_layers
@@ -23,8 +23,10 @@ class Way:
     """gsa_hf/row_layers.py, ORDER"""
     reads_ahead: bool = triton_score.READ_AHEAD
     """Scores ask for old keys before they wait: decode/triton_score.py, READ_AHEAD."""
-    release: Literal["start", "wait", "end"] = triton_attend.RELEASE
-    """When attention lets the next kernel start: decode/triton_attend.py, RELEASE."""
+    release: triton_attend.Release = triton_attend.RELEASE
+    """When attention behind a selection lets the next kernel start: decode/triton_attend.py, RELEASE."""
+    kept_release: triton_attend.Release = triton_attend.KEPT_RELEASE
+    """The same of attention that keeps its selection: decode/triton_attend.py, KEPT_RELEASE."""
     joined: Tiling = entry.DEFAULT_TILING
     """decode/triton_joined.py, DEFAULT_TILING"""
     indexer: Tiling = entry.INDEXER_TILING
@@ -85,17 +87,14 @@ def groups() -> dict[str, dict[str, Change]]:
     def brought(turns: int) -> Change:
         return product("gate_up", 4, 4, wave=660 if turns < 3 else 396, brought=turns)
 
-    at_start = attention(release="start")
+    at_wait = attention(release="wait", kept_release="wait")
     tile = triton_attend.Tile
     return {
         "gate_up into the L2 cache": {
             "one wave": brought(1),
             "two waves": brought(2),
-            "attention releases at the start": at_start,
-            "one wave, released at the start": both(brought(1), at_start),
-            "two waves, released at the start": both(brought(2), at_start),
-            "three waves of fewer, released at the start": both(brought(3), at_start),
-            "two waves, released at the wait": both(brought(2), attention(release="wait")),
+            "released at the start behind a selection": attention(release="start"),
+            "one wave, released at the start": both(brought(1), attention(release="start")),
         },
         "joined into the L2 cache": {
             "528 programs, 1 turn": tiled("joined", 2, 4, 528, wave=528, brought=1),
@@ -123,10 +122,8 @@ def groups() -> dict[str, dict[str, Change]]:
         "order": {
             "heads beside bin": order("bin", "heads"),
             "heads beside scores": order("scores", "heads"),
-            "gate beside attention": both(order("front", "attention"), attention(release="wait")),
-            "heads beside bin, gate beside attention": both(
-                order("bin", "attention"), attention(release="wait")
-            ),
+            "gate beside attention": both(order("front", "attention"), at_wait),
+            "heads beside bin, gate beside attention": both(order("bin", "attention"), at_wait),
         },
         "gate_up": {
             "4 rows, 8 warps": product("gate_up", 4, 8, wave=528, brought=2),
@@ -155,6 +152,7 @@ def applied(way: Way, decoder: FusedDecoder) -> ExitStack:
         (row_layers, "ORDER", way.order),
         (triton_score, "READ_AHEAD", way.reads_ahead),
         (triton_attend, "RELEASE", way.release),
+        (triton_attend, "KEPT_RELEASE", way.kept_release),
         (triton_attend, "LONG_TILE", way.long_tile),
         (tiling, "EVICTION", way.eviction),
         (triton_attend, "SETTLED_TILE", way.settled_tile),

@@ -58,9 +58,10 @@ def parts(selects: bool, gated: bool) -> Parts:
         ValueError: the gate is beside an attention that lets the next kernel start before its own wait is over.
     """
     late_gate = ORDER.gate == "attention" and gated
-    if late_gate and kernel_module("decode.triton_attend").RELEASE == "start":
+    name = "RELEASE" if selects else "KEPT_RELEASE"
+    if late_gate and getattr(kernel_module("decode.triton_attend"), name) == "start":
         raise ValueError(
-            "ORDER.gate is 'attention' and attention's RELEASE 'start'; pass gate 'heads', or 'wait' or 'end'"
+            f"ORDER.gate is 'attention' and attention's {name} 'start'; pass gate 'heads', or 'wait' or 'end'"
         )
     heads = ("heads",) if late_gate else ("heads", "gate")
     if not selects:

@@ -57,11 +57,15 @@ WAYS = {
     "as it is": Way(),
     "heads beside scores": Way(order=Order("scores", "heads")),
     "heads beside bin": Way(order=Order("bin", "heads")),
-    "gate beside attention": Way(order=Order("front", "attention")),
-    "gate beside attention, released at the wait": Way(order=Order("bin", "attention"), release="wait"),
-    "released at the start": Way(release="start"),
+    "gate beside attention": Way(order=Order("front", "attention"), kept_release="end"),
+    "gate beside attention, released at the wait": Way(
+        order=Order("bin", "attention"), release="wait", kept_release="wait"
+    ),
+    "released at the start": Way(release="start", kept_release="start"),
     "old keys ahead": Way(reads_ahead=True),
-    "all of it": Way(order=Order("scores", "attention"), release="wait", reads_ahead=True),
+    "all of it": Way(
+        order=Order("scores", "attention"), release="wait", kept_release="wait", reads_ahead=True
+    ),
     "weights brought into the L2 cache": Way(
         release="start",
         reads_ahead=True,
