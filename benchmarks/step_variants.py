@@ -35,10 +35,12 @@ class Way:
     """By name, out, gate_up, down: row_product/tiling.py, default_tiling."""
     eviction: str = tiling.EVICTION
     """Of weights: row_product/tiling.py, EVICTION."""
-    parts: int = 0
-    """Into which attention cuts the keys of a head; 0: as decode/state.py, _MAX_SPLITS, has it."""
-    settled_tile: triton_attend.Tile = triton_attend.SETTLED_TILE
-    """Of attention that keeps its selection: decode/triton_attend.py, SETTLED_TILE."""
+    parts: int = state.PARTS
+    """Into which attention behind a selection cuts the keys of a head: decode/state.py, PARTS."""
+    kept_parts: int = state.KEPT_PARTS
+    """The same of attention that keeps its selection: decode/state.py, KEPT_PARTS."""
+    kept_tile: triton_attend.Tile = triton_attend.KEPT_TILE
+    """Of attention that keeps its selection: decode/triton_attend.py, KEPT_TILE."""
     long_tile: triton_attend.Tile = triton_attend.LONG_TILE
     """Of attention behind a selection: decode/triton_attend.py, LONG_TILE."""
 
@@ -125,14 +127,16 @@ def applied(way: Way, decoder: FusedDecoder) -> ExitStack:
         (triton_attend, "KEPT_RELEASE", way.kept_release),
         (triton_attend, "LONG_TILE", way.long_tile),
         (tiling, "EVICTION", way.eviction),
-        (triton_attend, "SETTLED_TILE", way.settled_tile),
+        (triton_attend, "KEPT_TILE", way.kept_tile),
+        (state, "PARTS", way.parts),
+        (state, "KEPT_PARTS", way.kept_parts),
         (entry, "DEFAULT_TILING", way.joined),
         (entry, "INDEXER_TILING", way.indexer),
         (op, "default_tiling", chosen),
     ):
         changed.enter_context(mock.patch.object(where, name, value))
     workspace = decoder._workspace
-    if way.parts and workspace is not None:
+    if (way.parts, way.kept_parts) != (Way.parts, Way.kept_parts) and workspace is not None:
         other = state.new_workspace(
             1,
             workspace.scores.shape[1],
@@ -140,7 +144,6 @@ def applied(way: Way, decoder: FusedDecoder) -> ExitStack:
             kv_heads=config.num_key_value_heads,
             head_size=config.head_dim,
             device=workspace.scores.device,
-            splits=way.parts,
         )
         changed.enter_context(mock.patch.object(decoder, "_workspace", other))
     return changed

@@ -45,7 +45,7 @@ SHAPES = {
         "num_kv_heads": 4,
         "head_dim": 128,
     },
-    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 300, "k_min": 64, "k_max": 512},
+    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 1500, "k_min": 64, "k_max": 3000},
 }
 FILLED, LAYERS, REPLAYS = 8192, 4, 30
 WAYS = {
@@ -67,6 +67,8 @@ WAYS = {
         joined=Tiling(2, 4, 264),
         products={"gate_up": Tiling(4, 8, 264), "down": Tiling(2, 4), "out": Tiling(16, 8)},
         eviction="evict_first",
+        parts=16,
+        kept_parts=32,
         long_tile=Tile(128, 8, 1),
     ),
 }
