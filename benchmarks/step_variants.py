@@ -35,10 +35,12 @@ class Way:
     """By name, out, gate_up, down: row_product/tiling.py, default_tiling."""
     eviction: str = tiling.EVICTION
     """Of weights: row_product/tiling.py, EVICTION."""
-    parts: int = 0
-    """Into which attention cuts the keys of a head; 0: as decode/state.py, _MAX_SPLITS, has it."""
-    settled_tile: triton_attend.Tile = triton_attend.SETTLED_TILE
-    """Of attention that keeps its selection: decode/triton_attend.py, SETTLED_TILE."""
+    parts: int = state.PARTS
+    """Into which attention behind a selection cuts the keys of a head: decode/state.py, PARTS."""
+    kept_parts: int = state.KEPT_PARTS
+    """The same of attention that keeps its selection: decode/state.py, KEPT_PARTS."""
+    kept_tile: triton_attend.Tile = triton_attend.KEPT_TILE
+    """Of attention that keeps its selection: decode/triton_attend.py, KEPT_TILE."""
     long_tile: triton_attend.Tile = triton_attend.LONG_TILE
     """Of attention behind a selection: decode/triton_attend.py, LONG_TILE."""
 
@@ -68,67 +70,37 @@ def both(*changes: Change) -> Change:
 
 
 def groups() -> dict[str, dict[str, Change]]:
-    """Changes by what they are about: of each group the fastest one is kept before the next group is tried. Those that
-    may gain most come first. Registers, and so how many programs are at once on a multiprocessor (65536 registers), are
-    those of Triton for Hopper: gate_up 96, down 126, out 96 a thread."""
+    """Changes by what they are about: of each group the fastest one is kept before the next group is tried."""
 
     def order(heads: Any, gate: Any) -> Change:
         return lambda way: replace(way, order=Order(heads, gate))
 
-    def product(name: str, *tiling: int, **more: int) -> Change:
-        return lambda way: way.with_product(name, Tiling(*tiling, **more))
+    def product(name: str, *tiling: int) -> Change:
+        return lambda way: way.with_product(name, Tiling(*tiling))
 
-    def tiled(what: str, *tiling: int, **more: int) -> Change:
-        return lambda way: replace(way, **{what: Tiling(*tiling, **more)})  # type: ignore[arg-type]
-
-    def attention(**changes: Any) -> Change:
+    def changed(**changes: Any) -> Change:
         return lambda way: replace(way, **changes)
 
-    def brought(turns: int) -> Change:
-        return product("gate_up", 4, 4, wave=660 if turns < 3 else 396, brought=turns)
-
-    at_wait = attention(release="wait", kept_release="wait")
-    tile = triton_attend.Tile
+    at_wait = changed(release="wait", kept_release="wait")
     return {
-        "gate_up into the L2 cache": {
-            "one wave": brought(1),
-            "two waves": brought(2),
-            "released at the start behind a selection": attention(release="start"),
-            "one wave, released at the start": both(brought(1), attention(release="start")),
-        },
-        "joined into the L2 cache": {
-            "528 programs, 1 turn": tiled("joined", 2, 4, 528, wave=528, brought=1),
-            "528 programs, 2 turns": tiled("joined", 2, 4, 528, wave=528, brought=2),
-            "264 programs, 5 turns": tiled("joined", 2, 4, 264, wave=264, brought=5),
-            "each its tile, 2 turns": tiled("joined", 2, 4, wave=528, brought=2),
-        },
-        "down": {
-            "into the L2 cache": product("down", 4, 4, wave=264, brought=1),
-            "2 rows, into the L2 cache": product("down", 2, 4, wave=512, brought=1),
-            "4 rows, 8 warps": product("down", 4, 8),
-        },
-        "attention": {
-            "64 parts, tiles of 64 keys, 4 warps": attention(parts=64, settled_tile=tile(64, 4, 1)),
-            "16 parts": attention(parts=16),
-            "128 keys, 8 warps behind a selection": attention(long_tile=tile(128, 8, 1)),
-        },
-        "out": {
-            "into the L2 cache": product("out", 8, 4, wave=132, brought=1),
-            "4 rows": product("out", 4, 4),
-            "16 rows, 8 warps": product("out", 16, 8),
-        },
-        "weights": {"evicted first": attention(eviction="evict_first")},
-        "scores": {"old keys before the wait": attention(reads_ahead=True)},
         "order": {
-            "heads beside bin": order("bin", "heads"),
             "heads beside scores": order("scores", "heads"),
+            "heads beside bin": order("bin", "heads"),
             "gate beside attention": both(order("front", "attention"), at_wait),
+            "heads beside scores, gate beside attention": both(order("scores", "attention"), at_wait),
             "heads beside bin, gate beside attention": both(order("bin", "attention"), at_wait),
         },
+        "scores": {"old keys before the wait": changed(reads_ahead=True)},
+        "out": {"4 rows": product("out", 4, 4), "16 rows, 8 warps": product("out", 16, 8)},
+        "weights": {"evicted first": changed(eviction="evict_first")},
         "gate_up": {
-            "4 rows, 8 warps": product("gate_up", 4, 8, wave=528, brought=2),
-            "2 rows": product("gate_up", 2, 4, wave=1056, brought=2),
-            "4 rows, 8 warps, 264 programs": product("gate_up", 4, 8, 264, wave=264, brought=4),
+            "4 rows, 8 warps": product("gate_up", 4, 8),
+            "2 rows": product("gate_up", 2, 4),
+            "4 rows, 8 warps, 264 programs": product("gate_up", 4, 8, 264),
+        },
+        "attention behind a selection": {
+            "16 parts": changed(parts=16),
+            "128 keys, 8 warps": changed(long_tile=triton_attend.Tile(128, 8, 1)),
         },
     }
 
@@ -155,14 +127,16 @@ def applied(way: Way, decoder: FusedDecoder) -> ExitStack:
         (triton_attend, "KEPT_RELEASE", way.kept_release),
         (triton_attend, "LONG_TILE", way.long_tile),
         (tiling, "EVICTION", way.eviction),
-        (triton_attend, "SETTLED_TILE", way.settled_tile),
+        (triton_attend, "KEPT_TILE", way.kept_tile),
+        (state, "PARTS", way.parts),
+        (state, "KEPT_PARTS", way.kept_parts),
         (entry, "DEFAULT_TILING", way.joined),
         (entry, "INDEXER_TILING", way.indexer),
         (op, "default_tiling", chosen),
     ):
         changed.enter_context(mock.patch.object(where, name, value))
     workspace = decoder._workspace
-    if way.parts and workspace is not None:
+    if (way.parts, way.kept_parts) != (Way.parts, Way.kept_parts) and workspace is not None:
         other = state.new_workspace(
             1,
             workspace.scores.shape[1],
@@ -170,7 +144,6 @@ def applied(way: Way, decoder: FusedDecoder) -> ExitStack:
             kv_heads=config.num_key_value_heads,
             head_size=config.head_dim,
             device=workspace.scores.device,
-            splits=way.parts,
         )
         changed.enter_context(mock.patch.object(decoder, "_workspace", other))
     return changed

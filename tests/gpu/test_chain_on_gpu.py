@@ -45,14 +45,9 @@ SHAPES = {
         "num_kv_heads": 4,
         "head_dim": 128,
     },
-    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 300, "k_min": 64, "k_max": 512},
+    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 1500, "k_min": 64, "k_max": 3000},
 }
 FILLED, LAYERS, REPLAYS = 8192, 4, 30
-BROUGHT = {
-    "gate_up": Tiling(4, 4, wave=660, brought=2),
-    "down": Tiling(4, 4, wave=264, brought=1),
-    "out": Tiling(8, 4, wave=132, brought=1),
-}
 WAYS = {
     "as it is": Way(),
     "heads beside scores": Way(order=Order("scores", "heads")),
@@ -66,12 +61,14 @@ WAYS = {
     "all of it": Way(
         order=Order("scores", "attention"), release="wait", kept_release="wait", reads_ahead=True
     ),
-    "weights brought into the L2 cache": Way(
+    "other tilings": Way(
         release="start",
         reads_ahead=True,
-        joined=Tiling(2, 4, 264, wave=264, brought=5),
-        products=BROUGHT,
+        joined=Tiling(2, 4, 264),
+        products={"gate_up": Tiling(4, 8, 264), "down": Tiling(2, 4), "out": Tiling(16, 8)},
         eviction="evict_first",
+        parts=16,
+        kept_parts=32,
         long_tile=Tile(128, 8, 1),
     ),
 }

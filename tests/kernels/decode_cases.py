@@ -87,6 +87,7 @@ def make_case(
     seed: int = 0,
     k_max: int = RULE.k_max,
     splits: int | None = None,
+    kept_splits: int | None = None,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed + max_length)
     batch, (query_heads, kv_heads), (hi, di) = len(lengths), heads, indexer
@@ -114,6 +115,7 @@ def make_case(
             head_size=dim,
             device=device,
             splits=splits,
+            kept_splits=kept_splits,
         ),
     )
     return Case(

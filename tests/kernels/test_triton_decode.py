@@ -4,6 +4,7 @@ The selection is compared with a stable sort of the scores the kernels themselve
 over that selection. What lies beyond a sequence's length is NaN throughout.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -213,6 +214,68 @@ def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> 
         check_attention(later, out, later.selected(), window)
 
 
+@pytest.mark.parametrize("splits", [(1, 2), (2, 8)], ids=["tiles", "tile"])
+def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]) -> None:
+    """Of several tiles and of one, between steps that select; and an unused slot."""
+    k_max, window = 150, 5
+    rule = BudgetRule(k_max, k_max, k_max, "off")
+    sizes: dict[str, Any] = {"gate": True, "dtype": torch.bfloat16, "k_max": k_max}
+    case = make_case(device, [199, 12, 0], 210, **sizes, splits=splits[0], kept_splits=splits[1])
+    for cache in (case.cache.k, case.cache.v, case.indexer.keys):
+        cache.nan_to_num_(3.0)
+    now = case.with_new(in_chain=True)
+    for step in range(2):
+        lengths = torch.tensor([199 + 2 * step, 12 + 2 * step, 0], dtype=torch.int32, device=device)
+        selects = now.with_new(lengths=lengths, settled=True)
+        assert parts_written(selects, lambda one=selects: check(one, rule, window)) == splits[0]  # type: ignore[misc]
+        keeps = now.with_new(lengths=lengths + (lengths > 0), settled=True)
+        assert parts_written(keeps, lambda one=keeps: attend(one, window)) == splits[1]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"in_chain": False}, {"settled": False}, {"keys": 16}, {"dtype": torch.float32}], ids=str
+)
+def test_other_kept_steps_have_the_parts_of_all(device: str, changes: dict[str, Any]) -> None:
+    """Outside of a chain, behind a selection of the same step, with few keys, in fp32."""
+    given = {"in_chain": True, "settled": True, "keys": 150, "dtype": torch.bfloat16} | changes
+    keys, dtype = given.pop("keys"), given.pop("dtype")
+    case = make_case(device, [199], 199, k_max=keys, dtype=dtype, splits=2, kept_splits=4)
+    case.step(BudgetRule(keys, keys, keys, "off"))
+    kept = case.with_new(**given)
+    assert parts_written(kept, lambda: attend(kept, 0)) == 2
+
+
+def attend(case: Case, window: int) -> None:
+    out = op.decode_attend(case.q, case.cache, window, case.gate)
+    check_attention(case, out, case.selected(), window)
+
+
+def parts_written(case: Case, run: Callable[[], None]) -> int:
+    """Of each key-value head, in the workspace's front; 1, which needs none, for nothing."""
+    stats = case.workspace.partial_stats
+    stats.fill_(float("nan"))
+    run()
+    written = int(stats[0].isfinite().sum())
+    batch, kv_heads, _, group = stats.shape[1:]
+    return max(written // (batch * kv_heads * group), 1)
+
+
+@pytest.mark.parametrize(
+    ("programs", "rows", "numbers", "splits"),
+    [
+        (528, 4, 512, (32, 64)),
+        (528, 8, 512, (32, 64)),
+        (528, 16, 512, (32, 32)),  # twice as many would not be there at once
+        (528, 4, 1024, (32, 32)),
+        (528, 128, 512, (4, 4)),
+        (528, 1000, 512, (1, 1)),
+        (0, 4, 512, (2, 2)),
+    ],
+)
+def test_default_parts(programs: int, rows: int, numbers: int, splits: tuple[int, int]) -> None:
+    assert state.default_splits(programs, rows, numbers) == splits
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -242,7 +305,10 @@ def test_refuses() -> None:
         (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),
         (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
         (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),
-        (lambda: make_case(device, [30], 30, splits=3), "power of two"),
+        (lambda: make_case(device, [30], 30, splits=3), "splits is 3; pass a power of two"),
+        (lambda: make_case(device, [30], 30, kept_splits=3), "kept_splits is 3; pass a power of two"),
+        (lambda: make_case(device, [30], 30, splits=0), "splits is 0; pass a power of two"),
+        (lambda: make_case(device, [30], 30, splits=4, kept_splits=2), "pass at least as many"),
     ]:
         with pytest.raises(ValueError, match=message):
             bad()

@@ -116,7 +116,7 @@ def test_the_code_tour_names_every_file() -> None:
 def test_files_that_comments_name_exist() -> None:
     ours = [
         path
-        for folder in ("gsa_train", "kernels", "data", "launch", "benchmarks")
+        for folder in ("gsa_train", "gsa_hf", "kernels", "data", "launch", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ]
     names = {"/" + path.relative_to(ROOT).as_posix() for path in (*ours, *(ROOT / "tests").rglob("*.py"))}

@@ -22,7 +22,13 @@ SAMPLE = 64
 """Keys from which the lowest score worth counting is guessed, and of a tile of the scores: a divisor of CHUNK."""
 
 _PROGRAMS_PER_SM = 4  # of the attention kernel; measured on an H200 at 16 sequences
-_MAX_SPLITS = 32  # more take longer to join than they save
+PARTS = 32
+"""Into which the keys of a head are cut at most: more take longer to join than they save."""
+
+KEPT_PARTS = 64
+"""The same of a step of a chain that keeps its selection, which loads keys before it waits. Measured on an H200."""
+
+_KEPT_NUMBERS = 512  # of the output of a key-value head: 64 parts of it were measured with no more
 
 
 @dataclass(frozen=True)
@@ -65,17 +71,21 @@ class DecodeWorkspace:
     """int32 [B, 3]: the floor, the bin of the k-th score, and how many of that bin's keys are selected."""
 
     partial_out: torch.Tensor
-    """fp32 [B, Hkv, splits, H / Hkv, D]: attention of one split, not yet divided by its sum."""
+    """fp32 [B, Hkv, kept_splits, H / Hkv, D]: attention of one split, not yet divided by its sum. A call with fewer
+    splits uses the front of the memory, without gaps; so with `partial_stats`."""
 
     partial_stats: torch.Tensor
-    """fp32 [2, B, Hkv, splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
+    """fp32 [2, B, Hkv, kept_splits, H / Hkv]: largest logit (base 2), and sum of probabilities."""
 
     arrivals: torch.Tensor
     """int32 [B, Hkv]: splits that have finished; 0 between calls."""
 
-    @property
-    def splits(self) -> int:
-        return self.partial_out.shape[2]
+    splits: int
+    """Parts into which attention cuts the keys of one key-value head."""
+
+    kept_splits: int
+    """The same, at least as many, of bf16 attention that keeps its selection, of a settled cache in a chain, where
+    otherwise a part would have more keys than triton_attend.py's KEPT_TILE."""
 
 
 class Beside(NamedTuple):
@@ -149,20 +159,30 @@ def new_workspace(
     head_size: int,
     device: torch.device | str,
     splits: int | None = None,
+    kept_splits: int | None = None,
 ) -> DecodeWorkspace:
     """Scratch memory for up to `batch` sequences of up to `max_length` tokens: 12 bytes per token and sequence.
 
     Args:
         splits: parts into which the keys of one key-value head are cut; enough to fill the device if None
+        kept_splits: the same where `DecodeWorkspace.kept_splits` says so, at least as many; as measured if None, or
+            `splits` where that is given
     """
     for name, value in (("batch", batch), ("max_length", max_length)):
         check_at_least(name, value, 1)
     if kv_heads < 1 or heads % kv_heads != 0:
         raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; pass heads in a multiple of kv_heads")
+    group = heads // kv_heads
     if splits is None:
-        splits = _default_splits(batch * kv_heads, torch.device(device))
-    if splits != next_power_of_2(splits):
-        raise ValueError(f"splits is {splits}; pass a power of two")
+        splits, kept = default_splits(_programs(device), batch * kv_heads, group * head_size)
+    else:
+        kept = splits
+    kept = kept if kept_splits is None else kept_splits
+    for name, value in (("splits", splits), ("kept_splits", kept)):
+        if value < 1 or value != next_power_of_2(value):
+            raise ValueError(f"{name} is {value}; pass a power of two")
+    if kept < splits:
+        raise ValueError(f"kept_splits is {kept} and splits {splits}; pass at least as many")
 
     columns = -(-max_length // SPAN) * SPAN
 
@@ -175,7 +195,6 @@ def new_workspace(
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    group = heads // kv_heads
     return DecodeWorkspace(
         scores=floats(batch, columns),
         chunk_moments=floats(2, batch, columns // CHUNK),
@@ -184,15 +203,32 @@ def new_workspace(
         borderline_counts=integers(batch),
         span_counts=integers(batch, columns // (SPAN // 2)),
         plan=integers(batch, 3),
-        partial_out=floats(batch, kv_heads, splits, group, head_size),
-        partial_stats=floats(2, batch, kv_heads, splits, group),
+        partial_out=floats(batch, kv_heads, kept, group, head_size),
+        partial_stats=floats(2, batch, kv_heads, kept, group),
         arrivals=zeros(batch, kv_heads),
+        splits=splits,
+        kept_splits=kept,
     )
 
 
-def _default_splits(rows: int, device: torch.device) -> int:
-    """A power of two, so that `rows` * splits programs fill the device about `_PROGRAMS_PER_SM` times."""
+def _programs(device: torch.device | str) -> int:
+    """Of attention, that a GPU is to have at once; 0 for another device."""
+    device = torch.device(device)
     if device.type != "cuda":
-        return 2
-    programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(next_power_of_2(max(programs // rows, 1)), _MAX_SPLITS)
+        return 0
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def default_splits(programs: int, rows: int, numbers: int) -> tuple[int, int]:
+    """`splits` and `kept_splits` of a workspace, powers of two.
+
+    Args:
+        programs: how many there are to be, about; 0: two for each row, which is little work for the interpreter
+        rows: key-value heads of all sequences
+        numbers: of a row's output
+    """
+    if programs == 0:
+        return 2, 2
+    splits = min(next_power_of_2(max(programs // rows, 1)), PARTS)
+    kept = KEPT_PARTS if rows * KEPT_PARTS <= programs and numbers <= _KEPT_NUMBERS else splits
+    return splits, max(splits, kept)

@@ -31,6 +31,8 @@ FLOAT_TILE = Tile(32, 4, 1)
 SETTLED_TILE = Tile(128, 8, 1)
 """Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
 Eight warps hold it in registers."""
+KEPT_TILE = Tile(64, 4, 1)
+"""The same where a step that keeps its selection has parts of its own. Measured on an H200."""
 Release = Literal["start", "wait", "end"]
 RELEASE: Release = "end"
 """When the next kernel of a chain may start: once all programs are in place, when the wait is over, or when the keys
@@ -61,9 +63,8 @@ def attend_to_indices(
     k, v, selection = cache.k, cache.v, cache.selection
     max_length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
-    splits = workspace.splits
     k_cap = selection.indices.shape[1]
-    tile = _tile(q.dtype, triton.cdiv(k_cap + local_window, splits * STRIP) * STRIP, settled)
+    splits, tile = _cut(cache, workspace, q.dtype, k_cap + local_window, settled)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -109,6 +110,17 @@ def _release(cache: LayerCache, behind_selection: bool) -> str:
     if behind_selection:
         return RELEASE if cache.in_chain else ""
     return KEPT_RELEASE if cache.in_chain else "end"
+
+
+def _cut(
+    cache: LayerCache, workspace: DecodeWorkspace, dtype: torch.dtype, keys: int, settled: bool
+) -> tuple[int, Tile]:
+    """Parts of each key-value head, of together up to `keys` keys, and their tile."""
+    part = triton.cdiv(keys, workspace.splits * STRIP) * STRIP
+    more = workspace.kept_splits > workspace.splits and part > KEPT_TILE.keys
+    if more and settled and cache.in_chain and dtype == torch.bfloat16:
+        return workspace.kept_splits, KEPT_TILE
+    return workspace.splits, _tile(dtype, part, settled)
 
 
 def _tile(dtype: torch.dtype, part: int, settled: bool) -> Tile:

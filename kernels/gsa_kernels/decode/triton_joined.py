@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
 from gsa_kernels.row_product import tiling as defaults
 from gsa_kernels.row_product.tiling import Tiling
-from gsa_kernels.row_product.triton_product import bring_rows, load_piece, pieces, wave_of
+from gsa_kernels.row_product.triton_product import load_piece, pieces
 
 DEFAULT_TILING = Tiling(rows=2, warps=4, programs=528)
 """`rows`: pairs. Measured on an H200 for the product alone."""
@@ -92,8 +92,6 @@ def launch_joined(
         WEIGHTS_FROM=weights_from,
         TILES=tiles,
         LOOPS=programs < tiles,
-        WAVE=wave_of(tiling, product.weight, chained),
-        BROUGHT=tiling.brought,
         EVICTION=defaults.EVICTION,
         CHAINED=chained,
         BESIDE=beside,
@@ -246,8 +244,6 @@ def _joined_kernel(
     WEIGHTS_FROM: tl.constexpr,
     TILES: tl.constexpr,
     LOOPS: tl.constexpr,
-    WAVE: tl.constexpr,
-    BROUGHT: tl.constexpr,
     EVICTION: tl.constexpr,
     CHAINED: tl.constexpr,
     BESIDE: tl.constexpr,
@@ -257,20 +253,6 @@ def _joined_kernel(
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
-    if WAVE:  # noqa: SIM102 - in front of the loads, which then leave more registers
-        if start < WAVE:
-            for turn in tl.static_range(1, BROUGHT + 1):
-                later = start + turn * WAVE
-                if later < TILES:
-                    one, another, stop, _, _, _ = _pairs_of(
-                        later, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
-                        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
-                    )  # fmt: skip
-                    # A tile's rows are neighbours, but for some at the ends of heads.
-                    row = tl.min(one)
-                    bring_rows(weight_ptr, row, tl.minimum(stop - row, TILE), COLUMNS)
-                    row = tl.min(another)
-                    bring_rows(weight_ptr, row, tl.minimum(stop - row, TILE), COLUMNS)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,

@@ -25,14 +25,6 @@ class Tiling:
     stages: int = 4
     """Chunks on their way, for several rows of x."""
 
-    wave: int = 0
-    """Programs that are at once on the device, about: each asks, before it waits, for the tiles `wave`, 2 `wave`, ...
-    behind its own to be brought into the L2 cache. 0: for none. For one row of x, on devices that launch kernels
-    early."""
-
-    brought: int = 1
-    """Tiles that each of these programs asks for."""
-
 
 def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:
     """For x [batch, columns] and a result of `count` columns."""

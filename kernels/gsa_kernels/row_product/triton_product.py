@@ -63,8 +63,6 @@ def multiply(
             FIRST=first,
             SECOND=second,
             LOOPS=programs < tiles,
-            WAVE=wave_of(tiling, weight, chained),
-            BROUGHT=tiling.brought,
             EVICTION=defaults.EVICTION,
             **shared,
         )
@@ -81,11 +79,6 @@ def multiply(
     )
 
 
-def wave_of(tiling: Tiling, weight: torch.Tensor, chained: bool) -> int:
-    """0 where the device, or where the weight begins, allows no asking."""
-    return tiling.wave if chained and weight.data_ptr() % 16 == 0 else 0
-
-
 def pieces(columns: int) -> tuple[int, int]:
     """Two powers of two, the second perhaps 0, that together are at least `columns`, and not much more."""
     whole = triton.next_power_of_2(columns)
@@ -94,30 +87,6 @@ def pieces(columns: int) -> tuple[int, int]:
     first = whole // 2
     second = max(triton.next_power_of_2(columns - first), _LEAST_COLUMNS)
     return (whole, 0) if first + second >= whole else (first, second)
-
-
-@triton.jit
-def bring_rows(weight_ptr, row, count, COLUMNS: tl.constexpr):
-    """Ask for `count` rows from `row` on to be brought into the L2 cache, of a weight that begins at 16 bytes; for none
-    if `count` is not positive. One thread asks, and nothing waits."""
-    ITEM: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    start = (weight_ptr + row * COLUMNS).to(tl.int64)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred %asks, %some;
-        .reg .u32 %thread;
-        mov.u32 %thread, %tid.x;
-        setp.eq.u32 %asks, %thread, 0;
-        setp.gt.and.s32 %some, $2, 0, %asks;
-        @%some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [start, count * (COLUMNS * ITEM)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -169,8 +138,6 @@ def _one_row_kernel(
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
     LOOPS: tl.constexpr,
-    WAVE: tl.constexpr,
-    BROUGHT: tl.constexpr,
     EVICTION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -180,13 +147,6 @@ def _one_row_kernel(
     start = tl.program_id(0)
     step = tl.num_programs(0)
     up_ptr = weight_ptr + ROWS * COLUMNS
-    if WAVE:  # noqa: SIM102 - in front of the loads, which then leave more registers
-        if start < WAVE:
-            for turn in tl.static_range(1, BROUGHT + 1):
-                row = (start + turn * WAVE) * TILE
-                bring_rows(weight_ptr, row, tl.minimum(ROWS - row, TILE), COLUMNS)
-                if GATED:
-                    bring_rows(up_ptr, row, tl.minimum(ROWS - row, TILE), COLUMNS)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
     w = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
     if SECOND:
