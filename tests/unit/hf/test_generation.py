@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from gsa_hf import decoding, generation, row_layers
 from gsa_hf.row_layers import Order
+from gsa_kernels.decode import triton_attend
 from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_model
 
 CUDA = torch.cuda.is_available()
@@ -72,6 +73,8 @@ def test_products_of_few_rows_give_the_same_tokens(
     name: str, count: int, new: int, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_layers, "ORDER", order)
+    if order.gate == "attention":
+        monkeypatch.setattr(triton_attend, "KEPT_RELEASE", "wait")
     model = make_model(name)
     wanted = [row[:new] for row in by_transformers(model, new)[:count]]
     if name != "dense":
