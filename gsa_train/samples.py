@@ -17,8 +17,8 @@ from gsa_data.tokenize import Tokenizer, TokenizerError, text_after
 from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
+from gsa_train.next_tokens import next_tokens
 from gsa_train.parallel import Parallel
-from gsa_train.step import next_tokens
 
 
 def encode_prompts(config: Config, tokenizer: Tokenizer) -> list[list[int]]:

@@ -188,8 +188,8 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
     # Of each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
     text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
     local_tokens = sizes.tokens // config.train.micro_batch_size
-    # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them.
-    angles = 2 * 4 * local_tokens * config.model.head_dim
+    # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them: each chunk of the model has its own.
+    angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     # megatron-core's buffer for an input of all tokens [L, B, d]; products with frozen weights do not take it.
     gather = sizes.gathered if has_graph(config, phase) else 0.0
     return WORKSPACE_BYTES + text + angles + gather
@@ -206,4 +206,4 @@ def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, mic
     if parallel.virtual_pipeline == 1:  # the last gradient sent back
         return sizes.stream if stage > 0 else 0.0
     # Inputs and gradients received ahead, outputs and gradients not yet sent: the most that traces have shown.
-    return (4 + parallel.virtual_pipeline) * sizes.stream
+    return (5 + parallel.virtual_pipeline) * sizes.stream

@@ -30,12 +30,13 @@ from gsa_train.metrics.record import Measured, reduce_step
 from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
+from gsa_train.next_tokens import next_tokens
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from gsa_train.step import Training, evaluation_step, next_tokens, train_step
+from gsa_train.step import Training, evaluation_step, train_step
 from gsa_train.tasks import log_likelihoods
 from helpers.checkpoints import run_state
 from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP, as_numbers

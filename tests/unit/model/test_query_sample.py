@@ -108,9 +108,13 @@ def test_a_sample_has_the_values_of_its_queries(phase: PhaseConfig, monkeypatch:
     for name in ("recall", "sequence_start_attention", "random_recall"):
         assert torch.equal(some[name], every[name][:, sparse]), name
     assert 0 < every["recall"][every["recall"] > 0].min() < 0.9  # keys are left out
-    for name in (f"{gate}_gate_{what}" for gate in ("value", "output") for what in ("mean", "low", "high")):
-        assert len(every[name]) == 24
-        assert torch.equal(some[name], every[name][sparse]), name
+    for gate in ("value_gate", "output_gate"):
+        opening = every[f"{gate}_mean"]
+        assert len(opening) == 24
+        assert torch.equal(some[f"{gate}_mean"], opening[sparse])
+        for values, seen in ((every, opening), (some, opening[sparse])):
+            assert values[f"{gate}_low"].sum() == (seen < 0.1).sum()
+            assert values[f"{gate}_high"].sum() == (seen >= 0.9).sum()
     assert torch.equal(some["indexer_saturated"], every["indexer_saturated"][:, sparse])
     pairs = torch.tensor([5, 6, 7, 17, 18, 19]) - 1
     assert torch.equal(some["adjacent_overlap"], every["adjacent_overlap"][:, pairs])
