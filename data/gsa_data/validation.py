@@ -6,7 +6,6 @@ that bits per byte need are those that the tokens spell, so tokens are enough fo
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -132,11 +131,10 @@ def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading)
 
 def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
     """A shard's lines in their order, tokenized by several threads, for the tokenizers' libraries release the GIL."""
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     for first in range(0, len(lines), DOCUMENTS_AT_ONCE):
         places = range(first, min(first + DOCUMENTS_AT_ONCE, len(lines)))
         # A pool of its own for each window: no thread is alive while the caller has a document, who may fork.
-        with ThreadPoolExecutor(min(threads, len(places))) as pool:
+        with ThreadPoolExecutor(min(MOST_THREADS, len(places))) as pool:
             found = [pool.submit(lines.__getitem__, place) for place in places]
         yield from (line.result() for line in found)
 

@@ -10,7 +10,8 @@ device, or `reference`, plain torch on any device. Both give the same results up
 
 A NaN in the indexer's inputs is not hidden: a row that sees it has a NaN variance, the base budget, that many visible
 keys, which ones is not said, and a NaN KL if it chose the bad key; so has the loss. Of infinite inputs only the
-selection's size and visibility are promised. Rows that do not see them keep their results to the last bit.
+selection's size and visibility are promised. Rows that do not see them keep their results to the last bit, but for
+the KL over key lists: where a neighbour's selection changes the list of a tile, its rows' sums have another order.
 """
 
 from __future__ import annotations

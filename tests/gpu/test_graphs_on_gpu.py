@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import test_step_on_gpu
 import torch
 
 from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
@@ -28,21 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MODEL = (
-    "model.num_layers=2",
-    "model.hidden_size=512",
-    "model.num_heads=8",
-    "model.num_kv_heads=2",
-    "model.head_dim=64",
-    "model.ffn_hidden_size=1376",
-    "model.vocab_size=4096",
-    "model.init_std=0.05",
-    "train.seq_len_tokens=1024",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=4",
-    "data.num_workers=0",
-    "parallel.overlap_grad_reduce=false",
-)
+MODEL = (*test_step_on_gpu.SMALL, "parallel.overlap_grad_reduce=false")
 BUDGETS = ("gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512")
 SHARED = (*BUDGETS, "gsa.selection_block=32", "gsa.local_window=64")
 ACROSS = "data.attend_across_documents=true"
