@@ -59,6 +59,9 @@ def main() -> int:
     except (ConfigError, StudyError) as error:
         print(error, file=sys.stderr)
         return exit_codes.REFUSED
+    except KeyboardInterrupt:  # before the first job or in the report; in between the runner heeds it
+        say("stopped by Ctrl-C: no job was under way; the same command goes on")
+        return exit_codes.STOPPED
 
 
 def run(study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace) -> int:

@@ -188,8 +188,12 @@ def test_the_simulation_with_the_runs_own_faults_gives_its_ettr(story: Story) ->
     chosen, sources = choose_parts(parse(["--run", str(story.run.folder)]), measured)
     assert set(sources.values()) <= {"measured", "as long as the stall"}
     found = again_in_fast_motion(measured, chosen)
-    assert found.ettr == pytest.approx(measured.account.ettr, abs=0.05)
     assert found.faults == 1
+    # All its steps take the mean time, so a fault may lie on the other side of a save than it did: that moves the steps
+    # and the stall of one interval. (test_goodput_command.py has an account of even steps, and the exact figure.)
+    interval = measured.interval_steps * chosen.whole_step_seconds + chosen.stall_seconds
+    assert found.wall == measured.account.wall_seconds
+    assert found.ettr == pytest.approx(measured.account.ettr, abs=interval / found.wall)
 
 
 def test_a_complete_run_that_is_started_again_changes_nothing(story: Story) -> None:

@@ -26,6 +26,8 @@ ARMS = {
     "gated": {"gsa.attention": "dense"},
     "gsa": {"gsa.attention": "sparse", "phases": [{**PHASE, "attention": "sparse"}]},
 }
+STARTED = "jobs are finished, "
+"""In the first line that each start prints."""
 SEED = 28
 """Of the moments; each step of a moment is waited for, so that they are real moments of real runs."""
 
@@ -127,9 +129,17 @@ def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(
     running.send_signal(signal.SIGKILL)  # the runner alone: its arm saves and ends
     assert running.wait() == -signal.SIGKILL
 
+    starts = running.log.read_text().count(STARTED)
     running = start(study)  # at once, while the arm may still be at it
     at = min(STEPS - 1, steps_logged(study, "gsa") + 1)
-    wait_until(lambda: not arm.is_running() and steps_logged(study, "gsa") >= at, running)
+    wait_until(
+        lambda: (
+            running.log.read_text().count(STARTED) > starts
+            and not arm.is_running()
+            and steps_logged(study, "gsa") >= at
+        ),
+        running,
+    )
     running.send_signal(signal.SIGINT)
     assert running.wait() in (0, 75)  # 0: it was about to end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +105,20 @@ def test_ctrl_c_stops_what_is_under_way_and_starts_nothing_more(study: Study) ->
     assert runner.interrupted == [(due[0], "stopped")]
     assert read_failures(study.folder) == {}
     assert not due[1].result.exists()
+
+
+@pytest.mark.parametrize("beside_the_jobs", ["plan_study", "report"])
+def test_ctrl_c_before_and_behind_the_jobs_ends_in_a_line(
+    study: Study, beside_the_jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, beside_the_jobs, press)
+    file = str(study.folder.parents[1] / "study.yaml")
+    monkeypatch.setattr("sys.argv", ["study.py", "--study", file, "--report"])
+    assert command.main() == exit_codes.STOPPED
+    assert "stopped by Ctrl-C" in capsys.readouterr().out
 
 
 def test_a_second_ctrl_c_ends_them_at_once(study: Study) -> None:
