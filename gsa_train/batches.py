@@ -195,6 +195,7 @@ class TrainBatches:
                 outcome = corpus
             elif corpus is not None and parallel.reads_data:
                 self._stream = self._open(corpus, changed, tokenizer, state, accept_new_data)
+                self._stream.start()  # the first step's text is read while the model is built
                 outcome = self._stream.identity
         except (DataFault, StateMismatch) as error:
             outcome = error

@@ -49,6 +49,10 @@ class Start:
     """Newer checkpoints that were passed over: name, and what is wrong with it."""
     same_job: bool = False
     """At step 0: an earlier start of this job had come to no checkpoint."""
+    unchecked: bool = False
+    """The checkpoint's files with tensors are to be checked while they are read."""
+    by_name: bool = False
+    """The checkpoint was asked for, by --resume-from."""
 
     @property
     def step(self) -> int:
@@ -87,11 +91,21 @@ def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def choose_start(config: Config, arguments: Arguments, ranges: list[PhaseRange], parallel: Parallel) -> Start:
+def choose_start(
+    config: Config,
+    arguments: Arguments,
+    ranges: list[PhaseRange],
+    parallel: Parallel,
+    tensors_later: bool = False,
+) -> Start:
     """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
     What is damaged keeps its name until nothing refuses the start (`set_damaged_aside`). These options are for a
     job's first start; its restarts go on from the run folder once that has a checkpoint.
+
+    Args:
+        tensors_later: leave the checksums of its files with tensors to who loads them, which is to come back by
+            `choose_again` where they are not good.
 
     Raises:
         SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
@@ -117,23 +131,47 @@ def choose_start(config: Config, arguments: Arguments, ranges: list[PhaseRange],
     checkpoint: Path | None
     if resume_from:
         checkpoint = named_checkpoint(f"--resume-from {resume_from}", Path(resume_from), parallel)
-        fault = find_damage(checkpoint, parallel, checksums)
+        fault = find_damage(checkpoint, parallel, checksums, tensors_later=tensors_later)
         if fault is not None:
-            raise ResumeError(
-                f"--resume-from {resume_from}: {checkpoint} is damaged: {fault}. Give another checkpoint."
-            )
+            raise _refused_by_name(checkpoint, fault)
     else:
         run_id = run_id_of(own) if parallel.is_main else ""
-        checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, checksums, run_id)
+        checkpoint, damaged = _newest_intact(
+            own / "checkpoints", parallel, checksums, run_id, tensors_later=tensors_later
+        )
     if checkpoint is None:
         return Start(same_job=restarted)
     start = start_from(checkpoint, config, ranges, damaged)
+    start = dataclasses.replace(start, unchecked=checksums and tensors_later, by_name=resume_from is not None)
     if not start.same_run and (own / "checkpoints").resolve() in checkpoint.resolve().parents:
         raise ResumeError(
             f"--resume-from {resume_from}: lies in {own / 'checkpoints'}, which moves to previous/ when the run starts "
             "from elsewhere. Copy it to another folder, or give another run.name."
         )
     return start
+
+
+def choose_again(
+    start: Start, fault: str, config: Config, ranges: list[PhaseRange], parallel: Parallel
+) -> Start:
+    """Where to start instead of `start`, whose checkpoint was found damaged while it was read. Collective.
+
+    Raises:
+        ResumeError: it was asked for by name; or no other one is intact.
+    """
+    assert start.checkpoint is not None
+    if start.by_name:
+        raise _refused_by_name(start.checkpoint, fault)
+    own = run_dir(config)
+    run_id = run_id_of(own) if parallel.is_main else ""
+    known = [*start.damaged, (start.checkpoint.name, fault)]
+    checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, True, run_id, known)
+    assert checkpoint is not None  # or `known` would have been all, which is refused
+    return start_from(checkpoint, config, ranges, damaged)
+
+
+def _refused_by_name(checkpoint: Path, fault: str) -> ResumeError:
+    return ResumeError(f"--resume-from: {checkpoint} is damaged: {fault}. Give another checkpoint.")
 
 
 def start_from(
@@ -191,16 +229,27 @@ def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
 
 
 def _newest_intact(
-    checkpoints: Path, parallel: Parallel, checksums: bool, run_id: str
+    checkpoints: Path,
+    parallel: Parallel,
+    checksums: bool,
+    run_id: str,
+    known: Sequence[tuple[str, str]] = (),
+    tensors_later: bool = False,
 ) -> tuple[Path | None, list[tuple[str, str]]]:
     """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
+
+    Args:
+        known: that are damaged, newest first.
 
     Raises:
         ResumeError: there are checkpoints and all are damaged; a start at step 0 needs to be asked for.
     """
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
-    candidate, damaged = first_intact(shared[0], parallel, checksums, run_id)
+    names = [name for name, _ in known]
+    others = [each for each in shared[0] if each.name not in names]
+    candidate, found = first_intact(others, parallel, checksums, run_id, tensors_later)
+    damaged = [*known, *found]
     if candidate is None and damaged:
         raise ResumeError(
             f"{checkpoints} has no intact checkpoint to resume from:\n"
@@ -212,16 +261,21 @@ def _newest_intact(
 
 
 def first_intact(
-    candidates: Sequence[Path], parallel: Parallel, checksums: bool, run_id: str = ""
+    candidates: Sequence[Path],
+    parallel: Parallel,
+    checksums: bool,
+    run_id: str = "",
+    tensors_later: bool = False,
 ) -> tuple[Path | None, list[tuple[str, str]]]:
     """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
 
     Args:
         run_id: on the main rank, of the run that they must be of; "" for any.
+        tensors_later: see `choose_start`.
     """
     damaged: list[tuple[str, str]] = []
     for candidate in candidates:
-        fault = find_damage(candidate, parallel, checksums, run_id)
+        fault = find_damage(candidate, parallel, checksums, run_id, tensors_later)
         if fault is None:
             return candidate, damaged
         damaged.append((candidate.name, fault))

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from gsa_train.batches import load_tokenizer, shared_validation_sets
+from gsa_train.checkpoint.damage import tensor_files
 from gsa_train.checkpoint.initial_weights import load_initial_main_weights, load_initial_weights
-from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
@@ -35,7 +36,7 @@ from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, collective_timeout, init_parallel
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
-from gsa_train.resume import Start, choose_start, open_batches, run_dir, start_from
+from gsa_train.resume import Start, choose_again, choose_start, open_batches, run_dir, start_from
 from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
 from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.run.folder import RunFolder, open_run_folder
@@ -72,7 +73,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     lock = RunLock(run_dir(config), parallel)
     lock.take(make=False)  # a start that is refused makes no folder
     clock.begin("checkpoint")
-    start = choose_start(config, arguments, ranges, parallel)
+    start = choose_start(config, arguments, ranges, parallel, tensors_later=True)
     run = open_run(config, arguments, request, start, lock, parallel, clock)
     try:
         while (spike := train_phases(run, ranges)) is not None:
@@ -129,9 +130,16 @@ def open_run(
     weights_from = None
     if start.checkpoint is None and config.checkpoint.initial_weights:
         weights_from = load_initial_weights(config, model, data.tokenizer, parallel)
-    phase_optimizer = open_phase(
-        config, model, start, ranges[start.phase_index], parallel, clock, weights_from
-    )
+    while True:
+        try:
+            phase_optimizer = open_phase(
+                config, model, start, ranges[start.phase_index], parallel, clock, weights_from
+            )
+            break
+        except DamagedCheckpoint as damage:
+            start = choose_again(start, str(damage), config, ranges, parallel)
+            data.batches.close()
+            data.batches = open_batches(config, arguments, start, data.tokenizer, parallel)
 
     clock.begin("folder")
     opened = take_run_folder(config, start, lock, parallel, clock)
@@ -231,6 +239,7 @@ def open_phase(
 
     Raises:
         StateError: the checkpoint's optimizer state is not that of its weights.
+        DamagedCheckpoint: it is not what was written; call this again with another one.
     """
     # Python's garbage collector leaves frozen objects out. megatron-core asks for a full collection at each save, which
     # would search the million objects that are here and stay. The phase's optimizer is made after this, since it is
@@ -240,7 +249,15 @@ def open_phase(
     phase_optimizer = build_optimizer(model, phase_range.phase, config)
     clock.begin("checkpoint")
     if start.checkpoint is not None:
-        load_checkpoint(start.checkpoint, model, phase_optimizer, parallel, with_optimizer=start.inside_phase)
+        unchecked = tensor_files(start.checkpoint) if start.unchecked else None
+        try:
+            load_checkpoint(
+                start.checkpoint, model, phase_optimizer, parallel, start.inside_phase, unchecked=unchecked
+            )
+        except DamagedCheckpoint:
+            close_optimizer(model, phase_optimizer)
+            gc.unfreeze()  # until this is called again
+            raise
     if weights_from is not None:
         load_initial_main_weights(weights_from, model, phase_optimizer, parallel)
     return phase_optimizer

@@ -127,7 +127,10 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
             services.profiler.after(plan.step)
         if is_first:
             services.goodput.note(plan.step, phase_range.phase.name)
+            said = services.goodput.start_up_in_words()
             clock.begin("training")
+            if said is not None:
+                services.log.message(said)
         state.tasks_due = plan.scores_tasks
         if plan.validates:
             _validate(run, phase)

@@ -141,11 +141,17 @@ def group_blocks_of(config: StreamConfig) -> int:
 
 
 def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Block, None, None]:
-    """Undo the dealing to the workers: the DataLoader returns one group of each worker in turn."""
+    """The rank's blocks, in the order of their numbers. Workers start at once, and fill their queues."""
+    if (
+        config.num_workers == 0
+    ):  # a DataLoader would take as long as all the rest of a block that is not tokenized
+        return (block for group in samples for block in group)
+    return _undo_dealing(_start_workers(samples, config), config.num_workers)
+
+
+def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
+    """The DataLoader's iterator."""
     workers = config.num_workers
-    if workers == 0:  # a DataLoader would take as long as all the rest of a block that is not tokenized
-        for group in samples:
-            yield from group
     group_blocks = group_blocks_of(config)
     loader = DataLoader(
         samples,
@@ -159,13 +165,17 @@ def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Blo
     )
     try:
         multiprocessing.Lock()  # as queues have, in /dev/shm; where torch fails to make one, it also prints a traceback
-        groups: Any = iter(loader)
+        return iter(loader)
     except OSError as error:
         full = error.errno == errno.ENOSPC
         remedy = "make room in /dev/shm (a container's: --shm-size=1g)" if full else "look at `ulimit -a`"
         raise DataFault(
             f"data readers cannot be started ({error}); {remedy}, or set data.num_workers=0"
         ) from error
+
+
+def _undo_dealing(groups: Any, workers: int) -> Generator[Block, None, None]:
+    """The DataLoader returns one group of each worker in turn."""
     while True:
         round_of_groups = [_next_group(groups) for _ in range(workers)]
         for row in zip(*round_of_groups, strict=True):

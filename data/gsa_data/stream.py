@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,14 +107,26 @@ class BlockStream:
         self._last_blocks: Tokens | None = None
         samples = RankSamples(reader, config, self._start_samples, rank, world_size, positions)
         self._first_sample = samples.first_sample
-        self._blocks: Generator[Block, None, None] | None = blocks_in_order(samples, config)
+        self._open = partial(blocks_in_order, samples, config)
+        self._blocks: Generator[Block, None, None] | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Have the workers begin to read; else they begin with the first `next_blocks`.
+
+        Raises:
+            DataFault: they cannot be started.
+        """
+        if self._is_closed:
+            raise ValueError("this BlockStream is closed; build a new one from its state")
+        self._blocks = self._blocks or self._open()
 
     def next_blocks(self, count: int) -> Tokens:
         """The rank's next `count` blocks: int32 [count, seq_len_tokens + 1], where best_fit leaves pack.FILLER and
         conversations have marks (marks.py)."""
-        if self._blocks is None:
-            raise ValueError("this BlockStream is closed; build a new one from its state")
         began = time.perf_counter()
+        self.start()
+        assert self._blocks is not None
         blocks = [next(self._blocks) for _ in range(count)]
         self.wait_seconds += time.perf_counter() - began
         for block in blocks:
@@ -176,7 +189,7 @@ class BlockStream:
         """Stop the workers. The state stays readable."""
         if self._blocks is not None:
             self._blocks.close()
-        self._blocks = None
+        self._blocks, self._is_closed = None, True
 
 
 def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ import yaml
 from gsa_train.checkpoint.files import (
     MANIFEST,
     MEGATRON_METADATA,
+    FileRecord,
     Manifest,
     faults_in,
+    faults_in_a_line,
     is_complete,
     read_manifest,
     share_of,
@@ -22,6 +24,7 @@ from gsa_train.checkpoint.files import (
 )
 from gsa_train.checkpoint.guarded import COMMON_STATE_FNAME, refused_content
 from gsa_train.checkpoint.load import read_run_state
+from gsa_train.checkpoint.parallel_read import TENSORS
 from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.config import saved_sections
 from gsa_train.parallel import Parallel
@@ -29,7 +32,9 @@ from gsa_train.parallel import Parallel
 logger = logging.getLogger(__name__)
 
 
-def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: str = "") -> str | None:
+def find_damage(
+    checkpoint: Path, parallel: Parallel, checksums: bool, run_id: str = "", tensors_later: bool = False
+) -> str | None:
     """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
 
     The ranks share the files, so that together they read the checkpoint once. What checksums cannot tell, a file that
@@ -38,6 +43,7 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: s
     Args:
         checksums: read the files; otherwise only look whether all are there in their sizes.
         run_id: of the run that it must be of; "" for any.
+        tensors_later: the checksums of the files with tensors are left to who loads them (`tensor_files`).
     """
     manifest: Manifest | None = None
     shared: list[Any] = [None, {}]
@@ -50,9 +56,9 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: s
         share = share_of(files, parallel.rank, parallel.world_size)
         found: list[Any] = [None] * parallel.world_size
         unseen = f"rank {parallel.rank} on {socket.gethostname()} does not see it: is its folder shared by all nodes?"
-        mine = faults_in(checkpoint, share, checksums) if checkpoint.is_dir() else [unseen]
+        mine = _faults_in(checkpoint, share, checksums, tensors_later) if checkpoint.is_dir() else [unseen]
         dist.all_gather_object(found, mine)
-        fault = _in_a_line([each for faults in found for each in faults])
+        fault = faults_in_a_line([each for faults in found for each in faults])
     if fault is None:
         refused = [_refused(checkpoint, manifest, run_id) if parallel.is_main else None]
         dist.broadcast_object_list(refused, src=0)
@@ -60,11 +66,29 @@ def find_damage(checkpoint: Path, parallel: Parallel, checksums: bool, run_id: s
     return fault
 
 
+def tensor_files(checkpoint: Path) -> dict[str, FileRecord]:
+    """What the manifest of a checkpoint, which has been found good, says of the files with tensors; of one from before
+    there were manifests nothing."""
+    try:
+        files = read_manifest(checkpoint).files
+    except FileNotFoundError:
+        return {}
+    return {name: record for name, record in files.items() if name.endswith(TENSORS)}
+
+
+def _faults_in(
+    checkpoint: Path, files: dict[str, FileRecord], checksums: bool, tensors_later: bool
+) -> list[str]:
+    later = {name: each for name, each in files.items() if tensors_later and name.endswith(TENSORS)}
+    now = {name: each for name, each in files.items() if name not in later}
+    return [*faults_in(checkpoint, now, checksums), *faults_in(checkpoint, later, checksums=False)]
+
+
 def find_damage_alone(checkpoint: Path) -> str | None:
     """As `find_damage` with checksums, in one process without process groups."""
     fault, manifest = _read_manifest(checkpoint)
     if fault is None and manifest is not None:
-        fault = _in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
+        fault = faults_in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
     return fault or _refused(checkpoint, manifest)
 
 
@@ -81,10 +105,6 @@ def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
     if unlisted:
         return f"{MANIFEST} is damaged: it does not list {', '.join(sorted(unlisted))}", manifest
     return None, manifest
-
-
-def _in_a_line(faults: list[str]) -> str | None:
-    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
 
 
 def _refused(checkpoint: Path, manifest: Manifest | None, run_id: str = "") -> str | None:

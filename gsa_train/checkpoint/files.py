@@ -19,9 +19,11 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from gsa_train.checkpoint.checksums import crc32_of
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -30,7 +32,6 @@ SET_ASIDE = "set_aside"
 """Folder of the checkpoints that a rewind left behind."""
 MEGATRON_METADATA = "metadata.json"
 """By this file megatron-core tells its checkpoints from other folders; it writes it last."""
-READ_BYTES = 1 << 24
 
 logger = logging.getLogger(__name__)
 
@@ -222,11 +223,7 @@ def go_back_to(checkpoint: Path) -> None:
 
 def describe_file(path: Path) -> FileRecord:
     """Size and checksum, read from the file."""
-    checksum, size = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            checksum = zlib.crc32(block, checksum)
-            size += len(block)
+    size, checksum = crc32_of(path)
     return FileRecord(size, f"{checksum:08x}")
 
 
@@ -314,6 +311,11 @@ def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) ->
         except OSError as error:
             faults.append(f"{name} cannot be read: {error}")
     return faults
+
+
+def faults_in_a_line(faults: Sequence[str]) -> str | None:
+    """None where there are none."""
+    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
 
 
 # --- durable ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from gsa_train.checkpoint.files import MEGATRON_METADATA, leads_out
+from gsa_train.checkpoint.parallel_read import ParallelReader
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
 
 CLASSES = {
@@ -179,7 +180,7 @@ class GuardedCommon(TorchCommonLoadStrategy):
         return read_common(Path(checkpoint_dir))
 
 
-class _Reader(FileSystemReader):
+class _Reader(ParallelReader):
     """Reads the metadata once."""
 
     _metadata: Metadata | None = None

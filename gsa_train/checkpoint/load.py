@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 
+from gsa_train.checkpoint.files import FileRecord, faults_in_a_line
 from gsa_train.checkpoint.guarded import GuardedCommon, read_common
 from gsa_train.checkpoint.optimizer_state import (
     Saved,
@@ -35,6 +36,7 @@ from gsa_train.checkpoint.optimizer_state import (
     step_count,
     wanted_state,
 )
+from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 from gsa_train.parallel import Parallel
@@ -45,6 +47,10 @@ FORMAT_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, 4)
 
 logger = logging.getLogger(__name__)
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that was found damaged while it was read; on all ranks alike. What it was to fill holds anything."""
 
 
 class StateError(ValueError):
@@ -106,7 +112,12 @@ def read_run_state(checkpoint: Path) -> RunState:
 
 
 def load_checkpoint(
-    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel, with_optimizer: bool
+    checkpoint: Path,
+    model: Model,
+    phase_optimizer: PhaseOptimizer,
+    parallel: Parallel,
+    with_optimizer: bool,
+    unchecked: Mapping[str, FileRecord] | None = None,
 ) -> None:
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
@@ -114,11 +125,20 @@ def load_checkpoint(
         with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh, but from the
             fp32 weights of what both phases train. Otherwise parallel.distributed_optimizer, parallel.strategy,
             train.precision and the phase's multipliers of the learning rate may be others than the checkpoint's.
+        unchecked: its files with tensors, to be checked while they are read; None where they have been.
 
     Raises:
+        DamagedCheckpoint: they are not what was written.
         StateError: the fp32 weights in the optimizer's state are not the model's.
     """
-    others = _fill(checkpoint, model, phase_optimizer, parallel, weights=True, moments=with_optimizer)
+    log = None if unchecked is None else ReadLog(checkpoint)
+    with noting(log):
+        others = _fill(checkpoint, model, phase_optimizer, parallel, weights=True, moments=with_optimizer)
+    fault = None
+    if log is not None and unchecked is not None:
+        fault = faults_in_a_line(faults_of_read(log, unchecked, parallel))
+    if fault is not None:
+        raise DamagedCheckpoint(fault)
     if others:
         more = f" and {len(others) - 3} more" if others[3:] else ""
         raise StateError(

@@ -24,7 +24,9 @@ from gsa_train.cli import parse_arguments, refuse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
+from gsa_train.megatron_import import import_megatron
 from gsa_train.run import exit_codes
+from gsa_train.run.kernel_cache import prepare_kernel_cache
 from gsa_train.run.last_words import forget_end, note_end, say_last, tell_torchrun
 from gsa_train.run.start_header import first_line
 from gsa_train.run.stop_signals import (
@@ -95,10 +97,14 @@ def run_command() -> int:
         return exit_codes.STOPPED  # to torchrun a stop is a failure, and it tries again
     if is_main:
         print(first_line(config, arguments), flush=True)
-    prepare_connections([config.parallel], os.environ, compute_capability())
+    capability = compute_capability()
+    prepare_connections([config.parallel], os.environ, capability)
+    if capability is not None:  # on CPUs nothing is compiled
+        prepare_kernel_cache(config.run, os.environ)
     # W&B's reports on itself hold a process for 10 s at its end where the server hangs. It reads this when it is
-    # imported, which megatron-core does.
+    # imported.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import_megatron()
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.tokenize import TokenizerError
     from gsa_train.checkpoint.load import StateError

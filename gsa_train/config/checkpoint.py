@@ -25,8 +25,8 @@ class CheckpointConfig:
     retry_after_steps: int = 10
     """Steps until the first new try; each following one waits twice as many. A regular save counts as a try."""
     verify: Literal["full", "sizes"] = "full"
-    """What a resume checks before it loads a checkpoint. `full`: size and checksum of every file, which reads the
-    checkpoint once more. `sizes`: sizes only."""
+    """What a resume checks of a checkpoint. `full`: size and checksum of every file, those with tensors while they are
+    loaded. `sizes`: sizes only."""
     initial_weights: str = ""
     """Folder of a checkpoint (or of a run: its newest one) whose weights the run has at step 0. Text, optimizer and
     schedules begin anew. Sequence length, rotary base and scaling, budgets and phases may differ; gates and indexer may

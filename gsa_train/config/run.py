@@ -13,6 +13,9 @@ class RunConfig:
     """Folder that holds the run folders."""
     seed: int = 1234
     """Seed of the initial weights and of the random number generators. The order of the data has its own seed."""
+    kernel_cache_dir: str = ""
+    """Folder of compiled Triton kernels, which all ranks share and restarts find again. Empty: `.triton_cache` in
+    `dir`. `TRITON_CACHE_DIR` in the environment is heard first, and the start says which folder it is."""
     time_limit_minutes: float = 0.0
     """Minutes after its start at which the run saves, stops and exits with code 75; 0 = no limit."""
     slurm_margin_minutes: float = 5.0

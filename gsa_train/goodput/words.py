@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from gsa_train.goodput.account import Account
+from gsa_train.goodput.account import START_UP, Account
 from gsa_train.metrics.progress import duration
 
 NAMES = {
@@ -39,6 +39,18 @@ def in_one_line(account: Account) -> str:
         f"goodput: this run has lost {short(lost)} of {short(account.wall_seconds)} so far "
         f"(ETTR {account.ettr:.1%}){f': {named}' if named else ''}"
     )
+
+
+def start_up_in_words(seconds: Mapping[str, float]) -> str:
+    """From the begin of a process to the end of its first step, by part.
+
+    Args:
+        seconds: by activity, of this process.
+    """
+    parts = {name: seconds.get(name, 0.0) for name in START_UP}
+    named = ", ".join(f"{NAMES[name]} {short(value)}" for name, value in parts.items())
+    first = short(seconds.get("first_step", 0.0))
+    return f"start-up {short(sum(parts.values()))}: {named}; then the first step {first}"
 
 
 def short(seconds: float) -> str:

@@ -32,7 +32,8 @@ TITLES = {
     "hang": "The run hangs",
     "restart_after_hang": "Restarted after a hang",
     "log_failed": "A log cannot be written",
-    "log_lost": "A log is written again",
+    "log_written": "A log is written again",
+    "log_lost": "A log is written again, without some records",
 }
 """Of events."""
 ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged", "hang", "log_failed"})

@@ -1,19 +1,74 @@
-"""What a run's logs do not take, on a full disk or a file system that fails: it is counted and said, and no more.
+"""What a run's logs do not take, on a full disk or a file system that fails: it is counted and said.
 
-Said when a file first fails, and again when it works, with the number of records that are missing.
+Said when a file first fails, and again when it works, with the number of records that waited or are missing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
+class Outage:
+    """Of a file whose records wait until it takes them (metrics_file.py)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lasts = False
+        self._lost = 0
+        self._first_step = self._last_step = 0
+        """Of those that are lost."""
+
+    def go_on(self, record: Mapping[str, Any], error: OSError) -> dict[str, Any] | None:
+        """The file does not take `record`. Returns an event to tell elsewhere if it is the first."""
+        if self._lasts:
+            return None
+        self._lasts = True
+        logger.error(
+            "step %d: %s cannot be written (%s); training goes on, and its records wait in memory",
+            record["step"],
+            self.name,
+            error,
+        )
+        return _event("log_failed", record, self.name, reason=str(error))
+
+    def lose(self, steps: Iterable[int]) -> None:
+        """Records of these steps will not be written, the oldest first."""
+        for step in steps:
+            self._first_step = self._first_step if self._lost else step
+            self._last_step = step
+            self._lost += 1
+
+    def end(self, record: Mapping[str, Any], waited: int) -> dict[str, Any] | None:
+        """The file has taken `record`, and `waited` before it. Returns an event to tell elsewhere if it had failed; one
+        with `lost_records` belongs into the file, too."""
+        if not self._lasts and not self._lost:
+            return None
+        said = f"step {record['step']}: {self.name} is written again, with {waited} records that waited"
+        if not self._lost:
+            logger.warning("%s; it misses none", said)
+            self._lasts = False
+            return _event("log_written", record, self.name)
+        logger.warning("%s; it misses %s", said, self._missing())
+        steps = {"first_step": self._first_step, "last_step": self._last_step}
+        event = _event("log_lost", record, self.name, lost_records=self._lost, **steps)
+        self._lasts, self._lost = False, 0
+        return event
+
+    def say_lost(self) -> None:
+        """The file is closed without the records that are lost, if any are."""
+        if self._lost:
+            logger.error("%s misses %s, for which it could not be written", self.name, self._missing())
+
+    def _missing(self) -> str:
+        return f"{self._lost} records of steps {self._first_step} to {self._last_step}"
+
+
 class LostRecords:
-    """Of one file."""
+    """Of a file that keeps none."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,8 +76,8 @@ class LostRecords:
         """In a row, up to the last record."""
         self._first_step = self._last_step = 0
 
-    def add(self, record: Mapping[str, Any], error: OSError | None = None) -> dict[str, Any] | None:
-        """Count a record. Returns an event to tell elsewhere if it is the first.
+    def add(self, record: Mapping[str, Any], error: OSError | None = None) -> None:
+        """Count a record.
 
         Args:
             error: None where it was not tried again.
@@ -30,7 +85,7 @@ class LostRecords:
         self._last_step = record["step"]
         self.count += 1
         if self.count > 1:
-            return None
+            return
         self._first_step = record["step"]
         logger.error(
             "step %d: %s cannot be written (%s); training goes on, and what it misses is counted",
@@ -38,10 +93,9 @@ class LostRecords:
             self.name,
             error,
         )
-        return self._event("log_failed", record, reason=str(error))
 
-    def end(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The file works again at `record`. Returns an event that says what is missing."""
+    def end(self, record: Mapping[str, Any]) -> None:
+        """The file works again at `record`."""
         lost, self.count = self.count, 0
         logger.warning(
             "step %d: %s is written again; it misses %d records of steps %d to %d",
@@ -51,9 +105,8 @@ class LostRecords:
             self._first_step,
             self._last_step,
         )
-        steps = {"first_step": self._first_step, "last_step": self._last_step}
-        return self._event("log_lost", record, lost_records=lost, **steps)
 
-    def _event(self, event: str, record: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-        place = {name: record[name] for name in ("step", "phase", "time") if name in record}
-        return {"event": event, **place, "file": self.name, **values}
+
+def _event(event: str, record: Mapping[str, Any], file: str, **values: Any) -> dict[str, Any]:
+    place = {name: record[name] for name in ("step", "phase", "time") if name in record}
+    return {"event": event, **place, "file": file, **values}

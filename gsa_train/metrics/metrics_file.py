@@ -1,25 +1,41 @@
-"""metrics.jsonl while a run writes it: each record whole or not at all, and none that fails ends the run."""
+"""metrics.jsonl while a run writes it: each record whole, in order, and none that fails ends the run.
+
+Records that a full disk does not take wait in memory, and are written as soon as one can be.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gsa_train.metrics.lost_records import LostRecords
+from gsa_train.metrics.lost_records import Outage
 
 logger = logging.getLogger(__name__)
 
+MOST_WAITING_BYTES = 64 << 20
+"""Of records in memory; the oldest ones beyond this are lost. A record of 24 layers with its heads takes some 20 KB, so
+that these are thousands."""
+
+
+class _Waiting(NamedTuple):
+    step: int
+    line: bytes
+
 
 class MetricsFile:
-    """Open for appending. Nothing waits in a buffer: a run killed after `write` has lost nothing."""
+    """Open for appending. While the file works nothing waits: a run killed after `write` has lost nothing."""
 
     def __init__(
-        self, path: Path, to_line: Callable[[dict[str, Any]], str], lost: LostRecords | None = None
+        self,
+        path: Path,
+        to_line: Callable[[dict[str, Any]], str],
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
     ) -> None:
         self._path, self._folder_inode = path, path.parent.stat().st_ino
         self._file: FileIO = path.open("a+b", buffering=0)
@@ -28,36 +44,67 @@ class MetricsFile:
         """Bytes of whole lines."""
         self._cut = False
         """Part of a line may stand behind them."""
-        self.lost = lost or LostRecords(path.name)
+        self._waiting: deque[_Waiting] = deque()
+        self._waiting_bytes, self._most_waiting_bytes = 0, most_waiting_bytes
+        self._outage = Outage(path.name)
         self.folder_was_gone = False
         """The folder was removed or moved while this file was open; it is there again, with this file alone."""
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Append a record; where that fails it is counted.
+        """Append a record, behind those that wait; where that fails it waits, too.
 
         Returns:
             An event that the other logs should have, too: the file failed, or works again.
         """
+        self._wait(_Waiting(record["step"], self._line_of(record)))
         try:
             self.restore()
-            self._append(record)
+            waited = self._write_waiting()
         except OSError as error:
-            return self.lost.add(record, error)
-        if self.lost.count == 0:
-            return None
-        event = self.lost.end(record)
-        with contextlib.suppress(OSError):  # it was said; the next record finds out
-            self._append(event)
+            self._bound()
+            return self._outage.go_on(record, error)
+        event = self._outage.end(record, waited - 1)
+        if event is not None and "lost_records" in event:
+            self._wait(_Waiting(event["step"], self._line_of(event)))
+            with contextlib.suppress(OSError):  # the next record tries again
+                self._write_waiting()
         return event
 
     @property
     def works(self) -> bool:
         """Whether it took the last record."""
-        return self.lost.count == 0
+        return not self._waiting
 
     def close(self) -> None:
-        """A part of a line at the end is what readers leave out."""
+        """What still waits is written now, or lost."""
+        with contextlib.suppress(OSError):
+            if self._waiting:
+                self.restore()
+            self._write_waiting()
+        self._outage.lose(each.step for each in self._waiting)
+        self._waiting.clear()
+        self._outage.say_lost()
         self._file.close()
+
+    def rewritten(self, rewrite: Callable[[], None], last_step: int) -> MetricsFile:
+        """Close, have someone else rewrite the file, and open it again.
+
+        Args:
+            last_step: of the records that stay; later ones that still wait are lost.
+        """
+        with contextlib.suppress(OSError):  # as of any record
+            self.restore()
+            self._write_waiting()
+        self._file.close()
+        rewrite()
+        again = MetricsFile(self._path, self._to_line, self._most_waiting_bytes)
+        again.folder_was_gone, again._outage = self.folder_was_gone, self._outage
+        for each in self._waiting:
+            if each.step <= last_step:
+                again._wait(each)
+            else:
+                again._outage.lose([each.step])
+        return again
 
     def restore(self) -> None:
         """Write the file again, as long as this process has it open, where someone has removed or replaced it."""
@@ -84,13 +131,44 @@ class MetricsFile:
             content.count(b"\n"),
         )
 
-    def _append(self, record: dict[str, Any]) -> None:
-        line = (self._to_line(record) + "\n").encode()
-        if self._cut:
-            self._file.truncate(self._size)
+    def _line_of(self, record: dict[str, Any]) -> bytes:
+        return (self._to_line(record) + "\n").encode()
+
+    def _wait(self, each: _Waiting) -> None:
+        self._waiting.append(each)
+        self._waiting_bytes += len(each.line)
+
+    def _bound(self) -> None:
+        while self._waiting_bytes > self._most_waiting_bytes and self._waiting:
+            oldest = self._waiting.popleft()
+            self._waiting_bytes -= len(oldest.line)
+            self._outage.lose([oldest.step])
+
+    def _write_waiting(self) -> int:
+        """Records written: all, or an OSError."""
+        count = 0
+        while self._waiting:
+            self._append(self._waiting[0].line)
+            self._waiting_bytes -= len(self._waiting.popleft().line)
+            count += 1
+        return count
+
+    def _append(self, line: bytes) -> None:
+        """Whole, or an OSError and none of it; where not even that can be, the next one begins with it."""
+        self._take_back_cut()
         self._cut = True
-        written = 0
-        while written < len(line):  # on an almost full disk a write takes a part, and the next one fails
-            written += self._file.write(line[written:])
+        try:
+            written = 0
+            while written < len(line):  # on an almost full disk a write takes a part, and the next one fails
+                written += self._file.write(line[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._take_back_cut()
+            raise
         self._size += len(line)
         self._cut = False
+
+    def _take_back_cut(self) -> None:
+        if self._cut:
+            self._file.truncate(self._size)
+            self._cut = False

@@ -8,8 +8,9 @@ What happens beside the steps has records of its own with an `event`: spikes and
 their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
 `eval_<score>` are dicts task -> value; saves that ended (`checkpoint`),
 failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
-they are logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` (not in the file that it
-tells of) and `log_lost` say which records a file misses (lost_records.py).
+they are logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` and `log_written` (not in
+the file that they tell of) say that a file cannot be written, and can again; `log_lost` which records it misses
+(lost_records.py).
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
 non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every

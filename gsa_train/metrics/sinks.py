@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from datetime import datetime
@@ -98,7 +97,8 @@ class Sinks:
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Every sink is flushed: a run killed right after this call has lost nothing. One that fails costs its own."""
+        """Every sink is flushed: a run killed right after this call has lost nothing. Where metrics.jsonl cannot be
+        written, its records wait; where TensorBoard's files cannot, they miss them."""
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -139,15 +139,14 @@ class Sinks:
 
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
-        with contextlib.suppress(OSError):  # as of any record, which would be counted
-            self._metrics.restore()
-        self._metrics.close()
         path = self.run_dir / "metrics.jsonl"
-        set_damaged_aside(path)
-        keep_after(path, step)
-        drop_after(path, step)
-        before, self._metrics = self._metrics, MetricsFile(path, to_json, self._metrics.lost)
-        self._metrics.folder_was_gone = before.folder_was_gone
+
+        def rewrite() -> None:
+            set_damaged_aside(path)
+            keep_after(path, step)
+            drop_after(path, step)
+
+        self._metrics = self._metrics.rewritten(rewrite, step)
         if self._samples:
             self._samples.close()
             self._samples = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from gsa_train.resume import Start, run_dir, set_damaged_aside
 from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.hang_watchdog import newest_hang
 from gsa_train.run.job_start import note_job_start
+from gsa_train.run.kernel_cache import VARIABLE, kernel_cache_in_words
 from gsa_train.run.lock import RunFolderError
 from gsa_train.run.run_clock import RunClock
 from gsa_train.run.run_log import RunLog
@@ -150,7 +152,8 @@ def _open_files(
     (folder / STOPPED).unlink(missing_ok=True)
     (folder / MONITOR_STOP).unlink(missing_ok=True)
     console = Progress(total_steps, start.step)
-    console.message(start_header(config, parallel.describe(), folder, wandb_place))
+    kernels = [kernel_cache_in_words(config.run, os.environ)] if VARIABLE in os.environ and on_gpu else []
+    console.message(start_header(config, parallel.describe(), folder, wandb_place, kernels))
     if start.checkpoint is not None:
         console.message(f"resuming from {start.checkpoint} at step {start.step}")
     if start.state is not None:

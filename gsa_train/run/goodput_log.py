@@ -10,7 +10,7 @@ from typing import Any
 
 from gsa_train.goodput.account import Account, Accounting, Line
 from gsa_train.goodput.ledger import ALIVE, FILE, alive_bytes
-from gsa_train.goodput.words import in_one_line
+from gsa_train.goodput.words import in_one_line, start_up_in_words
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import to_json
 from gsa_train.run.run_clock import RunClock
@@ -31,6 +31,7 @@ class GoodputLog:
         self._alive: int | None = None
         self._alive_lock = threading.Lock()
         self._newest_beat = (0, clock.began)
+        self._start_up_is_said = False
         self._over = False
         """The process has said how it ends, or only writes the end of a complete run again."""
 
@@ -67,6 +68,11 @@ class GoodputLog:
         """So many steps are done."""
         self.step = step
         self._note("steps", step, phase=phase)
+
+    def start_up_in_words(self) -> str | None:
+        """At the end of this process's first step; None of later ones."""
+        said, self._start_up_is_said = self._start_up_is_said, True
+        return None if said else start_up_in_words(self.clock.read()[1])
 
     def go_back(self, step: int) -> None:
         """The run stands at an earlier step again."""

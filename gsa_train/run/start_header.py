@@ -23,12 +23,15 @@ def first_line(config: Config, arguments: Arguments) -> str:
     )
 
 
-def start_header(config: Config, layout: str, folder: Path, wandb: Sequence[str]) -> str:
+def start_header(
+    config: Config, layout: str, folder: Path, wandb: Sequence[str], kernels: Sequence[str] = ()
+) -> str:
     """Model, data, phases, and where to look.
 
     Args:
         layout: ranks and devices in words.
         wandb: where the W&B run is; no line without W&B.
+        kernels: where compiled kernels are; no line where none are compiled.
     """
     model, train, data = config.model, config.train, config.data
     count = count_parameters(model, config.gsa)
@@ -51,6 +54,7 @@ def start_header(config: Config, layout: str, folder: Path, wandb: Sequence[str]
         "metrics": [f"{folder / 'metrics.jsonl'}"],
         "TensorBoard": [f"tensorboard --logdir {folder}"] if config.logging.tensorboard else [],
         "W&B": wandb,
+        "kernels": kernels,
     }
     return "\n".join(
         f"{'' if index else label:<{LABEL_WIDTH}} {line}".rstrip()

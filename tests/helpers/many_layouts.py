@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.batches import MicroBatch, to_micro_batch
-from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.damage import tensor_files
+from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.config.checks import check_config
@@ -402,10 +404,29 @@ def go_on(
         saver.close()
         assert result.error is None, result.error
     else:
-        load_checkpoint(folder / "step_00000001", model, optimizer, parallel, with_optimizer=True)
+        load_behind_damage(folder, model, optimizer, parallel)
     records = [take_step(step, model, optimizer, config, parallel, measures=step == 2) for step in (1, 2)]
     close_optimizer(model, optimizer)
     return records
+
+
+def load_behind_damage(folder: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
+    """A checkpoint, after a copy of it in which a bit is wrong: what that leaves behind, the other one replaces."""
+    good, damaged = folder / "step_00000001", folder / "damaged" / "step_00000001"
+    if parallel.is_main:
+        shutil.copytree(good, damaged, dirs_exist_ok=True)
+        path = damaged / sorted(tensor_files(good))[-1]
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    said = "nothing"
+    try:
+        load_checkpoint(damaged, model, optimizer, parallel, True, unchecked=tensor_files(damaged))
+    except DamagedCheckpoint as damage:
+        said = str(damage)
+    assert f"{sorted(tensor_files(good))[-1]} has checksum" in said, said
+    load_checkpoint(good, model, optimizer, parallel, True, unchecked=tensor_files(good))
 
 
 def cross_boundary(
@@ -431,7 +452,8 @@ def cross_boundary(
         gc.collect()
     second = build_optimizer(model, BASE, config)
     if kept is None:
-        load_checkpoint(folder / "step_00000001", model, second, parallel, with_optimizer=False)
+        saved = folder / "step_00000001"
+        load_checkpoint(saved, model, second, parallel, False, unchecked=tensor_files(saved))
     else:
         carry_over(kept, second)
     weights = [part.tensors[MAIN_WEIGHT] for part in second.state_parts()]

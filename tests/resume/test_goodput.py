@@ -173,6 +173,9 @@ def test_records_summary_and_console_say_it(story: Story) -> None:
     said = [line for line in story.run.output.splitlines() if line.startswith("goodput: this run has lost ")]
     assert len(said) == 2  # at the restart and at the end
     assert f"(ETTR {account.ettr:.1%})" in said[1]
+    (restart,) = [line for line in story.run.output.splitlines() if line.startswith("start-up ")]
+    assert "import " in restart
+    assert "reading checkpoints " in restart
 
 
 def test_the_simulation_with_the_runs_own_faults_gives_its_ettr(story: Story) -> None:

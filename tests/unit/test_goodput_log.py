@@ -13,7 +13,14 @@ import pytest
 
 from gsa_train.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
 from gsa_train.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
-from gsa_train.goodput.words import NAMES, in_one_line, rows_of_losses, rows_of_starts, table
+from gsa_train.goodput.words import (
+    NAMES,
+    in_one_line,
+    rows_of_losses,
+    rows_of_starts,
+    start_up_in_words,
+    table,
+)
 from gsa_train.resume import Start
 from gsa_train.run.folder import open_run_folder
 from gsa_train.run.goodput_log import GoodputLog
@@ -295,6 +302,17 @@ def test_every_loss_has_a_name_and_tables_have_equal_columns(tmp_path: Path) -> 
     assert rows_of_starts(account) == [("1", "0", "0.0s", "5.0s", "lost", "11", "4.0s", "0")]
     assert table(("", "b"), [("aaa", "1"), ("a", "100")]) == ["       b", "aaa    1", "a    100"]
     assert in_one_line(account).startswith("goodput: this run has lost 15s of 25s so far (ETTR 40.0%): ")
+
+
+def test_a_start_says_once_what_it_took_by_part() -> None:
+    seconds = {"import": 4.25, "checkpoint": 12.0, "model": 2.0, "first_step": 1.5, "training": 99.0}
+    assert start_up_in_words(seconds) == (
+        "start-up 18s: import 4.2s, process groups 0.0s, reading checkpoints 12s, opening the text 0.0s, "
+        "model and optimizer 2.0s, run folder, W&B 0.0s; then the first step 1.5s"
+    )
+    log = GoodputLog(RunClock())
+    assert str(log.start_up_in_words()).startswith("start-up ")
+    assert log.start_up_in_words() is None
 
 
 def test_a_file_that_is_gone_costs_no_step(tmp_path: Path) -> None:

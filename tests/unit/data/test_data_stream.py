@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import errno
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -383,6 +384,30 @@ def test_workers_send_about_64k_tokens_at_once(
     """But no more blocks than they may read ahead, and without workers none is read before it is asked for."""
     config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
     assert group_blocks_of(config) == blocks
+
+
+def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(
+    corpus: Manifest, tokenizer: Tokenizer
+) -> None:
+    """One that nobody has asked for text is closed with its workers."""
+    config = replace(CONFIG, num_workers=1)
+    streams = [BlockStream(corpus, tokenizer, config, rank=0, world_size=1) for _ in range(3)]
+    assert not workers()
+    for stream in streams[:2]:
+        stream.start()
+        stream.start()
+    assert len(workers()) == 2
+    asked = [stream.next_blocks(8) for stream in streams[1:]]
+    assert (asked[0] == asked[1]).all()
+    for stream in streams:
+        stream.close()
+    assert not workers()
+    with pytest.raises(ValueError, match="closed"):
+        streams[0].start()
+
+
+def workers() -> list[multiprocessing.process.BaseProcess]:
+    return multiprocessing.active_children()
 
 
 def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:

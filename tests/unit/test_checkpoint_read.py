@@ -1,0 +1,147 @@
+"""A checkpoint is checked while it is read, by several threads: as surely as in a pass before, in every byte."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gsa_train.checkpoint import checksums
+from gsa_train.checkpoint.damage import find_damage, tensor_files
+from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
+from gsa_train.config import Config
+from gsa_train.optimizer.mcore import build_optimizer
+from helpers.checkpoints import write_checkpoint
+from helpers.saving import config, trained  # noqa: F401 - fixtures
+from helpers.single_rank import SPARSE, single_rank, tiny_model
+
+
+def test_checksums_of_parts_join_to_that_of_the_whole() -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        content = chance.randbytes(chance.randrange(1, 5000))
+        cuts = sorted(chance.choices(range(len(content) + 1), k=chance.randrange(6)))
+        pieces = [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)], strict=True)]
+        assert checksums.joined((zlib.crc32(each), len(each)) for each in pieces) == zlib.crc32(content)
+    zeros = 3 << 33  # bytes that no test can hold
+    assert checksums.joined([(zlib.crc32(b"a"), 1), (0, 0)]) == zlib.crc32(b"a")
+    twice = checksums.joined([(zlib.crc32(b"a"), 1), (5, zeros), (7, zeros)])
+    assert twice == checksums.joined([(checksums.joined([(zlib.crc32(b"a"), 1), (5, zeros)]), 1), (7, zeros)])
+
+
+def test_threads_find_the_checksum_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    for size in (0, 1, 99, 100, 101, 12_345):
+        content = random.Random(size).randbytes(size)
+        path.write_bytes(content)
+        for part in (100, 1 << 28):
+            monkeypatch.setattr(checksums, "PART_BYTES", part)
+            assert checksums.crc32_of(path) == (size, zlib.crc32(content))
+    with pytest.raises(OSError, match=r"file ends at byte 12345, before 12346"):
+        checksums.crc32_of_range(path, 12_000, 12_346)
+
+
+@pytest.fixture(scope="module")
+def written(
+    trained: tuple[Any, Any],  # noqa: F811
+    config: Config,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Any, Any]:
+    """A checkpoint, and the model and optimizer that it is of."""
+    return write_checkpoint(tmp_path_factory.mktemp("read"), 2, *trained, config), *trained
+
+
+@pytest.fixture(scope="module")
+def reader(config: Config) -> tuple[Any, Any]:  # noqa: F811
+    """What is filled."""
+    model = tiny_model(config)
+    return model, build_optimizer(model, SPARSE, config)
+
+
+def state_of(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    parts = [tensor for part in optimizer.state_parts() for tensor in part.tensors.values()]
+    return [*model.gpt.parameters(), *model.gpt.buffers(), *parts]
+
+
+def load(folder: Path, reader: tuple[Any, Any], with_optimizer: bool = True) -> None:
+    load_checkpoint(folder, *reader, single_rank(), with_optimizer, unchecked=tensor_files(folder))
+
+
+def test_an_intact_one_is_filled_in_and_never_called_damaged(
+    written: tuple[Path, Any, Any], reader: tuple[Any, Any]
+) -> None:
+    folder, *writer = written
+    for with_optimizer in (True, False):
+        load(folder, reader, with_optimizer)
+    load(folder, reader)
+    found, expected = state_of(*reader), state_of(*writer)
+    assert len(found) == len(expected) > 20
+    assert all(map(torch.equal, found, expected))
+
+
+PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
+    place: float,
+    with_optimizer: bool,
+    written: tuple[Path, Any, Any],
+    reader: tuple[Any, Any],
+    tmp_path: Path,
+) -> None:
+    """Without the optimizer most of the files is read by nobody."""
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(written[0], folder)
+    names = sorted(tensor_files(folder))
+    assert len(names) > 1
+    for name in names:
+        path = folder / name
+        good = path.read_bytes()
+        wrong = bytearray(good)
+        wrong[int(place * len(good))] ^= 4
+        path.write_bytes(wrong)
+        at_once = find_damage(folder, single_rank(), checksums=True, tensors_later=True)
+        assert at_once is None or (
+            name in at_once and "_extra_state" in at_once
+        )  # small objects are read before
+        with pytest.raises(DamagedCheckpoint, match=f"{name} has checksum") as found:
+            load(folder, reader, with_optimizer)
+        before = find_damage(folder, single_rank(), checksums=True)
+        assert before is not None
+        assert before in str(found.value)
+        path.write_bytes(good)
+    load(folder, reader)
+    assert all(map(torch.equal, state_of(*reader), state_of(*written[1:])))
+
+
+def test_the_other_files_are_checked_before(written: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(written[0], folder)
+    path = folder / "config.yaml"
+    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
+    assert "config.yaml has checksum" in (
+        find_damage(folder, single_rank(), checksums=True, tensors_later=True) or ""
+    )
+
+
+def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(
+    written: tuple[Path, Any, Any], reader: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """Other ranks wait for this one in the middle of the load."""
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(written[0], folder)
+    files = tensor_files(folder)
+    path = folder / sorted(files)[0]
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DamagedCheckpoint, match=r"has checksum .*cannot be read"):
+        load(folder, reader)
+    with pytest.raises(CheckpointException, match="is damaged"):
+        load_checkpoint(folder, *reader, single_rank(), True)
