@@ -66,6 +66,8 @@ class SelectionsConfig:
     in `selections.pt` of the run's folder; 0 = do not."""
     layers: list[int] = field(default_factory=lambda: [0])
     """Layers whose indexers are saved, from 0."""
+    runs: list[str] = field(default_factory=list)
+    """Runs of which they are saved, `<arm>-seed<N>`. Empty: all that have an indexer."""
 
 
 @dataclass(frozen=True)

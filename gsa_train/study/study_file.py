@@ -97,7 +97,11 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         said = ("all arms" if line in everywhere else _arms_in_words(arms) for line, arms in wrong.items())
         raise ConfigError(path, [f"{arms}: {line}" for arms, line in zip(said, wrong, strict=True)])
     by_seed = zip_longest(*(runs[arm.name] for arm in study.arms))
-    return Study(Path(path), study, tuple(run for of_seed in by_seed for run in of_seed if run is not None))
+    in_order = tuple(run for of_seed in by_seed for run in of_seed if run is not None)
+    if unknown := sorted(set(study.selections.runs) - {run.name for run in in_order}):
+        line = problem_line("selections.runs", unknown, "the study has no such run", "give <arm>-seed<N>")
+        raise ConfigError(path, [line])
+    return Study(Path(path), study, in_order)
 
 
 def _arms_in_words(names: Sequence[str]) -> str:

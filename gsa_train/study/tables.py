@@ -134,7 +134,11 @@ def notes(results: Results) -> list[str]:
             + ", ".join(f"{each.run.name} ({results.state(each)})" for each in missing)
             + "."
         )
-    for what, found in (("commits", _commits(results)), ("devices", _devices(results))):
+    for what, found in (
+        ("commits", _commits(results)),
+        ("devices", _devices(results)),
+        ("training texts", _texts(results)),
+    ):
         if len(found) > 1:
             lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
     other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
@@ -151,6 +155,12 @@ def _commits(results: Results) -> set[str]:
 
 def _devices(results: Results) -> set[str]:
     return {str(start.get("device")) for each in results.values if each.complete for start in each.starts}
+
+
+def _texts(results: Results) -> set[str]:
+    """By their fingerprints; runs of versions that did not note them have none."""
+    found = (each.summary.get("data_fingerprint") for each in results.values if each.complete)
+    return {text for text in found if isinstance(text, str)}
 
 
 def _known(column: Column) -> bool:

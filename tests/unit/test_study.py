@@ -133,6 +133,10 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
             {"selections": {"seq_len_tokens": 64, "layers": [9]}},
             "all arms: selections.layers = [9]: the model has",
         ),
+        (
+            {"selections": {"seq_len_tokens": 64, "runs": ["one-seed7"]}},
+            "selections.runs = ['one-seed7']: the study has no such run",
+        ),
         ({"config": "no.yaml"}, "all arms: cannot be read"),
         ({"data_parallel": 0}, "data_parallel = 0: below 1"),
     ],
@@ -173,6 +177,16 @@ def test_evaluations_take_each_length_and_each_budget_of_arms_with_an_indexer(tm
         "--name", "far-L128-k64", "--data", "books=/tmp", "--context-length", "128",
         "gsa.k_base=64", "gsa.k_min=8", "gsa.k_max=64",
     )  # fmt: skip
+
+
+def test_selections_are_saved_of_all_indexers_or_of_the_runs_that_are_named(tmp_path: Path) -> None:
+    arms = [
+        {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
+        {"name": "sparse"},
+    ]
+    for runs, expected in (([], ["sparse-seed1", "sparse-seed2"]), (["sparse-seed2"], ["sparse-seed2"])):
+        study = load(tmp_path, arms=arms, selections={"seq_len_tokens": 64, "runs": runs})
+        assert [job.run.name for job in jobs_of(study) if job.kind == "selections"] == expected
 
 
 # ---- planning
@@ -426,6 +440,11 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     said = "\n".join(notes(read_results(compared, {})))
     assert "of several commits: 0123456789ab, fedcba987654+." in said
     assert "of several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
+    assert "texts" not in said
+    for run, text in zip(compared.runs, ("1f", "2e", "1f"), strict=False):
+        summary = json.loads((run.folder / "summary.json").read_text())
+        (run.folder / "summary.json").write_text(json.dumps({**summary, "data_fingerprint": text}))
+    assert "of several training texts: 1f, 2e." in "\n".join(notes(read_results(compared, {})))
     assert close_lines(results) == [], "of one arm only a single seed is there"
 
 
