@@ -82,6 +82,7 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
             ("--ruler", ",".join(map(str, evaluation.ruler))),
         ):
             words += [option, str(value)] if value else []
+        words += evaluation.settings
         if budget:
             gsa = run.config.gsa
             words += [f"gsa.k_base={budget}", f"gsa.k_min={min(gsa.k_min, budget)}"]

@@ -69,7 +69,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     """The study of a YAML file.
 
     Args:
-        overrides: `section.field=value` of all arms, before those of the arm.
+        overrides: `section.field=value` of all arms, before those of the file.
         need_data: also check that the text of each run is there.
 
     Raises:
@@ -115,10 +115,10 @@ def base_config(study_path: str | Path, config: str) -> str:
 
 
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """A list of an arm's fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
+    """A list of a `set`'s fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
     arms = tree.get("arms")
-    for arm in arms if isinstance(arms, list) else []:
-        fields = arm.get("set") if isinstance(arm, dict) else None
+    for part in (tree, *(arms if isinstance(arms, list) else [])):
+        fields = part.get("set") if isinstance(part, dict) else None
         if isinstance(fields, dict):
             lists = {key: value for key, value in fields.items() if isinstance(value, list)}
             fields.update({key: json.dumps(value, ensure_ascii=False) for key, value in lists.items()})
@@ -129,7 +129,8 @@ def _runs_of(
     arm: ArmConfig, study: StudyConfig, config_path: str, of_all_arms: Sequence[str], need_data: bool
 ) -> list[StudyRun]:
     """A run for each seed; the configs differ in nothing else, so one is read and checked."""
-    fields = (*of_all_arms, *(f"{key}={value}" for key, value in arm.set.items()))
+    set_here = (f"{key}={value}" for fields in (study.set, arm.set) for key, value in fields.items())
+    fields = (*of_all_arms, *set_here)
     folder = str(Path(study.dir) / study.name)
     config = load_config(config_path, [*fields, f"run.dir={folder}"])
     parallel = config.parallel

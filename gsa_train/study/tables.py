@@ -193,7 +193,7 @@ def markdown(results: Results, folder: Path | None = None) -> str:
             path = row[place]
             row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
     parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
-    parts += [_list(close_lines(results)), _list(notes(results))]
+    parts += [bullets(close_lines(results)), bullets(notes(results))]
     parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
     parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -204,7 +204,7 @@ SPREAD = (
 )
 
 
-def _list(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
