@@ -38,6 +38,7 @@ from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.types import BudgetRule, Geometry, Selection
+from gsa_train.config.indexer_scores import SCORES
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
@@ -116,7 +117,7 @@ def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
             (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
             block,
             gsa["local_window"],
-            gsa["indexer_activation"],
+            SCORES[gsa["indexer_activation"]].activation,
             gsa["adaptive_k"],
         )
     return content["seq_len_tokens"], indexers
