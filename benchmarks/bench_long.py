@@ -38,13 +38,15 @@ from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.types import BudgetRule, Geometry, Selection
-from gsa_train.config.indexer_scores import SCORES
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
 BLOCK, WINDOW = 32, 64
 LIKENESS = 0.9
 """Of neighbouring queries' indexer inputs: gives r near 4 at 128K, k = 2048."""
+
+WITHOUT_HEAD_WEIGHTS: dict[str, Literal["sigmoid", "relu"]] = {"plain": "sigmoid", "qsa": "relu"}
+"""Activations of the config: to the kernels these have head weights of 1, as the file has them."""
 
 PROMISES = (
     # attention, r (None: what it is), length, column, the slower one, how many times for each shape.
@@ -117,7 +119,7 @@ def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
             (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
             block,
             gsa["local_window"],
-            SCORES[gsa["indexer_activation"]].activation,
+            WITHOUT_HEAD_WEIGHTS.get(gsa["indexer_activation"], gsa["indexer_activation"]),
             gsa["adaptive_k"],
         )
     return content["seq_len_tokens"], indexers

@@ -51,8 +51,8 @@ def export_indexer(
         )
     if config.gsa.selection_query != "first":
         raise ValueError(
-            f"gsa.selection_query = {config.gsa.selection_query}: the benches score by the first query of a block; give "
-            "a run with first"
+            f"gsa.selection_query = {config.gsa.selection_query}: the benches score by the first query of a block; "
+            "give a run with first"
         )
     checkpoint = find_checkpoint(checkpoint_folder)
     if checkpoint is None:
