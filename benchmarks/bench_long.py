@@ -45,6 +45,9 @@ BLOCK, WINDOW = 32, 64
 LIKENESS = 0.9
 """Of neighbouring queries' indexer inputs: gives r near 4 at 128K, k = 2048."""
 
+WITHOUT_HEAD_WEIGHTS: dict[str, Literal["sigmoid", "relu"]] = {"plain": "sigmoid", "qsa": "relu"}
+"""Activations of the config: to the kernels these have head weights of 1, as the file has them."""
+
 PROMISES = (
     # attention, r (None: what it is), length, column, the slower one, how many times for each shape.
     # Shared selection in one with its attention: alone, the host takes longer to launch it than the device to run it.
@@ -116,7 +119,7 @@ def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
             (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
             block,
             gsa["local_window"],
-            gsa["indexer_activation"],
+            WITHOUT_HEAD_WEIGHTS.get(gsa["indexer_activation"], gsa["indexer_activation"]),
             gsa["adaptive_k"],
         )
     return content["seq_len_tokens"], indexers

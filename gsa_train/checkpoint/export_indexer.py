@@ -42,12 +42,17 @@ def export_indexer(
             `score_bias` and `weight_bias` [H_I] or None, and `variance_ema`, 0-d.
 
     Raises:
-        ValueError: the indexer scores groups of keys, no checkpoint there, a layer without an indexer, or too little
-            validation text.
+        ValueError: a selection that the benches do not make of projections, no checkpoint there, a layer without an
+            indexer, or too little validation text.
     """
     if config.gsa.indexer_pool > 1:
         raise ValueError(
             f"gsa.indexer_pool = {config.gsa.indexer_pool}: the kernels score single keys; give a run with 1"
+        )
+    if config.gsa.selection_query != "first":
+        raise ValueError(
+            f"gsa.selection_query = {config.gsa.selection_query}: the benches score by the first query of a block; "
+            "give a run with first"
         )
     checkpoint = find_checkpoint(checkpoint_folder)
     if checkpoint is None:

@@ -1,6 +1,7 @@
 """Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
 
-    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N] [--retry-failed] [key=value ...]
+    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N | --within-seconds N] [--retry-failed]
+        [--arms A,B] [--seeds 1,2] [--pack FILE] [key=value ...]
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
 
@@ -27,21 +28,24 @@ from gsa_train.run import exit_codes
 from gsa_train.run.stop_signals import find_deadline
 from gsa_train.study.cost import describe_cost
 from gsa_train.study.jobs import jobs_of
+from gsa_train.study.pack import pack_study
 from gsa_train.study.page import write_study_report, write_tables
-from gsa_train.study.plan import StudyError, StudyPlan, plan_study
+from gsa_train.study.plan import StudyError, StudyPlan, chosen, plan_study
 from gsa_train.study.processes import check_devices, find_gpus
 from gsa_train.study.runner import StudyRunner, lock_study, say
 from gsa_train.study.states import JobState, note_failure, read_failures, read_state
 from gsa_train.study.study_file import Study, load_study
 from gsa_train.study.tables import read_results
+from gsa_train.study.times import expected_seconds, read_times
 
 
 def main() -> int:
+    began = time.time()
     arguments = parse(sys.argv[1:])
     only_looks = arguments.report or arguments.dry_run
     try:
         study = load_study(arguments.study, arguments.overrides, need_data=not only_looks)
-        states = states_of(study)
+        states = chosen(states_of(study), arguments.arms, arguments.seeds)
         plan = plan_study(states, read_failures(study.folder), arguments.retry_failed)
         gpus = gpus_at_hand(arguments.gpus)
         if arguments.dry_run:
@@ -49,13 +53,13 @@ def main() -> int:
             print(describe_cost(study, values, arguments.device, arguments.mfu, len(gpus or ())))
             return 0
         if arguments.report:
-            report(study, arguments.tables)
+            report(study, arguments)
             return 0
         check_devices(plan.due, gpus)
         if study.config.evaluations and find_spec("transformers") is None:
             raise StudyError("evaluations need transformers; run in the checkout: pip install '.[hf]'")
         with lock_study(study.folder):
-            return run(study, plan, gpus, arguments)
+            return run(study, plan, gpus, arguments, began)
     except (ConfigError, StudyError) as error:
         print(error, file=sys.stderr)
         return exit_codes.REFUSED
@@ -64,54 +68,88 @@ def main() -> int:
         return exit_codes.STOPPED
 
 
-def run(study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace) -> int:
-    """Do what is due, write the report, and say how it stands."""
+def run(
+    study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace, began: float
+) -> int:
+    """Do what is due, write the report, and say how it stands.
+
+    Args:
+        began: this command, by `time.time`.
+    """
     if arguments.retry_failed:
-        for key in read_failures(study.folder):
-            note_failure(study.folder, key, None)
+        for job in plan.due:
+            if job.key in read_failures(study.folder):
+                note_failure(study.folder, job.key, None)
     where = f"on GPU {', '.join(gpus)}" if gpus else "on CPUs, one after another"
-    done, all_jobs = len(plan.finished), len(plan.finished + plan.failed + plan.due + plan.blocked)
+    done, all_jobs = len(plan.finished), sum(map(len, vars(plan).values()))
     say(
         f"{study.title}: {done} of {all_jobs} jobs are finished, {len(plan.due)} due, {where}; {study.folder}"
     )
     margin = RunConfig().slurm_margin_minutes
-    deadline = find_deadline(arguments.stop_after_minutes or 0.0, margin, os.environ, time.time())
-    runner = StudyRunner(study.folder, plan.due, gpus, deadline)
+    within = arguments.within_seconds
+    limit = within / 60 if within else arguments.stop_after_minutes or 0.0
+    deadline = find_deadline(limit, margin, os.environ, began)
+    runner = StudyRunner(study.folder, plan.due, gpus, deadline, jobs_of(study) if within else ())
     runner.run()
-    report(study, arguments.tables)
-    return conclude(study, runner)
+    report(study, arguments)
+    return conclude(study, plan, runner, arguments)
 
 
-def conclude(study: Study, runner: StudyRunner) -> int:
+def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argparse.Namespace) -> int:
     """Say what is finished, what failed and why, and what is left; returns the exit code."""
-    states, failures = states_of(study), read_failures(study.folder)
+    states = chosen(states_of(study), arguments.arms, arguments.seeds)
+    failures = read_failures(study.folder)
     finished = sum(state.finished for state in states)
     failed = {state.job.key for state in states if state.job.key in failures and not state.finished}
     say(f"{finished} of {len(states)} jobs are finished, {len(failed)} failed")
     for key in sorted(failed):
         print(f"  failed: {key}: {failures[key]}")
+    for job in plan.without_checkpoint:
+        print(
+            f"  cannot be done: {job.key}: the run is finished, and its checkpoint is not here; to train it"
+        )
+        print(f"    again, remove {job.run.folder}")
     for job, reason in runner.interrupted:
         print(f"  interrupted: {job.key}: {reason}")
     if failed:
         print("  --retry-failed starts what failed again, from its last checkpoint")
     if runner.killed:
         return exit_codes.INTERRUPTED
-    if runner.stop_reason or runner.interrupted:
-        print(f"  the same command goes on with the {len(states) - finished - len(failed)} that are left")
+    left = len(states) - finished - len(failed) - len(plan.without_checkpoint)
+    if runner.left and not runner.stop_reason:
+        say_what_is_too_long(study, runner, arguments.within_seconds)
+    if runner.stop_reason or runner.interrupted or runner.left:
+        print(f"  the same command goes on with the {left} that are left")
         return exit_codes.STOPPED
-    return exit_codes.FAILED if failed else 0
+    return exit_codes.FAILED if failed or plan.without_checkpoint else 0
+
+
+def say_what_is_too_long(study: Study, runner: StudyRunner, within_seconds: float) -> None:
+    """Of the trainings that did not start, as there was no time for them."""
+    jobs, times = jobs_of(study), read_times(study.folder)
+    for job in runner.left:
+        seconds = expected_seconds(job, jobs, times)
+        if job.kind == "train" and seconds is not None:
+            more = "; give more" if seconds > within_seconds else ""
+            print(f"  no time left: {job.run.name}, which takes about {seconds:.0f} s{more}")
 
 
 def states_of(study: Study) -> list[JobState]:
     return [read_state(job) for job in jobs_of(study)]
 
 
-def report(study: Study, tables: Path | None) -> None:
-    """Write page and tables of what the run folders have; the tables also into a folder that the user names."""
-    results = read_results(study, read_failures(study.folder))
+def report(study: Study, arguments: argparse.Namespace) -> None:
+    """Write page and tables of what the run folders have, the tables also into a folder that the user names; and pack
+    them."""
+    failures = read_failures(study.folder)
+    results = read_results(study, failures)
     written = write_study_report(results, study.folder / "report")
-    for path in [*written, *(write_tables(results, tables) if tables else [])]:
+    for path in [*written, *(write_tables(results, arguments.tables) if arguments.tables else [])]:
         print(f"wrote {path}")
+    if arguments.pack is not None:
+        runs = pack_study(study, failures, arguments.pack)
+        size = arguments.pack.stat().st_size / 2**20
+        print(f"wrote {arguments.pack}: {runs} runs, {size:.1f} MiB")
 
 
 def gpus_at_hand(asked: str | None) -> list[str] | None:
@@ -138,17 +176,32 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gpus", metavar="0,1", help="GPUs to use, or `none` (default: all that there are, else CPUs)"
     )
-    parser.add_argument(
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
         "--stop-after-minutes",
         type=positive_number,
         metavar="N",
         help="then stop what is under way as Ctrl-C does",
     )
+    limit.add_argument(
+        "--within-seconds",
+        type=positive_number,
+        metavar="N",
+        help="the same, and start only what ends before then, by the times of jobs before",
+    )
+    parser.add_argument("--arms", type=words_of, metavar="A,B", help="do only these arms")
+    parser.add_argument("--seeds", type=numbers_of, metavar="1,2", help="do only these seeds")
     parser.add_argument("--retry-failed", action="store_true", help="start again what has failed")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print what the study will cost, and stop")
     what.add_argument("--report", action="store_true", help="write the report of what is there, and stop")
     parser.add_argument("--tables", type=Path, metavar="DIR", help="write the report's tables there, too")
+    parser.add_argument(
+        "--pack",
+        type=Path,
+        metavar="FILE",
+        help="write what another machine needs to go on into this .tar.gz",
+    )
     parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
@@ -163,6 +216,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if arguments.mfu is not None and not arguments.dry_run:
         parser.error("--mfu needs --dry-run; a real study measures its time")
     return arguments
+
+
+def words_of(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def numbers_of(text: str) -> list[int]:
+    try:
+        return [int(word) for word in words_of(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, as in 1,2") from None
 
 
 def positive_number(text: str) -> float:

@@ -38,13 +38,15 @@ class EvaluationConfig:
     """Examples of each task; 0 = all."""
     ruler: list[int] = field(default_factory=list)
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
+    settings: list[str] = field(default_factory=list)
+    """`key=value`, as `launch/evaluate.py` takes them."""
 
 
 @dataclass(frozen=True)
 class MetricConfig:
     key: str = ""
     """What is compared: a key of the records in metrics.jsonl, of summary.json, or of an evaluation's results.json,
-    there with a dot between the levels (`data.validation.loss`)."""
+    there with a dot between the levels (`data.validation.loss`; of a list the number, from 0)."""
     label: str = ""
     """Heading of its column. Empty: the key."""
     source: Literal["training", "summary", "evaluation"] = "training"
@@ -57,6 +59,8 @@ class MetricConfig:
     equal_time: bool = False
     """Read the value once more at equal time: at the longest training time that all finished runs have. It counts
     each step with the median time of its phase's steps: without compilation, validation, saves and restarts."""
+    paper: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
+    """What the paper says of an arm, `arm: words`, for the page that `launch/results.py` makes."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class SelectionsConfig:
     in `selections.pt` of the run's folder; 0 = do not."""
     layers: list[int] = field(default_factory=lambda: [0])
     """Layers whose indexers are saved, from 0."""
+    runs: list[str] = field(default_factory=list)
+    """Runs of which they are saved, `<arm>-seed<N>`. Empty: all that have an indexer."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class StudyConfig:
     """Name of the study: letters, digits and _. Its folder is `<dir>/<name>`."""
     title: str = ""
     """Heading of the report. Empty: the name."""
+    question: str = ""
+    """What the study asks. `launch/results.py` makes pages of the studies that have one."""
     dir: str = "runs/studies"
     """Folder that holds the folders of studies."""
     config: str = ""
@@ -81,6 +89,8 @@ class StudyConfig:
     seeds: list[int] = field(default_factory=lambda: [1])
     """Seeds: each arm is trained once with each, as `run.seed` (initial weights) and `data.seed` (order of the text).
     Arms with the same seed read the same text in the same order."""
+    set: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
+    """What all arms have otherwise than the base config; an arm's own `set` comes behind it."""
     data_parallel: int = 1
     """Data-parallel ranks of each run. It takes as many devices times `parallel.tensor`, `context` and `pipeline`."""
     arms: list[ArmConfig] = field(default_factory=list)

@@ -91,7 +91,7 @@ def not_in_hf(config: Config) -> list[str]:
             value, default = getattr(part, name), getattr(type(part)(), name)
             if value != default:
                 wrong = "the model of transformers (gsa_hf) does not have it"
-                remedy = f"measure such a run by its validation, or train with {name}={as_written(default)}"
+                remedy = f"launch/evaluate.py scores it all the same; train with {name}={as_written(default)}"
                 lines.append(problem_line(f"{section}.{name}", value, wrong, remedy))
     return lines
 

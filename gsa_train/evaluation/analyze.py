@@ -16,11 +16,13 @@ import numpy as np
 from gsa_data.corpus import open_corpus
 from gsa_data.validation import validation_documents
 from gsa_train.convert.export_hf import new_folder
+from gsa_train.convert.hf_config import not_in_hf
 from gsa_train.evaluation.attention_pictures import write_pictures
 from gsa_train.evaluation.attention_record import HeadMaps, check_place, record_attention
 from gsa_train.evaluation.results import circumstances, result_folder
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import READING
+from gsa_train.evaluation.trained_model import TrainedModel
 
 LEAST_TOKENS, MOST_TOKENS = 2, 4096
 """Of a text. A layer's probabilities, [heads, tokens, tokens], are in memory as a whole: 1 GB with 16 heads."""
@@ -56,10 +58,14 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     subject = load_subject(source, arguments.settings, Execution(arguments.device, "eager", arguments.dtype))
     folder = result_folder(arguments.name, subject.run_dir, arguments.out, "analysis")
     layer, head = arguments.layer, arguments.head
-    check_place(subject.model, layer, head)
+    model = subject.model
+    if isinstance(model, TrainedModel):
+        assert subject.config is not None
+        raise ValueError(f"pictures are of the model of transformers: {'; '.join(not_in_hf(subject.config))}")
+    check_place(model, layer, head)
     text = read_one_text(subject, given, arguments.max_tokens)
     logger.info("%s: %d tokens", text.origin, len(text.tokens))
-    record = record_attention(subject.model, text.tokens, layer, head)
+    record = record_attention(model, text.tokens, layer, head)
     assert record.maps is not None
     results = {
         "name": arguments.name,

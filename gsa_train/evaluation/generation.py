@@ -12,6 +12,7 @@ from transformers import StoppingCriteria
 
 from gsa_data.tokenize import Tokenizer
 from gsa_hf import GSAForCausalLM
+from gsa_train.evaluation.trained_model import TrainedModel
 
 
 class _AtStops(StoppingCriteria):
@@ -28,7 +29,7 @@ class _AtStops(StoppingCriteria):
 
 @torch.no_grad()
 def continue_prompts(
-    model: GSAForCausalLM,
+    model: GSAForCausalLM | TrainedModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -43,6 +44,10 @@ def continue_prompts(
         sampling: of transformers' `generate`; greedy without.
     """
     stops = [stop for stop in stops if stop]
+    if isinstance(model, TrainedModel):
+        if sampling.get("do_sample"):
+            raise ValueError("a model that gsa_hf does not have continues greedily alone; leave sampling out")
+        return [_without_cache(model, tokenizer, prompt, max_new_tokens, stops) for prompt in prompts]
     settings = {"do_sample": False, **sampling}
     texts = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
@@ -68,6 +73,24 @@ def continue_prompts(
         for number, row in zip(batch, generated[:, length:].cpu().numpy().astype(np.int32), strict=True):
             texts[number] = _cut(tokenizer, row, stops)
     return texts
+
+
+def _without_cache(
+    model: TrainedModel,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stops: Sequence[str],
+) -> str:
+    """A forward pass over everything for each token."""
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
+        tokens.append(int(model.lm_head(hidden[:, -1]).argmax(-1)))
+        new = np.array(tokens[len(prompt) :], np.int32)
+        if new[-1] == tokenizer.eos_id or any(stop in tokenizer.decode(new) for stop in stops):
+            break
+    return _cut(tokenizer, np.array(tokens[len(prompt) :], np.int32), stops)
 
 
 def _cut(tokenizer: Tokenizer, tokens: np.ndarray, stops: Sequence[str]) -> str:

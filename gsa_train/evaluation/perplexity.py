@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 import torch
@@ -15,13 +15,15 @@ from tqdm import tqdm
 
 from gsa_hf import GSAForCausalLM
 from gsa_train.evaluation.text import Piece, Text
+from gsa_train.evaluation.trained_model import TrainedModel
 
+ScoredModel = Union[GSAForCausalLM, TrainedModel]  # noqa: UP007 - read at run time
 LOGIT_ROWS = 4096
 """Labels whose logits are calculated at once: [rows, vocabulary] in bf16 is 1 GB with 128K tokens."""
 FIRST_BUCKET_TOKENS = 16
 
 
-def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
+def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
     """Of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`, `word_perplexity` (exp(nats of
     all labels / words)), and `loss_by_position`, by how many tokens the model sees when it predicts."""
     begin = time.perf_counter()
@@ -60,7 +62,7 @@ class Scored(NamedTuple):
 
 
 @torch.no_grad()
-def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
+def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
     """The longest pieces first.
 
     Padding stands behind a sequence, where no query of it looks.
@@ -80,9 +82,7 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
             _check_may_pack(model)
             rows = [_filled(piece.positions, length, counts_on=True) for piece in batch]
             positions = _on_device(np.stack(rows), model.device)
-        hidden = model.model(
-            input_ids=_on_device(tokens, model.device), position_ids=positions, use_cache=False
-        ).last_hidden_state
+        hidden = hidden_states(model, _on_device(tokens, model.device), positions)
         places = [row * length + np.flatnonzero(piece.scored) for row, piece in enumerate(batch)]
         labels = np.concatenate([piece.tokens[1:][piece.scored] for piece in batch]).astype(np.int64)
         begun = numbers, [len(each) for each in places], _score_labels(model, hidden, places, labels)
@@ -94,6 +94,16 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
         yield from _read(*under_way)
 
 
+def hidden_states(model: ScoredModel, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """[B, L, d], behind the last norm, of tokens and positions [B, L]."""
+    if isinstance(model, TrainedModel):
+        return model.hidden_states(tokens, positions)
+    found: torch.Tensor = model.model(
+        input_ids=tokens, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    return found
+
+
 class LabelScores(NamedTuple):
     """Of a batch's labels, on the device."""
 
@@ -102,7 +112,7 @@ class LabelScores(NamedTuple):
 
 
 def _score_labels(
-    model: GSAForCausalLM, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
+    model: ScoredModel, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
 ) -> LabelScores:
     """The host does not wait for the device.
 
@@ -178,9 +188,9 @@ def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[
     return filled
 
 
-def _check_may_pack(model: GSAForCausalLM) -> None:
-    """In training blocks of queries are aligned to the sequence, here to each document."""
-    if model.config.index_block_size > 1:
+def _check_may_pack(model: ScoredModel) -> None:
+    """In training blocks of queries are aligned to the sequence, in transformers to each document."""
+    if not isinstance(model, TrainedModel) and model.config.index_block_size > 1:
         raise ValueError(
             f"gsa.selection_block = {model.config.index_block_size} with isolated documents in one sequence: blocks of "
             "queries would not be those of training; give --stride, which scores each document by itself"

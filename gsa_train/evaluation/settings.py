@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gsa_hf import DENSE_LAYER, GSAConfig
 from gsa_kernels.rotary import YarnScaling
+from gsa_train.config import Config
 from gsa_train.convert.hf_config import GSA_FIELDS
 
 KINDS: dict[str, Callable[[str], Any]] = {
@@ -27,6 +29,11 @@ KINDS: dict[str, Callable[[str], Any]] = {
 }
 """Fields of the run's config, as `key=value`."""
 SCALING = "model.rope_scaling."
+CHOICES = {
+    "gsa.attention": ("dense", "sparse"),
+    "gsa.adaptive_k": ("inverse", "direct", "off"),
+    "model.rope_scaling.rope_type": ("default", "yarn"),
+}
 
 
 def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
@@ -37,19 +44,8 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
     """
     content = config.to_dict()
     scaling: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or key not in KINDS:
-            raise ValueError(
-                f"{setting}: an evaluation cannot set it; give one of {', '.join(KINDS)} as key=value"
-            )
-        try:
-            value = KINDS[key](text)
-        except ValueError:
-            raise ValueError(f"{setting}: not a number; give one, as in gsa.k_base=512") from None
+    for key, value in parse_settings(settings).items():
         if key == "model.rope_base":
-            if value <= 0:
-                raise ValueError(f"{setting}: give a positive number")
             content["rope_parameters"] = {**content["rope_parameters"], "rope_theta": value}
         elif key.startswith(SCALING):
             scaling[key.removeprefix(SCALING)] = value
@@ -67,6 +63,66 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
     return changed
 
 
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Field -> value.
+
+    Raises:
+        ValueError: an unknown field, or no such value.
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in KINDS:
+            raise ValueError(
+                f"{setting}: an evaluation cannot set it; give one of {', '.join(KINDS)} as key=value"
+            )
+        try:
+            found[key] = KINDS[key](text)
+        except ValueError:
+            raise ValueError(f"{setting}: not a number; give one, as in gsa.k_base=512") from None
+        if found[key] not in CHOICES.get(key, (found[key],)):
+            raise ValueError(f"{setting}: give {' or '.join(CHOICES[key])}")
+        if key == "model.rope_base" and found[key] <= 0:
+            raise ValueError(f"{setting}: give a positive number")
+    return found
+
+
+def with_settings(config: Config, settings: Sequence[str]) -> Config:
+    """The same of a run's config; its checks say what does not fit. `gsa.attention` is not of the config: a model keeps
+    its indexer when it attends to all keys.
+
+    Raises:
+        ValueError: an unknown field or value.
+    """
+    values = parse_settings(settings)
+    values.pop("gsa.attention", None)
+    of_gsa = {key.removeprefix("gsa."): value for key, value in values.items() if key.startswith("gsa.")}
+    of_scaling = {
+        key.removeprefix(SCALING): value for key, value in values.items() if key.startswith(SCALING)
+    }
+    if of_scaling.get("rope_type") == "yarn":
+        of_scaling.setdefault("original_max_position_embeddings", config.train.seq_len_tokens)
+    scaling = dataclasses.replace(config.model.rope_scaling, **of_scaling)
+    base = values.get("model.rope_base", config.model.rope_base)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, rope_base=base, rope_scaling=scaling),
+        gsa=dataclasses.replace(config.gsa, **of_gsa),
+    )
+
+
+def attends_densely(config: Config, settings: Sequence[str]) -> bool:
+    """Whether `gsa.attention=dense` is set.
+
+    Raises:
+        ValueError: it is set to `sparse`, of a model without an indexer.
+    """
+    value = parse_settings(settings).get("gsa.attention")
+    if value == "sparse" and config.gsa.attention == "dense":
+        raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
+    return value == "dense"
+
+
 def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` with what is set of `model.rope_scaling`. The model's length is what YaRN extends unless the
     model or a setting says else."""
@@ -74,8 +130,6 @@ def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
     if not scaling:
         return rope
     kind, base = rope["rope_type"], rope["rope_theta"]
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"{SCALING}rope_type={kind}: give default or yarn")
     if kind == "default":
         if rest := scaling.keys() - {"rope_type"}:
             name = min(rest)
@@ -104,8 +158,6 @@ def _layer_types(config: GSAConfig, value: str) -> list[str]:
     types = list(config.layer_types or ())
     if value == "dense":
         return [DENSE_LAYER] * len(types)
-    if value != "sparse":
-        raise ValueError(f"gsa.attention={value}: give dense or sparse")
     if set(types) == {DENSE_LAYER}:
         raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
     return types

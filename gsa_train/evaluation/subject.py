@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ import torch
 from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
+from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import Config, config_from_yaml
 from gsa_train.convert.export_hf import tokenizer_of
-from gsa_train.convert.hf_config import to_hf_config
-from gsa_train.convert.in_memory import model_in_memory, to_device
+from gsa_train.convert.hf_config import not_in_hf, to_hf_config
+from gsa_train.convert.in_memory import EMBEDDING, model_in_memory, to_device
 from gsa_train.convert.read_source import read_source
-from gsa_train.evaluation.settings import apply_settings
+from gsa_train.evaluation.settings import apply_settings, attends_densely, with_settings
+from gsa_train.evaluation.trained_model import TrainedModel, load_trained_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ATTENTION = ("gsa", "sdpa", "eager")
@@ -52,7 +55,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Subject:
-    model: GSAForCausalLM
+    model: GSAForCausalLM | TrainedModel
     tokenizer: Tokenizer
     trained_length: int
     """Tokens of a sequence in training."""
@@ -96,11 +99,10 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         def read(checkpoint: Path, run_dir: Path | None) -> Subject:
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-            hf_config = apply_settings(to_hf_config(config), settings)
             return Subject(
-                model_in_memory(checkpoint, config, hf_config, attention, device, dtype),
+                _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),
-                hf_config.max_position_embeddings,
+                config.train.seq_len_tokens,
                 config.data.attend_across_documents,
                 run_dir,
                 config,
@@ -120,11 +122,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": list(settings),
-        "config": {
-            name: value
-            for name, value in model.config.to_diff_dict().items()
-            if name != "transformers_version"
-        },
+        "config": _config_of(subject),
     }
     logger.info(
         "%s: %d parameters in %s, attention by %s on %s",
@@ -135,6 +133,38 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about["device"],
     )
     return subject
+
+
+def _checkpoints_model(
+    checkpoint: Path,
+    config: Config,
+    settings: Sequence[str],
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> GSAForCausalLM | TrainedModel:
+    """Of transformers; or, where that does not have what the config asks for, the one that training builds."""
+    if problems := not_in_hf(config):
+        logger.info("the training's own model runs, without a cache: %s", "; ".join(problems))
+        return load_trained_model(
+            checkpoint,
+            with_settings(config, settings),
+            attends_densely(config, settings),
+            attention == "gsa",
+            device,
+            dtype or CheckpointTensors(checkpoint).kinds[EMBEDDING].dtype,
+        )
+    hf_config = apply_settings(to_hf_config(config), settings)
+    return model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
+
+
+def _config_of(subject: Subject) -> dict[str, Any]:
+    """For results.json."""
+    if isinstance(subject.model, TrainedModel):
+        assert subject.config is not None
+        return {section: dataclasses.asdict(getattr(subject.config, section)) for section in ("model", "gsa")}
+    content: dict[str, Any] = subject.model.config.to_diff_dict()
+    return {name: value for name, value in content.items() if name != "transformers_version"}
 
 
 def _hf_config(folder: Path) -> GSAConfig:

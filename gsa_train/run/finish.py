@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -110,12 +111,23 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
         "skipped_updates": state.monitor.skipped_updates,
         "rewinds": len(state.monitor.rewinds),
         "data_epochs": whole_epochs(text),
+        "data_fingerprint": data_fingerprint(text),
         "data_tokens_by_source": tokens_by_source(counters),
         **run.services.goodput.summary(),
     }
     if config.data.packing == "best_fit":
         summary |= {f"packing_{name}": share for name, share in packing_shares(counters).items()}
     return summary
+
+
+def data_fingerprint(text: dict[str, Any]) -> str:
+    """16 letters, the same for the same training text and tokenizer, wherever they are.
+
+    Args:
+        text: the position in the training text, which says of what.
+    """
+    of = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
+    return hashlib.sha256(" ".join(of).encode()).hexdigest()[:16]
 
 
 def leave(run: Run, stop: Stopped) -> None:

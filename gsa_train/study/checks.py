@@ -79,19 +79,19 @@ def _arms(study: StudyConfig) -> Iterator[str]:
             yield problem_line(field, values, "a seed below 0", "give 0 or more")
         if len(set(values)) < len(values):
             yield problem_line(field, values, "a seed twice", "give each run its own")
-    for number, arm in enumerate(study.arms):
-        for key, value in arm.set.items():
+    sets = {"set": study.set} | {f"arms.{number}.set": arm.set for number, arm in enumerate(study.arms)}
+    for field, fields in sets.items():
+        for key, value in fields.items():
             if key.strip() in SET_BY_THE_STUDY:
-                wrong, remedy = (
-                    "the study sets it",
-                    "remove it; `seeds`, `name` and `dir` of the study say it",
-                )
-                yield problem_line(f"arms.{number}.set.{key}", value, wrong, remedy)
+                remedy = "remove it; `seeds`, `name` and `dir` of the study say it"
+                yield problem_line(f"{field}.{key}", value, "the study sets it", remedy)
 
 
 def _metrics(study: StudyConfig) -> Iterator[str]:
     for number, metric in enumerate(study.metrics):
         where = f"metrics.{number}"
+        for arm in metric.paper.keys() - {arm.name for arm in study.arms}:
+            yield problem_line(f"{where}.paper", arm, "the study has no such arm", "name one of its arms")
         if not metric.key:
             yield problem_line(f"{where}.key", metric.key, "nothing there", "name what is compared")
         if metric.source == "evaluation" and not study.evaluations:

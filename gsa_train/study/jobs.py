@@ -47,7 +47,7 @@ def jobs_of(study: Study) -> list[Job]:
             for name, words in evaluations_of(each, run):
                 command = (*_program("evaluate"), *words)
                 jobs.append(Job(run, "evaluate", name, command, 1))
-        if study.config.selections.seq_len_tokens > 0 and has_indexer(run):
+        if saves_selections(study.config, run):
             jobs.append(Job(run, "selections", "", selections_command(run, study.config), 1))
     return jobs
 
@@ -82,6 +82,7 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
             ("--ruler", ",".join(map(str, evaluation.ruler))),
         ):
             words += [option, str(value)] if value else []
+        words += evaluation.settings
         if budget:
             gsa = run.config.gsa
             words += [f"gsa.k_base={budget}", f"gsa.k_min={min(gsa.k_min, budget)}"]
@@ -94,6 +95,11 @@ def selections_command(run: StudyRun, study: StudyConfig) -> tuple[str, ...]:
     length, layers = study.selections.seq_len_tokens, map(str, study.selections.layers)
     words = (str(run.folder), "--seq-len-tokens", str(length), "--out", str(run.folder / "selections.pt"))
     return (sys.executable, str(SOURCE / "launch" / "export_indexer.py"), *words, "--layers", *layers)
+
+
+def saves_selections(study: StudyConfig, run: StudyRun) -> bool:
+    wanted = study.selections
+    return wanted.seq_len_tokens > 0 and has_indexer(run) and (not wanted.runs or run.name in wanted.runs)
 
 
 def has_indexer(run: StudyRun) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from difflib import get_close_matches
 
 from gsa_train.run import exit_codes
 from gsa_train.run.stop_signals import reason_in_words
@@ -27,6 +27,8 @@ class StudyPlan:
     """To be started, or gone on with; of each run its training first."""
     blocked: tuple[Job, ...]
     """Not to be done, as the training that they need has failed."""
+    without_checkpoint: tuple[Job, ...] = ()
+    """Not to be done here: their runs are finished, and the checkpoints are not in this folder."""
 
 
 def plan_study(
@@ -50,12 +52,14 @@ def plan_study(
                 *changed,
             ])
         )  # fmt: skip
-    finished, failed, due, blocked = [], [], [], []
+    finished, failed, due, blocked, lacking = [], [], [], [], []
     without_training: set[str] = set()
     for state in states:
         job, reason = state.job, failures.get(state.job.key)
         if state.finished:
             finished.append(job)
+        elif state.lacks_checkpoint:
+            lacking.append(job)
         elif reason is not None and not retry_failed:
             failed.append((job, reason))
             if job.kind == "train":
@@ -64,15 +68,46 @@ def plan_study(
             blocked.append(job)
         else:
             due.append(job)
-    return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked))
+    return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked), tuple(lacking))
 
 
-def next_job(due: Sequence[Job], running: Collection[Job], free_devices: int | None) -> Job | None:
-    """The first of the due jobs that can start now: its training is over, and there are enough devices.
+def chosen(
+    states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
+) -> list[JobState]:
+    """Those of some arms and seeds; None: of all.
+
+    Raises:
+        StudyError: the study has no such arm or seed.
+    """
+    known_arms = dict.fromkeys(state.job.run.arm for state in states)
+    known_seeds = sorted({state.job.run.seed for state in states})
+    for arm in arms or ():
+        if arm not in known_arms:
+            close = get_close_matches(arm, known_arms, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known_arms)}"
+            raise StudyError(f"--arms {arm}: the study has no such arm; {hint}")
+    for seed in seeds or ():
+        if seed not in known_seeds:
+            raise StudyError(f"--seeds {seed}: the study has {', '.join(map(str, known_seeds))}")
+    return [
+        state
+        for state in states
+        if (arms is None or state.job.run.arm in arms) and (seeds is None or state.job.run.seed in seeds)
+    ]
+
+
+def next_job(
+    due: Sequence[Job],
+    running: Collection[Job],
+    free_devices: int | None,
+    fits: Callable[[Job], bool] = lambda job: True,
+) -> Job | None:
+    """The first of the due jobs that can start now: its training is over, there are enough devices, and it fits.
 
     Args:
         due: without those that are running.
         free_devices: None on CPUs, where one job runs at a time.
+        fits: whether there is time for it.
     """
     if free_devices is None and running:
         return None
@@ -80,7 +115,7 @@ def next_job(due: Sequence[Job], running: Collection[Job], free_devices: int | N
     for job in due:
         if job.kind != "train" and job.run.name in unfinished:
             continue
-        if free_devices is None or job.devices <= free_devices:
+        if (free_devices is None or job.devices <= free_devices) and fits(job):
             return job
     return None
 
@@ -132,12 +167,3 @@ def judge(ended: Ended) -> Verdict:
     if code == 0:
         return Verdict("failed", "it ended with exit code 0 and left no result")
     return Verdict("failed", f"exit code {code}{said}")
-
-
-def newest_checkpoint(run_folder: Path) -> str:
-    """Empty where there is none."""
-    path = run_folder / "checkpoints" / "latest"
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -100,6 +100,8 @@ class Running:
     notes: Path
     checkpoint_before: str
     log_bytes_before: int
+    began: float
+    """Of `time.monotonic`."""
 
     def exit_code(self) -> int | None:
         """None while it is at work; the main rank's where torchrun hides it."""

@@ -19,9 +19,10 @@ from gsa_train.run.file_names import LOCK, MONITOR_STOP
 from gsa_train.run.stop_signals import STOP_SIGNALS, reason_in_words
 from gsa_train.study import processes
 from gsa_train.study.jobs import Job
-from gsa_train.study.plan import Ended, StudyError, judge, newest_checkpoint, next_job
+from gsa_train.study.plan import Ended, StudyError, judge, next_job
 from gsa_train.study.processes import Running, child_environment
-from gsa_train.study.states import note_failure, read_state
+from gsa_train.study.states import newest_checkpoint, note_failure, read_state
+from gsa_train.study.times import expected_seconds, note_time, read_times
 
 POLL_SECONDS = 0.1
 
@@ -39,6 +40,9 @@ class StudyRunner:
     """None: CPUs, one job at a time."""
     deadline: float | None = None
     """Of `time.time`: from then on the jobs under way are stopped."""
+    all_jobs: Sequence[Job] = ()
+    """Of the study: by their times it is known what ends before the deadline, and nothing else starts. Empty: whatever
+    is due starts, to go on from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False
@@ -74,7 +78,7 @@ class StudyRunner:
         a run whose study was killed saves before it ends."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
-            job = next_job(self._due, [each.job for each in self._running], free)
+            job = next_job(self._due, [each.job for each in self._running], free, self._fits)
             if job is None:
                 return False
             if is_locked(job.run.folder / LOCK):
@@ -84,6 +88,13 @@ class StudyRunner:
                 return True
             self._start(job)
         return False
+
+    def _fits(self, job: Job) -> bool:
+        """What nobody has measured does: else nothing would ever start."""
+        if self.deadline is None or not self.all_jobs:
+            return True
+        seconds = expected_seconds(job, self.all_jobs, read_times(self.folder))
+        return seconds is None or time.time() + seconds <= self.deadline
 
     def _start(self, job: Job) -> None:
         self._due.remove(job)
@@ -99,7 +110,7 @@ class StudyRunner:
         say(f"{job.key}: started{where}; its output is in {log}")
         before = newest_checkpoint(job.run.folder), log.stat().st_size if log.exists() else 0
         process = processes.start_process(job.command, environment, log)
-        self._running.append(Running(job, process, gpus, log, notes, *before))
+        self._running.append(Running(job, process, gpus, log, notes, *before, began=time.monotonic()))
 
     def _collect(self) -> None:
         for each in list(self._running):
@@ -120,6 +131,11 @@ class StudyRunner:
                 )
             )
             say(f"{job.key}: {verdict.what}{f' ({verdict.reason})' if verdict.reason else ''}")
+            if verdict.what in ("finished", "interrupted") and (
+                job.kind != "train" or not each.checkpoint_before
+            ):
+                seconds = time.monotonic() - each.began
+                note_time(self.folder, job.key, seconds, ended=verdict.what == "finished")
             if verdict.what == "failed":
                 self._fail(job, verdict.reason)
             elif verdict.what == "again":
@@ -136,6 +152,11 @@ class StudyRunner:
         """What needs this run's training is not done in this start."""
         if job.kind == "train":
             self._due = [each for each in self._due if each.run.name != job.run.name]
+
+    @property
+    def left(self) -> list[Job]:
+        """What was due and has not been started."""
+        return list(self._due)
 
     # ---- stops
 

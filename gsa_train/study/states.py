@@ -28,14 +28,17 @@ class JobState:
     finished: bool
     changed: tuple[str, ...] = ()
     """What the study now asks otherwise than when the job began, `field: before -> now`."""
+    lacks_checkpoint: bool = False
+    """It is not finished, and its run is, but without its checkpoint: on another machine, or removed."""
 
 
 def read_state(job: Job) -> JobState:
     if job.kind == "train":
         return JobState(job, is_complete(job.run), tuple(changed_fields(job.run)))
-    if job.kind == "evaluate":
-        return JobState(job, job.result.is_file(), tuple(_changed_evaluation(job)))
-    return JobState(job, job.result.is_file())
+    finished = job.result.is_file()
+    lacks = not finished and is_complete(job.run) and newest_checkpoint(job.run.folder) == ""
+    changed = _changed_evaluation(job) if job.kind == "evaluate" else ()
+    return JobState(job, finished, tuple(changed), lacks)
 
 
 def is_complete(run: StudyRun) -> bool:
@@ -95,29 +98,48 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def newest_checkpoint(run_folder: Path) -> str:
+    """Empty where there is none."""
+    path = run_folder / "checkpoints" / "latest"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 # ---- failures
 
 
 def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
     """Append that this job failed; with None that it no longer counts as failed."""
-    path = study_folder / FAILURES
-    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
-    line = json.dumps({"job": key, "reason": reason, "unix_seconds": time.time()}, ensure_ascii=False)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * is_cut + line + "\n")
+    append_note(study_folder / FAILURES, {"job": key, "reason": reason, "unix_seconds": time.time()})
 
 
 def read_failures(study_folder: Path) -> dict[str, str]:
-    """Job -> why it failed. A line that a kill cut off is left out."""
-    path = study_folder / FAILURES
+    """Job -> why it failed."""
     failures: dict[str, str] = {}
+    for note in read_notes(study_folder / FAILURES):
+        if not {"job", "reason"} <= note.keys():
+            continue
+        failures.pop(note["job"], None)
+        if note["reason"] is not None:
+            failures[note["job"]] = note["reason"]
+    return failures
+
+
+def append_note(path: Path, note: dict[str, Any]) -> None:
+    """A line of JSON."""
+    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * is_cut + json.dumps(note, ensure_ascii=False) + "\n")
+
+
+def read_notes(path: Path) -> Iterator[dict[str, Any]]:
+    """A line that a kill cut off is left out."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             note = json.loads(line)
-            key, reason = note["job"], note["reason"]
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             continue
-        failures.pop(key, None)
-        if reason is not None:
-            failures[key] = reason
-    return failures
+        if isinstance(note, dict):
+            yield note

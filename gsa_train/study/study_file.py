@@ -69,7 +69,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     """The study of a YAML file.
 
     Args:
-        overrides: `section.field=value` of all arms, before those of the arm.
+        overrides: `section.field=value` of all arms, before those of the file.
         need_data: also check that the text of each run is there.
 
     Raises:
@@ -97,7 +97,11 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         said = ("all arms" if line in everywhere else _arms_in_words(arms) for line, arms in wrong.items())
         raise ConfigError(path, [f"{arms}: {line}" for arms, line in zip(said, wrong, strict=True)])
     by_seed = zip_longest(*(runs[arm.name] for arm in study.arms))
-    return Study(Path(path), study, tuple(run for of_seed in by_seed for run in of_seed if run is not None))
+    in_order = tuple(run for of_seed in by_seed for run in of_seed if run is not None)
+    if unknown := sorted(set(study.selections.runs) - {run.name for run in in_order}):
+        line = problem_line("selections.runs", unknown, "the study has no such run", "give <arm>-seed<N>")
+        raise ConfigError(path, [line])
+    return Study(Path(path), study, in_order)
 
 
 def _arms_in_words(names: Sequence[str]) -> str:
@@ -111,10 +115,10 @@ def base_config(study_path: str | Path, config: str) -> str:
 
 
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """A list of an arm's fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
+    """A list of a `set`'s fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
     arms = tree.get("arms")
-    for arm in arms if isinstance(arms, list) else []:
-        fields = arm.get("set") if isinstance(arm, dict) else None
+    for part in (tree, *(arms if isinstance(arms, list) else [])):
+        fields = part.get("set") if isinstance(part, dict) else None
         if isinstance(fields, dict):
             lists = {key: value for key, value in fields.items() if isinstance(value, list)}
             fields.update({key: json.dumps(value, ensure_ascii=False) for key, value in lists.items()})
@@ -125,7 +129,8 @@ def _runs_of(
     arm: ArmConfig, study: StudyConfig, config_path: str, of_all_arms: Sequence[str], need_data: bool
 ) -> list[StudyRun]:
     """A run for each seed; the configs differ in nothing else, so one is read and checked."""
-    fields = (*of_all_arms, *(f"{key}={value}" for key, value in arm.set.items()))
+    set_here = (f"{key}={value}" for fields in (study.set, arm.set) for key, value in fields.items())
+    fields = (*of_all_arms, *set_here)
     folder = str(Path(study.dir) / study.name)
     config = load_config(config_path, [*fields, f"run.dir={folder}"])
     parallel = config.parallel

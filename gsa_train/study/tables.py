@@ -134,7 +134,11 @@ def notes(results: Results) -> list[str]:
             + ", ".join(f"{each.run.name} ({results.state(each)})" for each in missing)
             + "."
         )
-    for what, found in (("commits", _commits(results)), ("devices", _devices(results))):
+    for what, found in (
+        ("commits", _commits(results)),
+        ("devices", _devices(results)),
+        ("training texts", _texts(results)),
+    ):
         if len(found) > 1:
             lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
     other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
@@ -151,6 +155,12 @@ def _commits(results: Results) -> set[str]:
 
 def _devices(results: Results) -> set[str]:
     return {str(start.get("device")) for each in results.values if each.complete for start in each.starts}
+
+
+def _texts(results: Results) -> set[str]:
+    """By their fingerprints; runs of versions that did not note them have none."""
+    found = (each.summary.get("data_fingerprint") for each in results.values if each.complete)
+    return {text for text in found if isinstance(text, str)}
 
 
 def _known(column: Column) -> bool:
@@ -183,7 +193,7 @@ def markdown(results: Results, folder: Path | None = None) -> str:
             path = row[place]
             row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
     parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
-    parts += [_list(close_lines(results)), _list(notes(results))]
+    parts += [bullets(close_lines(results)), bullets(notes(results))]
     parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
     parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -194,7 +204,7 @@ SPREAD = (
 )
 
 
-def _list(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 

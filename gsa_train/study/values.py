@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,7 +72,10 @@ class RunValues:
         """`data.validation.loss` of the evaluation's results; None where there is none."""
         found: Any = read_json(self.run.folder / "evaluations" / name / "results.json")
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
+            if isinstance(found, list):
+                found = dict(enumerate(found)).get(int(part)) if part.isdecimal() else None
+            else:
+                found = found.get(part) if isinstance(found, dict) else None
         return float(found) if is_number(found) else None
 
 
@@ -126,13 +129,16 @@ class Column:
     """It depends on how fast the machine was: two runs of one config differ."""
     values: Mapping[str, float | None]
     """Run -> value, of the finished runs."""
+    paper: Mapping[str, str] = field(default_factory=dict)
+    """Arm -> what the paper says; with the last column of its metric."""
 
 
 def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
     """The study's metrics of its finished runs. Equal tokens and equal time are those that all of them have."""
     finished = [values for values in all_values if values.complete and values.tokens]
-    columns = []
+    columns: list[Column] = []
     for metric in study.config.metrics:
+        before = len(columns)
         title = metric.label or metric.key
         if metric.source == "summary":
             found = {each.run.name: _number(each.summary.get(metric.key)) for each in finished}
@@ -145,6 +151,8 @@ def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
             columns.append(Column(title, metric.key, at, is_timing(metric.key), found))
         elif finished:
             columns += _at_points(metric, title, finished)
+        if len(columns) > before:
+            columns[-1] = replace(columns[-1], paper=metric.paper)
     return columns
 
 

@@ -213,6 +213,9 @@ def test_bench_long_reads_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyP
     selection = indexers[3].select()
     assert selection.budget.shape == (1, 3)
     assert selection.key_lists.length == 72
+    plain = {"gsa": {**gsa, "indexer_activation": "plain"}, "seq_len_tokens": 72, "layers": layers}
+    torch.save(plain, tmp_path / "plain.pt")
+    assert bench_long.read_indexers(tmp_path / "plain.pt")[1][3].activation == "sigmoid"
 
     monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
     files = [str(tmp_path / "layers.pt")] * 2

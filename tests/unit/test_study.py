@@ -91,6 +91,17 @@ def test_overrides_of_all_arms_come_before_those_of_the_arm(tmp_path: Path) -> N
     assert one.config.data.train_dir == "/text"
 
 
+def test_what_the_study_sets_comes_between_the_command_line_and_the_arm(tmp_path: Path) -> None:
+    phases = [{"name": "only", "steps": 3}]
+    fields = {"phases": phases, "gsa.k_base": 20, "data.num_lanes": 4}
+    path = write(
+        tmp_path, set=fields, arms=[{"name": "one", "set": {"gsa.k_base": 24, "phases.0.lr": "1e-4"}}]
+    )
+    run = load_study(path, ["gsa.k_base=12", "gsa.k_min=4"], need_data=False).runs[0]
+    assert (run.config.gsa.k_base, run.config.gsa.k_min, run.config.data.num_lanes) == (24, 4, 4)
+    assert [(phase.steps, phase.lr) for phase in run.config.phases] == [(3, 1e-4)]
+
+
 def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
     arms = [{"name": "wide", "set": {"parallel.tensor": 2}}]
     (run,) = load(tmp_path, arms=arms, seeds=[1], data_parallel=2).runs
@@ -115,6 +126,11 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
         ({"arms": [{"name": "one", "set": {"run.seed": 3}}]}, "arms.0.set.run.seed = 3: the study sets it"),
         ({"arms": [{"name": "one"}, {"name": "one"}]}, "arms.name = one: there twice"),
         ({"arms": [{"name": "a-b"}]}, "arms.0.name = a-b: not a plain name"),
+        ({"set": {"run.dir": "x"}}, "set.run.dir = x: the study sets it"),
+        (
+            {"metrics": [{"key": "loss", "paper": {"three": "4"}}]},
+            "metrics.0.paper = three: the study has no such arm",
+        ),
         ({"arms": []}, "arms = []: nothing there"),
         ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice"),
         ({"seeds": [-1]}, "seeds = [-1]: a seed below 0"),
@@ -132,6 +148,10 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
         (
             {"selections": {"seq_len_tokens": 64, "layers": [9]}},
             "all arms: selections.layers = [9]: the model has",
+        ),
+        (
+            {"selections": {"seq_len_tokens": 64, "runs": ["one-seed7"]}},
+            "selections.runs = ['one-seed7']: the study has no such run",
         ),
         ({"config": "no.yaml"}, "all arms: cannot be read"),
         ({"data_parallel": 0}, "data_parallel = 0: below 1"),
@@ -158,7 +178,13 @@ def test_evaluations_take_each_length_and_each_budget_of_arms_with_an_indexer(tm
         {"name": "sparse"},
     ]
     evaluations = [
-        {"name": "far", "data": {"books": "/tmp"}, "context_lengths": [64, 128], "k_base": [4, 64]}
+        {
+            "name": "far",
+            "data": {"books": "/tmp"},
+            "context_lengths": [64, 128],
+            "k_base": [4, 64],
+            "settings": ["gsa.adaptive_k=off"],
+        }
     ]
     study = load(tmp_path, arms=arms, seeds=[1], evaluations=evaluations)
     jobs = jobs_of(study)
@@ -170,9 +196,19 @@ def test_evaluations_take_each_length_and_each_budget_of_arms_with_an_indexer(tm
     ]
     words = jobs[-1].command[jobs[-1].command.index("--name") :]
     assert words == (
-        "--name", "far-L128-k64", "--data", "books=/tmp", "--context-length", "128",
+        "--name", "far-L128-k64", "--data", "books=/tmp", "--context-length", "128", "gsa.adaptive_k=off",
         "gsa.k_base=64", "gsa.k_min=8", "gsa.k_max=64",
     )  # fmt: skip
+
+
+def test_selections_are_saved_of_all_indexers_or_of_the_runs_that_are_named(tmp_path: Path) -> None:
+    arms = [
+        {"name": "dense", "set": {"gsa.attention": "dense", "phases.1.attention": "dense"}},
+        {"name": "sparse"},
+    ]
+    for runs, expected in (([], ["sparse-seed1", "sparse-seed2"]), (["sparse-seed2"], ["sparse-seed2"])):
+        study = load(tmp_path, arms=arms, selections={"seq_len_tokens": 64, "runs": runs})
+        assert [job.run.name for job in jobs_of(study) if job.kind == "selections"] == expected
 
 
 # ---- planning
@@ -426,6 +462,11 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     said = "\n".join(notes(read_results(compared, {})))
     assert "of several commits: 0123456789ab, fedcba987654+." in said
     assert "of several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
+    assert "texts" not in said
+    for run, text in zip(compared.runs, ("1f", "2e", "1f"), strict=False):
+        summary = json.loads((run.folder / "summary.json").read_text())
+        (run.folder / "summary.json").write_text(json.dumps({**summary, "data_fingerprint": text}))
+    assert "of several training texts: 1f, 2e." in "\n".join(notes(read_results(compared, {})))
     assert close_lines(results) == [], "of one arm only a single seed is there"
 
 
@@ -440,6 +481,21 @@ def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path)
     assert line == f"one,2,validation,val_loss,at the end,9.0,{folder},{folder}/config.yaml,0123456789abcdef"
     assert f"one,validation,val_loss,at the end,2,8.5,{math.sqrt(0.5)!r},0" in arms_csv(results)
     assert run_rows(results)[4][1] == "after step 6 of 10"
+
+
+def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
+    metrics = [
+        {"key": f"data.text.loss_by_position.{place}", "source": "evaluation"}
+        for place in ("1.loss", "7.loss")
+    ]
+    study = load(tmp_path, seeds=[1], evaluations=[{"name": "end"}], metrics=metrics)
+    run = study.runs[0]
+    log_run(run, [record(2, 5.0)], {})
+    (run.folder / "evaluations" / "end").mkdir(parents=True)
+    content = {"data": {"text": {"loss_by_position": [{"loss": 4.0}, {"loss": 3.0}]}}}
+    (run.folder / "evaluations" / "end" / "results.json").write_text(json.dumps(content))
+    there, beyond = read_results(study, {}).columns
+    assert (there.values, beyond.values) == ({"one-seed1": 3.0}, {"one-seed1": None})
 
 
 def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:

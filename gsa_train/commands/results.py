@@ -1,0 +1,58 @@
+"""Write the pages of results: launch/results.py of a checkout.
+
+    python launch/results.py [--studies DIR] [--out DIR] [--benches DIR]
+
+A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
+of what the benches wrote; and README.md over all. Where a study's folder is not here its page stays as it is. Exit
+code 2: wrong use, or a mistake in a study file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gsa_train.config import ConfigError, load_config
+from gsa_train.config.load import read_yaml
+from gsa_train.study.efficiency import read_benches, write_efficiency
+from gsa_train.study.results import write_overview, write_page
+from gsa_train.study.study_file import load_study
+
+SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
+"""What the benches call them; a shipped config of each."""
+
+
+def main() -> int:
+    arguments = parse()
+    standings, written = [], []
+    try:
+        files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
+        for path in files:
+            standing, pages = write_page(load_study(path, need_data=False), arguments.out)
+            standings.append(standing)
+            written += pages
+            if not pages:
+                print(f"kept {arguments.out / standing.page}: no run of it is here")
+        shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    standing, page = write_efficiency(read_benches(arguments.benches), shapes, arguments.out)
+    written += [page, write_overview([*standings, standing], arguments.out)]
+    for each in written:
+        print(f"wrote {each}")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write the pages of results.", allow_abbrev=False)
+    for name, default, meaning in (
+        ("studies", "studies", "folder of study files"),
+        ("out", "docs/results", "folder of the pages"),
+        ("benches", "benchmarks/results", "folder of what the benches wrote with --out"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=Path, default=Path(default), metavar="DIR", help=f"{meaning} ({default})"
+        )
+    return parser.parse_args()

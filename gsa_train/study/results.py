@@ -1,0 +1,124 @@
+"""Pages of results for the documentation: a study's numbers with the paper's beside them, and what people say of both.
+
+Numbers come from the run folders alone. What a person writes is in `verdicts/<study>.md` of the same folder: its first
+line stands in the table of all studies. `verdicts/recommendation.md` opens that table's page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gsa_train.files import write_atomically
+from gsa_train.study.states import read_failures
+from gsa_train.study.study_file import Study
+from gsa_train.study.tables import (
+    SPREAD,
+    Results,
+    Rows,
+    arm_rows,
+    bullets,
+    close_lines,
+    markdown_table,
+    notes,
+    read_results,
+    run_rows,
+    value_rows,
+    values_csv,
+)
+
+VERDICTS = "verdicts"
+RECOMMENDATION = "recommendation"
+NOT_RUN = "not run yet"
+FINISHED = re.compile(r"^(\d+) of (\d+) runs are finished\.$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A row of the table of all pages."""
+
+    page: str
+    title: str
+    runs: str
+    said: str
+
+
+def write_page(study: Study, out: Path) -> tuple[Standing, list[Path]]:
+    """A study's page and the CSV of its values; returns the files that were written.
+
+    Where the study's folder is not here a page with numbers stays as it is: they were made where it was.
+    """
+    page, verdict = out / f"{study.config.name}.md", read_verdict(out, study.config.name)
+    results = read_results(study, read_failures(study.folder))
+    finished = sum(each.complete for each in results.values)
+    written = []
+    if finished or not _has_numbers(page):
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(page, page_text(results, verdict))
+        written.append(page)
+        if finished:
+            write_atomically(page.with_suffix(".csv"), values_csv(results))
+            written.append(page.with_suffix(".csv"))
+    found = FINISHED.search(page.read_text(encoding="utf-8"))
+    done, of_all = found.groups() if found else ("0", str(len(study.runs)))
+    said = verdict.splitlines()[0] if verdict else "no verdict yet"
+    standing = Standing(page.name, study.title, f"{done} of {of_all}", said if done != "0" else NOT_RUN)
+    return standing, written
+
+
+def read_verdict(out: Path, name: str) -> str:
+    """Empty where nobody has written one."""
+    path = out / VERDICTS / f"{name}.md"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+
+def _has_numbers(page: Path) -> bool:
+    found = FINISHED.search(page.read_text(encoding="utf-8")) if page.is_file() else None
+    return found is not None and found.group(1) != "0"
+
+
+def page_text(results: Results, verdict: str) -> str:
+    """Without numbers where no run is finished."""
+    study, finished = results.study, sum(each.complete for each in results.values)
+    parts = [f"# {study.title}", study.config.question.strip()]
+    parts.append(f"{finished} of {len(results.values)} runs are finished.")
+    if not finished:
+        parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
+        return "\n\n".join(parts) + "\n"
+    parts += [verdict, "## Arms", markdown_table(with_paper(results)), SPREAD]
+    parts += [bullets(close_lines(results)), bullets(notes(results))]
+    parts += ["## Each run", markdown_table(value_rows(results))]
+    parts += ["## Runs", markdown_table(run_rows(results))]
+    parts.append(
+        f"In full in [{study.config.name}.csv]({study.config.name}.csv). Study file: `{study.path}`. Made by "
+        "`python launch/results.py` from these folders: do not edit."
+    )
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def with_paper(results: Results) -> Rows:
+    """The table of the arms, and behind a column of which the paper says something what it says."""
+    head, *rows = arm_rows(results)
+    first = len(head) - len(results.columns)
+    places = [first + number for number, column in enumerate(results.columns) if column.paper]
+    for place in reversed(places):
+        column = results.columns[place - first]
+        head.insert(place + 1, f"{column.title}: the paper")
+        for arm, row in zip(results.arms, rows, strict=True):
+            row.insert(place + 1, column.paper.get(arm, ""))
+    return [head, *rows]
+
+
+def write_overview(standings: Sequence[Standing], out: Path) -> Path:
+    """README.md: the recommendation, if there is one, and what each page says."""
+    path, recommendation = out / "README.md", read_verdict(out, RECOMMENDATION)
+    rows = [["study", "runs", "what it says"]]
+    rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
+    parts = ["# Results", recommendation, markdown_table(rows)]
+    parts.append(
+        "Made by `python launch/results.py`: do not edit. [studies.md](../how_to/studies.md) says how studies are run."
+    )
+    write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
+    return path

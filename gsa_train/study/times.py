@@ -1,0 +1,75 @@
+"""How long a study's jobs took, by which a start knows what it can end: `times.jsonl` of the study's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gsa_train.checkpoint.files import step_of
+from gsa_train.study.jobs import Job
+from gsa_train.study.states import append_note, newest_checkpoint, read_notes
+
+TIMES = "times.jsonl"
+SAME_ARM, OTHER_ARM, CUT = 1.1, 2.0, 1.5
+"""What is expected, over what was measured: of an arm's other seeds; of another arm, as the slowest of the paper's four
+models takes about twice the time of the fastest; of a job that had not ended when it was stopped."""
+
+
+@dataclass(frozen=True)
+class WallTimes:
+    """Seconds by the key of the job."""
+
+    ended: dict[str, float] = field(default_factory=dict)
+    """Of jobs that ended in the start that began them."""
+    cut: dict[str, float] = field(default_factory=dict)
+    """After which a job that began from nothing had not ended."""
+
+
+def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None:
+    append_note(study_folder / TIMES, {"job": key, "seconds": round(seconds, 3), "ended": ended})
+
+
+def read_times(study_folder: Path) -> WallTimes:
+    """The newest of each."""
+    times = WallTimes()
+    for note in read_notes(study_folder / TIMES):
+        key, seconds, ended = note.get("job"), note.get("seconds"), note.get("ended")
+        if isinstance(key, str) and isinstance(seconds, int | float):
+            (times.ended if ended else times.cut)[key] = float(seconds)
+    return times
+
+
+def expected_seconds(job: Job, jobs: Sequence[Job], times: WallTimes) -> float | None:
+    """Of the job; of a training with the evaluations behind it, which need its checkpoint.
+
+    Args:
+        jobs: all of the study.
+
+    Returns:
+        None where nothing like it was measured.
+    """
+    own = _of_one(job, jobs, times)
+    if own is None or job.kind != "train":
+        return own
+    behind = (_of_one(each, jobs, times) for each in jobs if each.run.name == job.run.name and each != job)
+    return own + sum(seconds or 0.0 for seconds in behind)
+
+
+def _of_one(job: Job, jobs: Sequence[Job], times: WallTimes) -> float | None:
+    measured = [
+        (each, times.ended[each.key]) for each in jobs if each.kind == job.kind and each.key in times.ended
+    ]
+    of_arm = [seconds for each, seconds in measured if each.run.arm == job.run.arm and each.name == job.name]
+    of_others = [seconds for _, seconds in measured]
+    found = None
+    if of_arm:
+        found = SAME_ARM * max(of_arm)
+    elif of_others:
+        found = OTHER_ARM * max(of_others)
+    if job.key in times.cut:
+        found = max(found or 0.0, CUT * times.cut[job.key])
+    if found is None or job.kind != "train":
+        return found
+    done = step_of(newest_checkpoint(job.run.folder)) or 0
+    return found * (1 - done / job.run.steps)

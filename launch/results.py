@@ -1,0 +1,14 @@
+"""Write the pages of results from the folders of studies: python launch/results.py
+
+`gsa_train/commands/results.py` says of what.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.commands.results import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What `gsa_hf` does not have is scored by the training's own model: as a run does, and as the other where both can."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gsa_data.corpus import open_corpus
+from gsa_data.faults import Reading
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import read_validation_set
+from gsa_train.commands import evaluate as command
+from gsa_train.convert.hf_config import not_in_hf
+from gsa_train.evaluate import evaluate
+from gsa_train.evaluation import subject as subjects
+from gsa_train.evaluation import trained_model
+from gsa_train.evaluation.generation import continue_prompts
+from gsa_train.evaluation.perplexity import score_text, token_losses
+from gsa_train.evaluation.settings import with_settings
+from gsa_train.evaluation.subject import Source, Subject, load_subject
+from gsa_train.evaluation.text import Piece, TextOptions, read_text
+from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
+from helpers.single_rank import single_rank
+
+BLOCKS = 3
+PLAIN: dict[str, Any] = {"gsa": {}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gates": {
+        "gsa": {
+            "key_gate": True,
+            "query_gate": True,
+            "projection_gate": True,
+            "gate_activation": "ns_sigmoid",
+        },
+        "model": {"sandwich_norm": True},
+    },
+    "pool": {"gsa": {"indexer_pool": 2, "output_transform": "silu", "output_gate": False}},
+    "previous_mean": {
+        "gsa": {"selection_block": 4, "local_window": 4, "selection_query": "previous_mean"},
+        "data": {"attend_across_documents": True},
+    },
+}
+ALL = {**OTHERS, "plain": PLAIN}
+
+
+@pytest.fixture(autouse=True)
+def one_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has one already."""
+    monkeypatch.setattr(trained_model, "init_parallel", lambda *_: single_rank())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Path]]:
+    """Model, config and run folder of each."""
+    made = {}
+    for name, sections in ALL.items():
+        config = evaluated_config(evaluate={"max_blocks": BLOCKS}, **sections)
+        model = evaluated_model(config)
+        made[name] = (model, config, save_run(model, config, tmp_path_factory.mktemp("runs") / name))
+    return made
+
+
+def loss_of(subject: Subject) -> float:
+    assert subject.config is not None
+    options = TextOptions(LENGTH, None, BLOCKS * LENGTH, subject.attend_across_documents)
+    text = read_text(subject.config.data.validation_dir, subject.tokenizer, options)
+    found: float = score_text(subject.model, text, batch_size=2)["loss"]
+    return found
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_run_says_the_same(name: str, runs: dict[str, tuple[Any, Any, Path]]) -> None:
+    model, config, folder = runs[name]
+    assert not_in_hf(config)
+    tokenizer, across = Tokenizer(TOKENIZER), config.data.attend_across_documents
+    arguments = (open_corpus(config.data.validation_dir), tokenizer, LENGTH, BLOCKS, Reading())
+    validation = read_validation_set("validation", *arguments, across, split_by_source=False)
+    expected = evaluate(model, [validation], tokenizer.eos_id, config, single_rank())
+    found = loss_of(load_subject(Source(run=folder)))
+    assert found == pytest.approx(expected["validation_loss"], rel=1e-6)
+
+
+def test_where_both_models_can_they_agree(
+    runs: dict[str, tuple[Any, Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs["plain"][2]
+    settings = {
+        "as trained": [],
+        "dense": ["gsa.attention=dense"],
+        "fewer keys": ["gsa.k_base=3", "gsa.local_window=2", "gsa.adaptive_k=off"],
+        "yarn": ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=2", "model.rope_base=5000"],
+    }
+    of_hf = {name: loss_of(load_subject(Source(run=folder), words)) for name, words in settings.items()}
+    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
+    found = {name: loss_of(load_subject(Source(run=folder), words)) for name, words in settings.items()}
+    assert found == {name: pytest.approx(loss, rel=1e-5) for name, loss in of_hf.items()}
+    assert len({round(loss, 5) for loss in found.values()}) == len(settings)
+
+
+def test_labels_and_continuations_are_those_of_transformers(
+    runs: dict[str, tuple[Any, Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tokens = runs["plain"][2], np.arange(5, 25, dtype=np.int32)
+    places = np.arange(len(tokens) - 1)
+    pieces = [Piece(tokens, places >= 12, places), Piece(tokens[:9], places[:8] >= 3, places[:8])]
+    one = load_subject(Source(run=folder))
+    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
+    other = load_subject(Source(run=folder))
+    for ours, theirs in zip(
+        token_losses(other.model, pieces, 2), token_losses(one.model, pieces, 2), strict=True
+    ):
+        assert ours.number == theirs.number
+        np.testing.assert_allclose(ours.nats, theirs.nats, rtol=1e-4, atol=1e-5)
+        assert (ours.greedy == theirs.greedy).all()
+    prompts = [[5, 9, 31], [7]]
+    texts = [continue_prompts(each.model, each.tokenizer, prompts, 6, batch_size=2) for each in (one, other)]
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="greedily alone"):
+        continue_prompts(other.model, other.tokenizer, prompts, 2, do_sample=True)
+
+
+def test_the_command_scores_it_and_says_what_runs(
+    runs: dict[str, tuple[Any, Any, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = runs["gates"][2]
+
+    def evaluated(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["evaluate.py", "--run", str(folder), *words])
+        return command.main()
+
+    assert evaluated("--name", "own", "--max-tokens", str(LENGTH)) == 0
+    results = json.loads((folder / "evaluations" / "own" / "results.json").read_text())
+    assert results["model"]["config"]["gsa"]["key_gate"] is True
+    assert results["model"]["attention"] == "sdpa"
+    assert results["model"]["parameters"] == sum(
+        parameter.numel() for parameter in runs["gates"][0].gpt.parameters()
+    )
+    for words, said in (
+        (("gsa.k_base=99",), "gsa.k_base"),
+        (("gsa.adaptive_k=up",), "gsa.adaptive_k=up: give inverse or direct or off"),
+        (("--device", "meta"), "--device meta"),
+    ):
+        assert evaluated("--name", "wrong", *words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path: Path) -> None:
+    config = evaluated_config(model={"tie_embeddings": True}, gsa={"key_gate": True})
+    model = evaluated_model(config)
+    subject = load_subject(Source(run=save_run(model, config, tmp_path / "run")))
+    tokens = torch.arange(2, 12)[None]
+    logits = subject.model.lm_head(subject.model.hidden_states(tokens, None)[0])  # type: ignore[operator]
+    model.gpt.eval()
+    expected = model.gpt(tokens, torch.arange(10)[None], None)
+    torch.testing.assert_close(logits, expected[0])
+
+
+def test_settings_change_a_config_as_they_change_the_other() -> None:
+    config = evaluated_config()
+    words = ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=2", "gsa.k_base=4"]
+    changed = with_settings(config, words)
+    assert changed.model.rope_scaling.original_max_position_embeddings == LENGTH
+    assert (changed.gsa.k_base, changed.gsa.k_min) == (4, config.gsa.k_min)
+    with pytest.raises(ValueError, match=r"gsa\.k_bsae=4: an evaluation cannot set it"):
+        with_settings(config, ["gsa.k_bsae=4"])

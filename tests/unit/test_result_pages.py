@@ -1,0 +1,151 @@
+"""Pages of results: of run folders and benches' files, with the paper's words and a person's beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.commands.results import main
+from gsa_train.config import Config, GSAConfig, ModelConfig, config_to_yaml
+from gsa_train.study.efficiency import forward_ratio
+from gsa_train.study.study_file import load_study
+
+BENCH = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "0123456"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With two study files, of which one asks something."""
+    for name in ("studies", "benches"):
+        (tmp_path / name).mkdir()
+    base = {"phases": [{"name": "sparse", "steps": 10}]}
+    (tmp_path / "studies" / "base.yaml").write_text(yaml.safe_dump(base))
+    study: dict[str, Any] = {
+        "name": "small", "title": "Two models", "question": "Which is better?", "dir": str(tmp_path / "runs"),
+        "config": "base.yaml", "arms": [{"name": "one"}, {"name": "two"}], "seeds": [1, 2],
+        "metrics": [
+            {"key": "loss", "at_tokens": [50, 90], "paper": {"two": "2.5 | less"}},
+            {"key": "val_loss", "source": "summary"},
+        ],
+    }  # fmt: skip
+    (tmp_path / "studies" / "small.yaml").write_text(yaml.safe_dump(study))
+    silent = {name: value for name, value in study.items() if name != "question"}
+    (tmp_path / "studies" / "silent.yaml").write_text(yaml.safe_dump(silent))
+    words = ["results.py", "--studies", "studies", "--out", "out", "--benches", "benches"]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def finish(folder: Path, arm: str, seed: int, loss: float) -> None:
+    study = load_study(folder / "studies" / "small.yaml", need_data=False)
+    run = next(each for each in study.runs if (each.arm, each.seed) == (arm, seed))
+    run.folder.mkdir(parents=True)
+    records = [
+        {"step": step, "phase": "sparse", "tokens": 10 * step, "loss": loss - step, "step_seconds": 1.0}
+        for step in (5, 9, 10)
+    ]
+    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (run.folder / "starts.jsonl").write_text('{"unix_seconds": 1.0, "commit": "0123456789abcdef"}\n')
+    (run.folder / "summary.json").write_text(json.dumps({"steps": 10, "val_loss": loss}))
+
+
+def lines_of(path: Path, start: str) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.startswith(start)]
+
+
+def test_before_a_run_the_pages_say_so(folder: Path) -> None:
+    assert main() == 0
+    assert {path.name for path in (folder / "out").iterdir()} == {"README.md", "small.md", "efficiency.md"}
+    page = (folder / "out" / "small.md").read_text()
+    assert page.splitlines()[:3] == ["# Two models", "", "Which is better?"]
+    assert "Not run yet: `python launch/study.py --study studies/small.yaml`." in page
+    assert lines_of(folder / "out" / "README.md", "| [Two") == [
+        "| [Two models](small.md) | 0 of 4 | not run yet |"
+    ]
+    assert "Not run yet: `make bench`." in (folder / "out" / "efficiency.md").read_text()
+
+
+def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
+    for arm, seed, loss in (("one", 1, 20.0), ("one", 2, 21.0), ("two", 1, 30.0)):
+        finish(folder, arm, seed, loss)
+    assert main() == 0
+    out = folder / "out"
+    table = lines_of(out / "small.md", "| ")
+    at = "loss, at 50 tokens | loss, at 90 tokens | loss, at 90 tokens: the paper"
+    assert table[0] == f"| arm | parameters | runs | {at} | val_loss |"
+    one, two = (next(line for line in table if line.startswith(f"| {arm} |")) for arm in ("one", "two"))
+    assert one.split(" | ")[3:] == ["15.50 ± 0.71", "11.50 ± 0.71", "", "20.50 ± 0.71 |"]
+    assert two.split(" | ")[2:] == ["1 of 2", "25", "21", r"2.5 \| less", "30 |"]
+    assert "one,2,val_loss,val_loss,at the end,21.0," in (out / "small.csv").read_text()
+    assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | no verdict yet |"]
+
+    (out / "verdicts").mkdir()
+    (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
+    (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
+    assert main() == 0
+    assert "\n\nReproduced in small.\n\nOne is better.\n\n## Arms" in (out / "small.md").read_text()
+    assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n| study")
+    said = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
+    assert lines_of(out / "README.md", "| [Two") == [said]
+
+
+def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    shutil.rmtree(folder / "runs")
+    capsys.readouterr()
+    assert main() == 0
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
+    assert "kept out/small.md: no run of it is here" in capsys.readouterr().out
+
+
+def test_time_and_memory_over_dense_attention(folder: Path) -> None:
+    common = {"shape": "1.7B", "length": 131072, "both_kl_ms": None}
+    rows = [
+        {"check": "GSA = dense"},
+        {
+            **common,
+            "attention": "torch cuDNN",
+            "r": None,
+            "forward_ms": 100.0,
+            "both_ms": 400.0,
+            "peak_gib": 2.0,
+        },
+        {**common, "attention": "GSA token", "r": 4, "forward_ms": 50.0, "both_ms": 100.0, "peak_gib": 3.0},
+    ]
+    generated = [
+        {"batch": 1, "length": 131072, "model": "standard", "step_ms": 4.0, "bound_ms": 2.0},
+        {"batch": 1, "length": 131072, "model": "GSA", "step_ms": 3.0, "bound_ms": 1.0},
+        {"prefill": 32768, "model": "standard", "ms": 10.0},
+        {"prefill": 32768, "model": "GSA", "ms": 5.0},
+    ]
+    for name, content in (("bench_long", rows), ("bench_generate", generated)):
+        (folder / "benches" / f"{name}.json").write_text(json.dumps({**BENCH, "rows": content}))
+    assert main() == 0
+    page = folder / "out" / "efficiency.md"
+    (line,) = lines_of(page, "| 1.7B ")
+    assert line == "| 1.7B | 131072 | token | 4 | 0.50 | 0.09 | 0.25 | – | 1.50 |"
+    assert lines_of(page, "| decode")[1] == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | 0.13 |"
+    assert lines_of(page, "| prefill")[1] == "| prefill | 32768 | 1 | GSA | 5.0 | 0.50 | – |  |"
+    assert lines_of(page, "- `bench_long`") == [
+        "- `bench_long`: NVIDIA H200, torch 2.11, Triton 3.6, 0123456"
+    ]
+    assert "2 of 5 benches | no verdict yet" in (folder / "out" / "README.md").read_text()
+
+
+def test_the_theory_of_one_layer_by_hand() -> None:
+    model = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+    config = Config(model=model, gsa=GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2))
+    # Queries of 4 tokens see 1, 2, 3 and 4 keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
+    dense, selected, scores = 4 * 16 * 2.5, 4 * 16 * 1.75, 8 * 2.5
+    assert forward_ratio(config, 4, 1) == pytest.approx((selected + scores) / dense)
+    assert forward_ratio(config, 4, 2) == pytest.approx((selected + scores / 2) / dense)
+    assert forward_ratio(None, 4, 1) is None

@@ -1,0 +1,234 @@
+"""A study in many short calls, on machines that keep nothing: what a call starts, and what goes on elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.commands import study as command
+from gsa_train.config import config_to_yaml
+from gsa_train.run import exit_codes
+from gsa_train.study import jobs as study_jobs
+from gsa_train.study import processes
+from gsa_train.study import runner as study_runner
+from gsa_train.study.jobs import Job, jobs_of
+from gsa_train.study.pack import pack_study
+from gsa_train.study.plan import StudyError, chosen
+from gsa_train.study.states import JobState, note_failure, read_state
+from gsa_train.study.study_file import Study, StudyRun, load_study
+from gsa_train.study.times import CUT, OTHER_ARM, SAME_ARM, WallTimes, expected_seconds, note_time, read_times
+
+LIMIT = 1000
+"""Seconds; no job of these tests takes one."""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"phases": [{"name": "sparse", "steps": 10}]}))
+    content: dict[str, Any] = {
+        "name": "small", "dir": str(tmp_path / "runs"), "config": "base.yaml", "seeds": [1, 2],
+        "arms": [{"name": "one"}, {"name": "two"}], "metrics": [{"key": "loss"}],
+        "evaluations": [{"name": "end"}],
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    study = load_study(tmp_path / "study.yaml", need_data=False)
+    study.folder.mkdir(parents=True)
+    return study
+
+
+def finish(run: StudyRun, evaluated: bool = True) -> None:
+    """As a run leaves its folder."""
+    (run.folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (run.folder / "checkpoints" / "latest").write_text("step_00000010")
+    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
+    (run.folder / "metrics.jsonl").write_text('{"step": 10, "phase": "sparse", "loss": 1.5, "tokens": 9}\n')
+    (run.folder / "summary.json").write_text('{"steps": 10}')
+    if evaluated:
+        (run.folder / "evaluations" / "end").mkdir(parents=True)
+        (run.folder / "evaluations" / "end" / "results.json").write_text("{}")
+
+
+# ---- times
+
+
+def test_the_newest_time_counts_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    for seconds in (5.0, 7.0):
+        note_time(tmp_path, "one-seed1 train", seconds, ended=True)
+    note_time(tmp_path, "two-seed1 train", 9.0, ended=False)
+    with (tmp_path / "times.jsonl").open("a") as file:
+        file.write('{"job": "three')
+    assert read_times(tmp_path) == WallTimes({"one-seed1 train": 7.0}, {"two-seed1 train": 9.0})
+    assert read_times(tmp_path / "nowhere") == WallTimes()
+
+
+def test_what_is_expected_of_a_job(study: Study) -> None:
+    jobs = jobs_of(study)
+    by_key = {job.key: job for job in jobs}
+
+    def expected(key: str, **times: dict[str, float]) -> float | None:
+        return expected_seconds(by_key[key], jobs, WallTimes(**times))
+
+    assert expected("one-seed1 train") is None
+    ended = {"one-seed1 train": 100.0, "one-seed1 evaluate end": 10.0}
+    assert expected("one-seed2 evaluate end", ended=ended) == pytest.approx(SAME_ARM * 10)
+    assert expected("one-seed2 train", ended=ended) == pytest.approx(SAME_ARM * 110), "with what follows it"
+    assert expected("two-seed1 train", ended=ended) == pytest.approx(OTHER_ARM * 110)
+    cut = {"two-seed1 train": 400.0}
+    assert expected("two-seed1 train", ended=ended, cut=cut) == pytest.approx(CUT * 400 + OTHER_ARM * 10)
+    run = by_key["one-seed2 train"].run
+    (run.folder / "checkpoints").mkdir(parents=True)
+    (run.folder / "checkpoints" / "latest").write_text("step_00000006")
+    assert expected("one-seed2 train", ended=ended) == pytest.approx(SAME_ARM * (100 * 0.4 + 10))
+
+
+# ---- calls
+
+
+class Call:
+    """`launch/study.py`, its jobs shell scripts that only leave their results."""
+
+    def __init__(self, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.study, self.monkeypatch = study, monkeypatch
+        self.training = self.FINISH
+        monkeypatch.setattr(study_jobs, "train_command", self._train)
+        monkeypatch.setattr(study_jobs, "_program", lambda name: ("/bin/sh", "-c", self._evaluation(), name))
+
+    FINISH = (
+        'mkdir -p "{folder}/checkpoints"; echo step_00000010 > "{folder}/checkpoints/latest"; '
+        'echo \'{{"steps": 10}}\' > "{folder}/summary.json"'
+    )
+
+    def _train(self, run: StudyRun) -> tuple[str, ...]:
+        script = f'echo {run.name} >> "{self.study.folder}/started"; {self.training}'
+        return ("/bin/sh", "-c", script.format(folder=run.folder))
+
+    def _evaluation(self) -> str:
+        return 'mkdir -p "$2/evaluations/end"; echo "{}" > "$2/evaluations/end/results.json"'
+
+    def __call__(self, *words: str) -> int:
+        argv = ["study.py", "--study", str(self.study.path), "--gpus", "none", *words]
+        self.monkeypatch.setattr("sys.argv", argv)
+        return command.main()
+
+    @property
+    def started(self) -> list[str]:
+        path = self.study.folder / "started"
+        return path.read_text().split() if path.exists() else []
+
+
+@pytest.fixture
+def call(study: Study, monkeypatch: pytest.MonkeyPatch) -> Call:
+    return Call(study, monkeypatch)
+
+
+def test_a_call_starts_only_what_ends_in_time(
+    call: Call, study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in study.runs:
+        note_time(study.folder, f"{run.name} train", 2 * LIMIT if run.arm == "one" else 1.0, ended=True)
+        note_time(study.folder, f"{run.name} evaluate end", 1.0, ended=True)
+    assert call("--within-seconds", str(LIMIT)) == exit_codes.STOPPED
+    assert call.started == ["two-seed1", "two-seed2"]
+    said = capsys.readouterr().out
+    assert "4 of 8 jobs are finished, 0 failed" in said
+    assert f"no time left: one-seed1, which takes about {SAME_ARM * (2 * LIMIT + 1):.0f} s; give more" in said
+    assert "goes on with the 4 that are left" in said
+    assert call("--within-seconds", str(4 * LIMIT)) == 0
+    assert call.started[2:] == ["one-seed1", "one-seed2"]
+
+
+def test_without_times_a_call_begins_and_stops_at_its_end(
+    call: Call, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = processes.start_process
+
+    def start_and_let_time_pass(*arguments: Any) -> Any:
+        late = {**vars(time), "time": lambda: time.time() + 2 * LIMIT}
+        monkeypatch.setattr(study_runner, "time", SimpleNamespace(**late))
+        return start(*arguments)
+
+    call.training = 'trap "exit 75" TERM; while :; do sleep 0.05; done'
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "start_process", start_and_let_time_pass)
+        assert call("--within-seconds", str(LIMIT), "--seeds", "1") == exit_codes.STOPPED
+    monkeypatch.setattr(study_runner, "time", time)
+    assert call.started == ["one-seed1"]
+    times = read_times(study.folder)
+    assert times.ended == {}
+    assert list(times.cut) == ["one-seed1 train"]
+    assert "stopped by the time limit" in capsys.readouterr().out
+    note_time(study.folder, "one-seed1 train", LIMIT, ended=False)
+    call.training = Call.FINISH
+    assert call("--within-seconds", str(LIMIT), "--arms", "one", "--seeds", "1") == exit_codes.STOPPED
+    assert call.started == ["one-seed1"], "it would not end in time again"
+    assert call("--within-seconds", str(2 * LIMIT)) == 0
+    assert {key.split("-")[0] for key in read_times(study.folder).ended} == {"one", "two"}
+
+
+def test_a_call_does_the_arms_and_seeds_that_are_named(call: Call, study: Study) -> None:
+    assert call("--arms", "two", "--seeds", "2") == 0
+    assert call.started == ["two-seed2"]
+    assert call("--seeds", "2") == 0
+    assert call.started == ["two-seed2", "one-seed2"]
+    states = [read_state(job) for job in jobs_of(study)]
+    with pytest.raises(StudyError, match=r"--arms tow: the study has no such arm; did you mean two\?"):
+        chosen(states, ["tow"], None)
+    with pytest.raises(StudyError, match=r"--seeds 3: the study has 1, 2"):
+        chosen(states, None, [3])
+
+
+# ---- another machine
+
+
+def test_a_study_goes_on_elsewhere_without_checkpoints(
+    call: Call, study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, unevaluated, under_way, broken = study.runs
+    finish(done)
+    finish(unevaluated, evaluated=False)
+    (under_way.folder / "checkpoints").mkdir(parents=True)
+    (under_way.folder / "metrics.jsonl").write_text("")
+    broken.folder.mkdir()
+    (broken.folder / "metrics.jsonl").write_text("")
+    note_failure(study.folder, f"{broken.name} train", "exit code 1")
+    note_time(study.folder, f"{done.name} train", 1.0, ended=True)
+    packed = tmp_path / "out" / "study.tar.gz"
+    assert call("--report", "--pack", str(packed)) == 0
+    assert "study.tar.gz: 3 runs, 0.0 MiB" in capsys.readouterr().out
+    before = (study.folder / "report" / "values.csv").read_bytes()
+
+    shutil.rmtree(study.folder)
+    with tarfile.open(packed) as file:
+        assert not any("checkpoints" in name or under_way.name in name for name in file.getnames())
+        file.extractall(study.folder.parent, filter="data")
+    assert call("--report") == 0
+    assert (study.folder / "report" / "values.csv").read_bytes() == before
+    assert call() == exit_codes.FAILED
+    assert call.started == [under_way.name]
+    said = capsys.readouterr().out
+    assert f"cannot be done: {unevaluated.name} evaluate end" in said
+    assert f"failed: {broken.name} train: exit code 1" in said
+    assert read_times(study.folder).ended[f"{done.name} train"] == 1.0
+
+
+def test_an_evaluation_needs_its_runs_checkpoint(study: Study) -> None:
+    run = study.runs[0]
+    _, evaluation, *_ = jobs_of(study)
+    assert (evaluation.run, evaluation.kind) == (run, "evaluate")
+
+    def state() -> JobState:
+        return read_state(Job(run, "evaluate", "end", evaluation.command, 1))
+
+    assert not state().lacks_checkpoint, "its training is due"
+    finish(run, evaluated=False)
+    assert not state().lacks_checkpoint
+    shutil.rmtree(run.folder / "checkpoints")
+    assert state().lacks_checkpoint
+    assert pack_study(study, {}, study.folder / "packed.tar.gz") == 1
