@@ -166,7 +166,7 @@ def _boxes_of(
     end, covered = part.start + tensor.numel(), 0
     for shard in shards:
         assert shard.data.is_contiguous()
-        assert shard.prepend_axis_num == 0
+        before = (0,) * shard.prepend_axis_num  # the expert's number, which the shard itself has no axis for
         first = shard.data.storage_offset() - like.data.storage_offset()  # in the flat parameter
         low, high = max(part.start, first), min(end, first + shard.data.numel())
         at = low - part.start
@@ -178,7 +178,7 @@ def _boxes_of(
                 data=tensor[at : at + size].view(shape),
                 dtype=tensor.dtype,
                 local_shape=shape,
-                global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
+                global_offset=tuple(map(sum, zip(shard.global_offset, (*before, *offset), strict=True))),
                 axis_fragmentations=None,  # they form no grid
                 # It ends in the data-parallel rank.
                 replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),
