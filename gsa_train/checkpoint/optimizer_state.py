@@ -166,11 +166,12 @@ def _boxes_of(
     end, covered = part.start + tensor.numel(), 0
     for shard in shards:
         assert shard.data.is_contiguous()
-        before = (0,) * shard.prepend_axis_num  # the expert's number, which the shard itself has no axis for
+        numbers = shard.prepend_axis_num  # axes that the shard itself lacks: of an expert its number
         first = shard.data.storage_offset() - like.data.storage_offset()  # in the flat parameter
         low, high = max(part.start, first), min(end, first + shard.data.numel())
         at = low - part.start
-        for offset, shape in boxes(tuple(shard.local_shape), low - first, high - first):
+        for offset, of_data in boxes(tuple(shard.local_shape), low - first, high - first):
+            offset, shape = (0,) * numbers + offset, (1,) * numbers + of_data
             size = math.prod(shape)
             yield replace(
                 shard,
@@ -178,8 +179,9 @@ def _boxes_of(
                 data=tensor[at : at + size].view(shape),
                 dtype=tensor.dtype,
                 local_shape=shape,
-                global_offset=tuple(map(sum, zip(shard.global_offset, (*before, *offset), strict=True))),
+                global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
                 axis_fragmentations=None,  # they form no grid
+                prepend_axis_num=0,
                 # It ends in the data-parallel rank.
                 replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),
             )

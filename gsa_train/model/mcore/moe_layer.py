@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -64,10 +65,12 @@ class MixtureOfExperts(MegatronModule):
         )
         for parameter in self.experts.parameters():
             mark_as_expert(parameter)
-        width = moe.shared_expert_ffn_hidden_size
-        self.shared_experts = (
-            MLP(config, feed_forward, ffn_hidden_size=width, tp_group=groups.tp) if width else None
-        )
+        self.shared_experts = None
+        if moe.shared_expert_ffn_hidden_size > 0:
+            of_shared = copy(config)
+            of_shared.ffn_hidden_size = moe.shared_expert_ffn_hidden_size  # MLP's second product asks the config
+            width = of_shared.ffn_hidden_size
+            self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[L, B, d] of this rank -> the same, and no bias."""

@@ -1,8 +1,8 @@
 """Tokens to the ranks of their experts, and the experts' outputs back to the tokens.
 
 A choice is a (token, expert) pair, T k of them on a rank. Choices are sorted by expert, so that those of an expert's
-rank are in one piece; one all-to-all brings them there, and the same backwards brings the outputs home. Ranks that split
-an expert's width each get a copy, and what they make of it is summed at home.
+rank are in one piece; one all-to-all brings them there, and the same backwards brings the outputs home. Where ranks split
+an expert's width each gets a copy, and what they make of it is summed at home.
 
 Everything is moved by permutations whose backward passes are gathers, too: no atomics add, so results repeat bit for
 bit. megatron-core's dispatchers scatter and add.
@@ -118,7 +118,7 @@ def plan_exchange(
         rows = _Rows(choices, _inverse(choices, len(flat))[:, None], dropped)
         return Exchange(ranks, experts.shape[1], rows, counts, None, None, None, None)
     every = counts.new_empty(ranks.group.size(), num_experts)
-    dist.all_gather_into_tensor(every, counts, group=ranks.group)
+    dist.all_gather_into_tensor(every, counts[None], group=ranks.group)
     of_ranks = every.view(-1, ranks.expert_size, num_experts // ranks.expert_size)
     mine = of_ranks[:, ranks.expert_rank]  # [ranks of the group, experts of this rank]
     to_expert_ranks, received = torch.stack(
