@@ -7,6 +7,7 @@ replacement below was found by leaving it out and seeing what broke:
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
     Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
     pin_memory=True                      checkpoints
+    ShardedTensor.init_data              loading, where ranks want different tensors: it keeps torch.empty as a default
     torch.cuda.synchronize()             pipeline sends, checkpoints
     torch.cuda.Stream()                  gradient buffers of several optimizer instances
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
@@ -101,6 +102,7 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("gsa_train.cpu_backend is for processes without a CUDA device")
     import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -123,6 +125,8 @@ def install() -> None:
     _device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    sharded_tensor: Any = ShardedTensor
+    sharded_tensor.init_data.__defaults__ = (torch.empty,)
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.type = _named_as_on_cuda(tensor.type)

@@ -26,7 +26,8 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core)."""
+    """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core); for
+    experts those of a stage are also ordered expert-tensor fastest, then expert, then the expert's replicas."""
 
     rank: int
     world_size: int
@@ -38,9 +39,13 @@ class Parallel:
     pipeline_size: int
     data_rank: int
     data_size: int
+    expert_rank: int
+    expert_size: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
     device: torch.device
     groups: ProcessGroupCollection
-    """megatron-core's groups: `tp`, `cp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), ..."""
+    """megatron-core's groups: `tp`, `cp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), `ep`, `expt_tp`, ..."""
 
     @property
     def is_main(self) -> bool:
@@ -63,9 +68,12 @@ class Parallel:
 
     def describe(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        experts = ""
+        if self.expert_size * self.expert_tensor_size > 1:
+            experts = f"; of experts expert {self.expert_size} x tensor {self.expert_tensor_size}"
         return (
             f"{ranks} on {self.device.type} = tensor {self.tensor_size} x context "
-            f"{self.context_size} x pipeline {self.pipeline_size} x data {self.data_size}"
+            f"{self.context_size} x pipeline {self.pipeline_size} x data {self.data_size}{experts}"
         )
 
 
@@ -90,6 +98,8 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
         num_distributed_optimizer_instances=config.optimizer_instances,
         distributed_timeout_minutes=collective_timeout(config).total_seconds() / 60,
     )
@@ -107,6 +117,10 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         pipeline_size=groups.pp.size(),
         data_rank=groups.dp.rank(),
         data_size=groups.dp.size(),
+        expert_rank=groups.ep.rank(),
+        expert_size=groups.ep.size(),
+        expert_tensor_rank=groups.expt_tp.rank(),
+        expert_tensor_size=groups.expt_tp.size(),
         device=device,
         groups=groups,
     )

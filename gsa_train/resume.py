@@ -318,8 +318,12 @@ def open_batches(
         raise ResumeError(f"{start.checkpoint} cannot go on with this data:\n{error}{remedy}") from error
 
 
-MAY_CHANGE = ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction")
-"""Fields of `gsa` that say who computes, or how exactly the indexer loss is estimated."""
+MAY_CHANGE: dict[str, tuple[str, ...]] = {
+    "model": (),
+    "gsa": ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction"),
+    "moe": ("balance_coeff", "bias_update_rate", "z_loss_coeff", "experts_impl"),
+}
+"""Fields that say who computes, how exactly the indexer loss is estimated, or how strongly routers are balanced."""
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
@@ -327,12 +331,12 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
     does not know is younger than it, and stood at its default."""
     saved = saved_sections(state.config_yaml)
     lines = []
-    for section in ("model", "gsa"):
+    for section, may_change in MAY_CHANGE.items():
         kind = type(getattr(config, section))
         now, younger = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(kind())
         for name, value in now.items():
-            before = saved[section].get(name, younger[name])
-            if before != value and not (section == "gsa" and name in MAY_CHANGE):
+            before = saved.get(section, {}).get(name, younger[name])
+            if before != value and name not in may_change:
                 lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
     if lines:
         raise ResumeError(

@@ -25,6 +25,7 @@ from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.moe.router import update_routers
 from gsa_train.monitor.corruption import Computed, CorruptionCheck
 from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.interface import PhaseOptimizer
@@ -73,7 +74,8 @@ def train_step(
     saves: bool = False,
     measures: bool = False,
 ) -> StepResult:
-    """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages.
+    """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages,
+    routers' loads.
 
     On a GPU the host never waits for the device, but in the first step that measures the attention or one that captures
     a graph. A step that the detector leaves out, and any whose loss or gradient is not finite, changes nothing of model
@@ -117,6 +119,8 @@ def train_step(
             update_variance_emas(
                 model.variance_trackers, config.gsa.variance_ema_decay, groups.dp_cp, verdict.applied, rows
             )
+        if optimizer.phase.train != "indexer":
+            update_routers(model.routers, groups.tp_dp_cp, verdict.applied)
     visible_keys = update_norm = None
     if measures:
         visible_keys = mean_visible_keys(micro_batches)

@@ -49,6 +49,7 @@ MEANING = {
         "sandwich_norm",
         "tie_embeddings",
     ),
+    "moe": ("top_k", "router_score", "routed_scale"),
     "gsa": (
         "value_gate",
         "output_gate",
@@ -139,7 +140,7 @@ def load_initial_main_weights(
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
     saved = saved_sections(state.config_yaml)
-    fields = {"model": MEANING["model"], "gsa": WITHOUT_WEIGHTS}
+    fields = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
     if any(part in name for name in saved_names for part in NEW):
         fields["gsa"] += MEANING["gsa"]
     lines = []
@@ -148,7 +149,7 @@ def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> li
         for name in names:
             value = getattr(part, name)
             # Before a field was there, every model had what is now its default.
-            before = saved[section].get(name, getattr(type(part)(), name))
+            before = saved.get(section, {}).get(name, getattr(type(part)(), name))
             if before != value:
                 lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")
     return lines

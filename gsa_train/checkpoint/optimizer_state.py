@@ -166,11 +166,12 @@ def _boxes_of(
     end, covered = part.start + tensor.numel(), 0
     for shard in shards:
         assert shard.data.is_contiguous()
-        assert shard.prepend_axis_num == 0
+        numbers = shard.prepend_axis_num  # axes that the shard itself lacks: of an expert its number
         first = shard.data.storage_offset() - like.data.storage_offset()  # in the flat parameter
         low, high = max(part.start, first), min(end, first + shard.data.numel())
         at = low - part.start
-        for offset, shape in boxes(tuple(shard.local_shape), low - first, high - first):
+        for offset, of_data in boxes(tuple(shard.local_shape), low - first, high - first):
+            offset, shape = (0,) * numbers + offset, (1,) * numbers + of_data
             size = math.prod(shape)
             yield replace(
                 shard,
@@ -180,6 +181,7 @@ def _boxes_of(
                 local_shape=shape,
                 global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
                 axis_fragmentations=None,  # they form no grid
+                prepend_axis_num=0,
                 # It ends in the data-parallel rank.
                 replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),
             )

@@ -24,6 +24,7 @@ from gsa_train.config.gsa import GSAConfig
 from gsa_train.config.load import ConfigError, Problems, apply_override, build, parse_yaml, read_yaml
 from gsa_train.config.logging import LoggingConfig
 from gsa_train.config.model import ModelConfig, RopeScalingConfig
+from gsa_train.config.moe import MoEConfig
 from gsa_train.config.monitor import MonitorConfig
 from gsa_train.config.parallel import ParallelConfig
 from gsa_train.config.phases import PhaseConfig
@@ -40,6 +41,7 @@ __all__ = [
     "EvaluateConfig",
     "GSAConfig",
     "LoggingConfig",
+    "MoEConfig",
     "ModelConfig",
     "MonitorConfig",
     "ParallelConfig",

@@ -26,6 +26,7 @@ from gsa_train.config.layout_checks import (
     undivided_chunk,
 )
 from gsa_train.config.load import problem_line
+from gsa_train.config.moe_checks import check_moe
 from gsa_train.config.monitor_checks import check_monitor
 from gsa_train.config.phases import PhaseConfig
 from gsa_train.config.rotary_checks import check_rotary
@@ -44,6 +45,8 @@ AT_LEAST_ZERO = frozenset(
     checkpoint.keep_every_steps parallel.hang_limit_seconds
     monitor.max_rewinds monitor.recheck_every_steps monitor.compare_replicas_every_steps monitor.loss_min_rise_nats
     phases.warmup_steps phases.min_lr phases.kl_coeff
+    moe.experts moe.shared_expert_ffn_hidden_size moe.first_dense_layers moe.balance_coeff moe.bias_update_rate
+    moe.z_loss_coeff moe.capacity_factor
     """.split()  # noqa: SIM905 - a list literal would be a page long
 )
 ABOVE_ZERO = frozenset(
@@ -52,6 +55,7 @@ ABOVE_ZERO = frozenset(
     model.rope_base model.rotary_percent model.norm_epsilon model.init_std train.adam_epsilon
     parallel.timeout_minutes logging.straggler_ratio data.read_timeout_seconds
     monitor.sigmas monitor.lasting_sigmas phases.lr phases.indexer_lr_mult phases.gate_lr_mult
+    moe.routed_scale
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
@@ -80,6 +84,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_kernels(config),
         *check_graphs(config),
         *check_layout(config, world_size),
+        *check_moe(config, world_size),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),
         *_check_recompute(config),
         *_check_phases(config),

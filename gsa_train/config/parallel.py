@@ -27,6 +27,12 @@ class ParallelConfig:
     """Layers of each model chunk in the order of the model, pipeline x virtual_pipeline numbers; chunk i goes to stage
     i % pipeline. Empty: all chunks have the same number. The first chunk also holds the embedding, the last one the
     output layer and the loss."""
+    expert: int = 1
+    """Expert-parallel ranks (`moe`): each holds experts / expert of every layer's. They are neighbours among the
+    tensor x context x data ranks of a stage, and send each other the tokens of their experts."""
+    expert_tensor: int = 1
+    """Ranks that split the width of each expert: 1, or `tensor`. With 1 an expert is whole, also where `tensor` splits
+    everything else."""
     strategy: Literal["megatron", "deepspeed"] = "megatron"
     """What shards gradients and optimizer state over the data-parallel ranks: megatron-core, or DeepSpeed's ZeRO
     (extra `deepspeed`), which goes with `tensor` and `sequence` and not with `context` and `pipeline`."""

@@ -10,6 +10,7 @@ from gsa_train.config.evaluate import EvaluateConfig
 from gsa_train.config.gsa import GSAConfig
 from gsa_train.config.logging import LoggingConfig
 from gsa_train.config.model import ModelConfig
+from gsa_train.config.moe import MoEConfig
 from gsa_train.config.monitor import MonitorConfig
 from gsa_train.config.parallel import ParallelConfig
 from gsa_train.config.phases import PhaseConfig
@@ -24,6 +25,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     gsa: GSAConfig = field(default_factory=GSAConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     phases: list[PhaseConfig] = field(default_factory=list)

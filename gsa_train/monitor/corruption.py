@@ -23,7 +23,9 @@ import torch.distributed as dist
 from gsa_train.checkpoint.load import local_rng, set_local_rng
 from gsa_train.config import MonitorConfig
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.expert_mark import is_of_expert
 from gsa_train.monitor.spikes import Verdict
+from gsa_train.optimizer.mcore import bucket_groups
 from gsa_train.parallel import Parallel
 
 
@@ -47,6 +49,16 @@ class Place(NamedTuple):
     host: str
     tensor_rank: int
     pipeline_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
+
+    @property
+    def of_dense_weights(self) -> tuple[int, int]:
+        return self.tensor_rank, self.pipeline_rank
+
+    @property
+    def of_expert_weights(self) -> tuple[int, int, int]:
+        return self.expert_tensor_rank, self.expert_rank, self.pipeline_rank
 
 
 class CorruptionCheck:
@@ -70,13 +82,19 @@ class CorruptionCheck:
         self._phase = phase
         self._gradient_bits = torch.zeros((), dtype=torch.int64, device=parallel.device)
         places: list[Any] = [None] * parallel.world_size
-        own = Place(socket.gethostname(), parallel.tensor_rank, parallel.pipeline_rank)
+        own = Place(
+            socket.gethostname(),
+            parallel.tensor_rank,
+            parallel.pipeline_rank,
+            parallel.expert_rank,
+            parallel.expert_tensor_rank,
+        )
         dist.all_gather_object(places, own)
         self._places: list[Place] = places
         self._compared_step: int | None = None
         self._noting = self._rechecked = False
         if config.recheck_every_steps or config.recheck_spikes:
-            for group in (group for module in modules for group in module.bucket_groups):
+            for group in (group for module in modules for group in bucket_groups(module)):
                 group.start_grad_sync = partial(self._note_and_reduce, group, group.start_grad_sync)
 
     # --- a step, twice ---------------------------------------------------------------------------------------
@@ -119,6 +137,8 @@ class CorruptionCheck:
         for attention in self._model.attentions:
             if attention.variance is not None:
                 attention.variance.step_sum.zero_()
+        for router in self._model.routers:
+            router.counts.zero_()
         self._gradient_bits.zero_()
         second = compute()
         rows = self._gather(torch.cat([seen, self._bits(second)]))
@@ -156,19 +176,30 @@ class CorruptionCheck:
         every = self._config.compare_replicas_every_steps
         if every == 0 or (step % every != 0 and not saves):
             return
-        tensors = [p.detach() for chunk in self._model.chunks for p in chunk.parameters()]
-        tensors += [a.variance.ema for a in self._model.attentions if a.variance is not None]
-        bits = bits_of(tensors).to(self._parallel.device).reshape(1)
-        sums = [row[0] for row in self._gather(bits)]
-        differing: dict[int, str] = {}
-        for place in {place[1:] for place in self._places}:
-            replicas = [rank for rank, other in enumerate(self._places) if other[1:] == place]
-            differing |= odd_ones_out({rank: sums[rank] for rank in replicas})
+        parameters = [p for chunk in self._model.chunks for p in chunk.parameters()]
+        dense = [p.detach() for p in parameters if not is_of_expert(p)]
+        dense += [a.variance.ema for a in self._model.attentions if a.variance is not None]
+        dense += [held for router in self._model.routers for held in router.balance()]
+        experts = [p.detach() for p in parameters if is_of_expert(p)]
+        bits = torch.stack([bits_of(dense), bits_of(experts)]).to(self._parallel.device)
+        sums = self._gather(bits)
+        differing = self._odd_ones_out([row[0] for row in sums], [p.of_dense_weights for p in self._places])
+        if self._model.mcore_config.moe.experts > 0:
+            of_experts = [place.of_expert_weights for place in self._places]
+            differing |= self._odd_ones_out([row[1] for row in sums], of_experts)
         if differing:
             since = "the start" if self._compared_step is None else f"step {self._compared_step}"
             what = f"replicas have different weights; what was saved after {since} may hold them"
             self._found(step, "weights", what, dict(sorted(differing.items())))
         self._compared_step = step
+
+    @staticmethod
+    def _odd_ones_out(sums: Sequence[int], places: Sequence[tuple[int, ...]]) -> dict[int, str]:
+        """Of all ranks; those at one place are replicas."""
+        differing: dict[int, str] = {}
+        for place in set(places):
+            differing |= odd_ones_out({rank: sums[rank] for rank, own in enumerate(places) if own == place})
+        return differing
 
     # --- what is found ---------------------------------------------------------------------------------------
 
@@ -195,7 +226,7 @@ def bits_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
         sums.append(tensor.view(integers).sum(dtype=torch.int64))
-    return torch.stack(sums).sum()
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
 def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:

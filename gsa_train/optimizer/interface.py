@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gsa_train.config import PhaseConfig
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.expert_mark import is_of_expert
 from gsa_train.parallel import Parallel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,9 +48,15 @@ class PhaseOptimizer(ABC):
     """In the indexer warm-up layers differentiate the indexer loss on the spot; else the schedule runs a backward
     pass."""
     state_group: dist.ProcessGroup | None
-    """The ranks over which each parameter's state is cut; None: every data-parallel rank has all of it."""
+    """The ranks over which each parameter's state is cut, but for those of experts; None: every data-parallel rank has
+    all of it."""
+    expert_state_group: dist.ProcessGroup | None = None
+    """The same of experts."""
     state_copy: int | None
     """Number of this rank's group among those that hold the same; None without a group."""
+
+    def state_group_of(self, parameter: torch.Tensor) -> dist.ProcessGroup | None:
+        return self.expert_state_group if is_of_expert(parameter) else self.state_group
 
     # --- a step ------------------------------------------------------------------------------------------
 

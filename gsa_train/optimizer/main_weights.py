@@ -24,20 +24,22 @@ class MainWeights:
     """All that the phase trained of this rank's model."""
     parts: list[tuple[torch.nn.Parameter, int, torch.Tensor]]
     """Parameter, first element, flat fp32 weight."""
-    group: dist.ProcessGroup | None
-    """`PhaseOptimizer.state_group`"""
+    groups: list[dist.ProcessGroup | None]
+    """`PhaseOptimizer.state_group_of` each of `trained`."""
 
 
 def keep_main_weights(model: Model, phase_optimizer: PhaseOptimizer) -> MainWeights:
     """Call before the optimizer is closed."""
+    parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return MainWeights(
-        [parameter for chunk in model.chunks for parameter in chunk.parameters() if parameter.requires_grad],
+        trained,
         [
             (part.parameter, part.start, part.tensors[MAIN_WEIGHT].clone())
             for part in phase_optimizer.state_parts()
             if MAIN_WEIGHT in part.tensors
         ],
-        phase_optimizer.state_group,
+        [phase_optimizer.state_group_of(parameter) for parameter in trained],
     )
 
 
@@ -50,14 +52,14 @@ def carry_over(kept: MainWeights, phase_optimizer: PhaseOptimizer) -> None:
     after: dict[int, list[StatePart]] = defaultdict(list)
     for part in phase_optimizer.state_parts():
         after[id(part.parameter)].append(part)
-    for parameter in kept.trained:
+    for parameter, group in zip(kept.trained, kept.groups, strict=True):
         if parameter.dtype == torch.float32 or not parameter.requires_grad:
             continue
         elements = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3's tensor is empty
         whole = torch.zeros(elements, device=parameter.device)
         for start, weight in before[id(parameter)]:
             whole[start : start + weight.numel()] = weight
-        if kept.group is not None:
-            dist.all_reduce(whole.view(torch.int32), group=kept.group)  # all but one rank have 0
+        if group is not None:
+            dist.all_reduce(whole.view(torch.int32), group=group)  # all but one rank have 0
         for part in after[id(parameter)]:
             part.tensors[MAIN_WEIGHT].copy_(whole[part.in_parameter])

@@ -52,9 +52,9 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         self.modules = self.ddps
         self.local_backward = self.phase.train == "indexer"
         ddp = self.ddps[0]
-        self.state_group, self.state_copy = None, None
+        self.state_group, self.state_copy, self.expert_state_group = None, None, None
         if ddp.ddp_config.use_distributed_optimizer:
-            self.state_group = ddp.intra_dp_cp_group
+            self.state_group, self.expert_state_group = ddp.intra_dp_cp_group, ddp.intra_expt_dp_group
             instances = ddp.ddp_config.num_distributed_optimizer_instances
             self.state_copy = ddp.inter_dist_opt_group.rank() if instances > 1 else 0
 
@@ -122,7 +122,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 def _main_weight(inner: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
     """What megatron-core's optimizer updates of a parameter on this rank, and where in the flat parameter it begins."""
     if not isinstance(inner, DistributedOptimizer):
-        return (getattr(parameter, "main_param", parameter) if parameter.requires_grad else None), 0
+        main = getattr(parameter, "main_param", parameter)
+        return (main if main in inner.optimizer.state else None), 0  # another optimizer has those of experts
     if parameter not in inner.model_param_group_index_map:
         return None, 0  # frozen, or all of it is other ranks'
     group, order = inner.model_param_group_index_map[parameter]
@@ -194,6 +195,11 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
         (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
     )
     return MegatronPhaseOptimizer(ddps, optimizer, phase, model.work_time)
+
+
+def bucket_groups(ddp: DistributedDataParallel) -> list[Any]:
+    """Of dense parameters and of experts."""
+    return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
 def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:

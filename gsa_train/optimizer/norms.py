@@ -5,6 +5,7 @@ Nothing here makes the host wait for a GPU.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ def reduce_grad_norm(
         0-d fp32 norm before clipping, 0-d fp64 loss.
     """
     optimizer.prepare_grads()
-    grads = [g for inner in chained(optimizer) for g in inner.get_main_grads_for_grad_norm()]
-    squares = sum_of_squares(grads, parallel.device) / _copies(optimizer, parallel)
+    squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    for copies, inners in _by_copies(optimizer, parallel).items():
+        grads = [g for inner in inners for g in inner.get_main_grads_for_grad_norm()]
+        squares = squares + sum_of_squares(grads, parallel.device) / copies
     sums = torch.stack([squares, loss_share.double()])
     dist.all_reduce(sums)
     return sums[0].sqrt().float(), sums[1]
@@ -79,16 +82,25 @@ def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: P
         for group in adam.param_groups:
             parameters = [p for p in group["params"] if id(p) in counted]
             if parameters:
-                squares += squared_change([adam.state[p] for p in parameters], group, parameters)
-    squares = torch.where(applied, squares / _copies(optimizer, parallel), 0)
+                change = squared_change([adam.state[p] for p in parameters], group, parameters)
+                squares += change / _copies(inner, parallel)
+    squares = torch.where(applied, squares, 0)
     dist.all_reduce(squares)
     return squares.sqrt().float()
 
 
-def _copies(optimizer: MegatronOptimizer, parallel: Parallel) -> int:
+def _by_copies(optimizer: MegatronOptimizer, parallel: Parallel) -> dict[int, list[Any]]:
+    """megatron-core's optimizers by `_copies`: experts have other replicas than all else."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for inner in chained(optimizer):
+        found[_copies(inner, parallel)].append(inner)
+    return found
+
+
+def _copies(inner: Any, parallel: Parallel) -> int:
     """Ranks that hold the same gradients and moments: the replicas without the distributed optimizer, else its
     instances."""
-    sharing: int = optimizer.get_grad_stats_parallel_group().size()
+    sharing: int = inner.get_grad_stats_parallel_group().size()
     return parallel.world_size // sharing
 
 

@@ -13,14 +13,17 @@ from megatron.core.transformer.module import Float16Module
 from gsa_train.config import Config
 from gsa_train.config.gate_shapes import fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
+from gsa_train.config.moe_checks import expert_layers
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
 from gsa_train.model.massive_activations import measure_activations
 from gsa_train.model.mcore.config import GSATransformerConfig, to_mcore_config
 from gsa_train.model.mcore.init import initialize_weights
+from gsa_train.model.mcore.moe_layer import MixtureOfExperts, router_context
 from gsa_train.model.mcore.named_parts import NamedGPTModel
 from gsa_train.model.mcore.spec import decoder_spec
+from gsa_train.model.moe.router import Router
 from gsa_train.model.rotary import rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.stats import LayerStats
@@ -40,6 +43,8 @@ class Model:
     """What is trained and called: the chunks, inside megatron-core's Float16Module in bf16."""
     mcore_config: GSATransformerConfig
     attentions: list[GSASelfAttention]
+    routers: list[Router]
+    """Of this stage's layers that are mixtures of experts."""
     runtime: AttentionRuntime
     num_indexers: int
     """Layers of the whole model that have an indexer."""
@@ -88,6 +93,8 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         logger.info(
             "gates beyond the paper's two (gsa.*_gate, gsa.gate_*, gsa.output_transform): in plain torch"
         )
+    if config.moe.experts > 0:
+        logger.info("experts: %s (moe.experts_impl)", config.moe.experts_impl)
     numbers = range(config.parallel.virtual_pipeline)
     chunks = [_build_chunk(number, config, mcore_config, context, parallel) for number in numbers]
     for chunk in chunks:
@@ -101,6 +108,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         modules=[Float16Module(mcore_config, chunk) if mcore_config.bf16 else chunk for chunk in chunks],
         mcore_config=mcore_config,
         attentions=[layer.self_attention for layer in layers],
+        routers=[layer.mlp.router for layer in layers if isinstance(layer.mlp, MixtureOfExperts)],
         runtime=runtime,
         num_indexers=config.model.num_layers // config.gsa.selection_reuse if has_indexer else 0,
         work_time=WorkTime(parallel.device),
@@ -122,9 +130,12 @@ def _build_chunk(
         model_class = FusedLossGPTModel
     count = config.parallel.virtual_pipeline
     vp_stage = number if count > 1 else None
+    of_experts = None
+    if config.moe.experts > 0:
+        of_experts = router_context(config, context.runtime, parallel), expert_layers(config)
     chunk = model_class(
         config=mcore_config,
-        transformer_layer_spec=decoder_spec(mcore_config, context, vp_stage),
+        transformer_layer_spec=decoder_spec(mcore_config, context, parallel.groups, of_experts, vp_stage),
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.train.seq_len_tokens,
         pre_process=parallel.pipeline_rank == 0 and number == 0,

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from gsa_kernels.rotary import YarnScaling
-from gsa_train.config import Config, GSAConfig, ModelConfig
+from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
 from gsa_train.config.pipeline_layout import chunk_layers
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
 from gsa_train.parallel import DeviceError, Parallel
@@ -16,9 +16,10 @@ from gsa_train.parallel import DeviceError, Parallel
 
 @dataclass
 class GSATransformerConfig(TransformerConfig):
-    """megatron-core's transformer config with the section `gsa` beside it."""
+    """megatron-core's transformer config with the sections `gsa` and `moe` beside it."""
 
     gsa: GSAConfig = field(default_factory=GSAConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     fused_ops: bool = False
     """Elementwise chains and the cross-entropy by fused kernels."""
     rotary_base: float = 10000.0
@@ -93,6 +94,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         fused_ops=fused_ops,
         use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
         gsa=config.gsa,
+        moe=config.moe,
+        **_experts(config),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -149,6 +152,18 @@ def _pipeline_layout(config: Config) -> list[list[str]] | None:
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks
+
+
+def _experts(config: Config) -> dict[str, int]:
+    """What megatron-core's parts of a mixture of experts ask for; router and exchange of tokens are ours."""
+    if config.moe.experts == 0:
+        return {}
+    return {
+        "num_moe_experts": config.moe.experts,
+        "moe_ffn_hidden_size": config.moe.expert_ffn_hidden_size,
+        "expert_model_parallel_size": config.parallel.expert,
+        "expert_tensor_parallel_size": config.parallel.expert_tensor,
+    }
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.config import Config
+from gsa_train.model.mcore.expert_mark import is_of_expert, mark_as_expert
 from gsa_train.parallel import Parallel
 
 
@@ -46,7 +47,36 @@ def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> Non
         elif parameter.dim() == 1:
             parameter.zero_()
         else:
-            parameter.copy_(_local_part(_full_matrix(name, parameter, config, parallel), parameter, parallel))
+            for whole_name, matrix in _matrices(name, parameter, config, parallel):
+                matrix.copy_(
+                    _local_part(_full_matrix(whole_name, matrix, config, parallel), matrix, parallel)
+                )
+
+
+def _matrices(
+    name: str, parameter: Any, config: Config, parallel: Parallel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter's matrices, each under its name in the whole model: those of experts by the expert's number."""
+    if not is_of_expert(parameter):
+        yield name, parameter
+        return
+    first = parallel.expert_rank * (config.moe.experts // parallel.expert_size)
+    if parameter.dim() == 2:  # of SequentialMLP
+        yield re.sub(r"\.local_experts\.(\d+)\.", lambda found: f".{first + int(found[1])}.", name), parameter
+        return
+    expert: Any
+    for number, expert in enumerate(parameter, start=first):
+        mark_as_expert(expert)
+        expert.tensor_model_parallel, expert.partition_dim = True, parameter.partition_dim - 1
+        expert.partition_stride = parameter.partition_stride
+        yield name.replace(".experts.", f".experts.{number}."), expert
+
+
+def _tensor_ranks(parameter: torch.Tensor, parallel: Parallel) -> tuple[int, int]:
+    """This rank among those that split the parameter, and their number."""
+    if is_of_expert(parameter):
+        return parallel.expert_tensor_rank, parallel.expert_tensor_size
+    return parallel.tensor_rank, parallel.tensor_size
 
 
 def _full_matrix(name: str, parameter: Any, config: Config, parallel: Parallel) -> torch.Tensor:
@@ -57,7 +87,7 @@ def _full_matrix(name: str, parameter: Any, config: Config, parallel: Parallel) 
         std /= math.sqrt(2 * config.model.num_layers)  # the residual stream sums 2 outputs per layer (GPT-2)
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= parallel.tensor_size
+        shape[parameter.partition_dim] *= _tensor_ranks(parameter, parallel)[1]
     # 32 bits hold both: torch's CPU generator ignores the upper half of a 64-bit seed
     key = zlib.crc32(f"{config.run.seed} {name}".encode())
     generator = torch.Generator(parallel.device).manual_seed(key)
@@ -67,7 +97,8 @@ def _full_matrix(name: str, parameter: Any, config: Config, parallel: Parallel) 
 def _local_part(full: torch.Tensor, parameter: Any, parallel: Parallel) -> torch.Tensor:
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
+    rank, size = _tensor_ranks(parameter, parallel)
     dim, stride = parameter.partition_dim, parameter.partition_stride
     # stride 2: the two halves of a gated feed-forward matrix are each split over the ranks
     pieces = full.split(parameter.shape[dim] // stride, dim)
-    return torch.cat(pieces[parallel.tensor_rank :: parallel.tensor_size], dim)
+    return torch.cat(pieces[rank::size], dim)

@@ -1,0 +1,132 @@
+"""The routed experts of one layer on this rank: SwiGLUs as two grouped matrix products, of torch.
+
+The other choice of `moe.experts_impl` is megatron-core's SequentialMLP. Weights have the same names and shapes in a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+
+from gsa_train.model.mcore.config import GSATransformerConfig
+
+_GROUPED_MM: Callable[..., torch.Tensor] = (
+    torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
+)
+"""rows [M, k] sorted by group, weights [groups, k, n], offs int32 [groups] where each group ends -> [M, n]. The same
+operation of torch under its public name, or the one from before."""
+
+
+class GroupedExperts(MegatronModule):
+    """Called as SequentialMLP is."""
+
+    def __init__(
+        self, num_local_experts: int, config: GSATransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config)
+        self.groups, self.count = pg_collection, num_local_experts
+        width = config.moe.expert_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = _Weights(config, (num_local_experts, 2 * width, config.hidden_size), 0, stride=2)
+        """The first half of the rows are the gate's."""
+        self.linear_fc2 = _Weights(config, (num_local_experts, config.hidden_size, width), 1, stride=1)
+        self.activation = _fused_swiglu() if config.fused_ops else swiglu
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """
+        Args:
+            rows: [M, d], sorted by expert.
+            tokens_per_expert: int64 [experts], with the sum M.
+            weights: [M], of the outputs.
+
+        Returns:
+            [M, d], weighted: this rank's part of the sum, where ranks split the experts' width.
+        """
+        ends = tokens_per_expert.cumsum(0).int()
+        inner = self.activation(_GROUPED_MM(rows, self.linear_fc1.weight.transpose(1, 2), offs=ends))
+        # Weighted before the second product, whose output then is not kept for the backward pass (megatron-core).
+        inner = (inner * weights[:, None]).to(rows.dtype)
+        return _GROUPED_MM(inner, self.linear_fc2.weight.transpose(1, 2), offs=ends), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """On disk [experts, ...], each expert by its number in the layer, as SequentialMLP has them."""
+        assert not sharded_offsets
+        assert not (metadata or {}).get("singleton_local_shards")
+        replica = (0, 0, self.groups.expt_dp.rank())
+        first, second = f"{prefix}linear_fc1.weight", f"{prefix}linear_fc2.weight"
+        rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+        ranks = (0, self.groups.ep.rank(), self.groups.ep.size())
+        return {
+            first: ShardedTensorFactory(
+                first, self.linear_fc1.weight, self._build_halves, self._join_halves, replica
+            ),
+            second: ShardedTensor.from_rank_offsets(
+                second, self.linear_fc2.weight, ranks, (2, rank, size), replica_id=replica
+            ),
+        }
+
+    def _build_halves(self, key: str, weight: torch.Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
+        """Where ranks split the width the halves of each expert, gate and up, are apart on disk."""
+        rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+        ep = self.groups.ep
+        if size == 1:
+            ranks = (0, ep.rank(), ep.size())
+            return [ShardedTensor.from_rank_offsets(key, weight, ranks, replica_id=replica)]
+        total, offset = ep.size() * self.count, ep.rank() * self.count
+        return [
+            ShardedTensor.from_rank_offsets(
+                key,
+                half,
+                (0, offset + number, total),
+                (1, rank + size * which, 2 * size),
+                replica_id=replica,
+                prepend_axis_num=1,
+            )
+            for number, expert in enumerate(weight)
+            for which, half in enumerate(expert.chunk(2))
+        ]
+
+    def _join_halves(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts).view(self.count, -1, parts[0].shape[-1])
+
+
+class _Weights(torch.nn.Module):
+    """[experts, out, in]: a module of its own, so that the parameter has megatron-core's name."""
+
+    def __init__(
+        self, config: GSATransformerConfig, shape: tuple[int, int, int], split: int, stride: int
+    ) -> None:
+        """
+        Args:
+            split: which dimension of an expert's matrix expert-tensor-parallel ranks split.
+            stride: the parts of the matrix that are each split.
+        """
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        # megatron-core's marks, by which each rank's part counts in the gradient norm.
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, split + 1, stride
+        self.weight = weight
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """[M, 2 F] -> [M, F]"""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _fused_swiglu() -> Callable[[torch.Tensor], torch.Tensor]:
+    from gsa_kernels.fused.swiglu.op import fused_swiglu  # imports Triton
+
+    return fused_swiglu

@@ -1,0 +1,134 @@
+"""A feed-forward layer that is a mixture of experts: router, exchange of tokens, routed and shared experts."""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from gsa_train.config import Config
+from gsa_train.context_sharding import ContextSharding
+from gsa_train.model.context_parallel import gather_tokens, local_part
+from gsa_train.model.mcore.config import GSATransformerConfig
+from gsa_train.model.mcore.expert_mark import mark_as_expert
+from gsa_train.model.mcore.grouped_experts import GroupedExperts
+from gsa_train.model.moe.router import Router, RouterContext
+from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
+from gsa_train.model.runtime import AttentionRuntime
+from gsa_train.parallel import Parallel
+from gsa_train.profiling.trace_spans import trace_span
+
+
+class MixtureOfExperts(MegatronModule):
+    """u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t).
+
+    Each rank routes its own tokens, the slices that sequence and context parallelism give it.
+    """
+
+    def __init__(
+        self,
+        config: GSATransformerConfig,
+        context: RouterContext,
+        groups: ProcessGroupCollection,
+        feed_forward: MLPSubmodules,
+    ) -> None:
+        """
+        Args:
+            feed_forward: the parts of a dense layer, of which the shared expert is one.
+        """
+        super().__init__(config)
+        moe = config.moe
+        self.router = Router(
+            moe,
+            config.hidden_size,
+            context,
+            config.sequence_parallel,
+            dtype=config.params_dtype,
+            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+        )
+        copies = groups.expt_tp.size()
+        self.ranks = ExpertRanks(groups.tp_ep, groups.ep.rank(), groups.ep.size(), copies)
+        assert groups.tp_ep.rank() == groups.ep.rank() * copies + groups.expt_tp.rank()
+        local = moe.experts // groups.ep.size()
+        self.experts = (
+            GroupedExperts(local, config, groups)
+            if moe.experts_impl == "grouped"
+            else SequentialMLP(local, config, feed_forward, groups)
+        )
+        for parameter in self.experts.parameters():
+            mark_as_expert(parameter)
+        self.shared_experts = None
+        if moe.shared_expert_ffn_hidden_size > 0:
+            of_shared = copy(config)
+            of_shared.ffn_hidden_size = moe.shared_expert_ffn_hidden_size  # MLP's second product asks the config
+            width = of_shared.ffn_hidden_size
+            self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """[L, B, d] of this rank -> the same, and no bias."""
+        with trace_span("router"):
+            routing = self.router(hidden)
+            exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
+        with trace_span("experts"):
+            rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
+            outputs, _bias = self.experts(rows, exchange.tokens_per_expert, weights)
+            output = exchange.to_tokens(outputs).view_as(hidden)
+        if self.shared_experts is not None:
+            with trace_span("shared_expert"):
+                output = output + self.shared_experts(hidden)[0]
+        return output, None
+
+
+def feed_forward_parts(activation: Any) -> MLPSubmodules:
+    """Of a dense layer.
+
+    Args:
+        activation: module; None: megatron-core's operations.
+    """
+    return MLPSubmodules(
+        linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation
+    )
+
+
+def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts: MLPSubmodules) -> type:
+    """For a layer's spec: megatron-core warns of each module that is not its own and that it has no arguments for."""
+
+    class Mixture(MixtureOfExperts):
+        def __init__(self, config: GSATransformerConfig) -> None:
+            super().__init__(config, context, groups, parts)
+
+    return Mixture
+
+
+def router_context(config: Config, runtime: AttentionRuntime, parallel: Parallel) -> RouterContext:
+    groups = parallel.groups
+    tokens = config.train.global_batch_size * config.train.seq_len_tokens
+    cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
+    return RouterContext(
+        runtime=runtime,
+        loss_scale=groups.dp_cp.size() / tokens,
+        earlier_choices=partial(earlier_choices, cut=cut, groups=groups),
+        ranks_of_sequence=parallel.tensor_size * parallel.context_size,
+    )
+
+
+@torch.no_grad()
+def earlier_choices(
+    chosen: torch.Tensor, cut: ContextSharding, groups: ProcessGroupCollection
+) -> torch.Tensor:
+    """`RouterContext.earlier_choices`"""
+    tensor = groups.tp.size()
+    held = chosen.to(torch.uint8).contiguous()
+    every = held.new_empty(tensor * held.shape[0], *held.shape[1:])
+    dist.all_gather_into_tensor(every, held, group=groups.tp)
+    whole = gather_tokens(every.transpose(0, 1), cut, groups.cp)  # [B, L, E]
+    before = whole.cumsum(1, dtype=torch.int64) - whole
+    return local_part(before, cut).transpose(0, 1).chunk(tensor)[groups.tp.rank()]

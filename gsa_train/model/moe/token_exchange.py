@@ -1,0 +1,245 @@
+"""Tokens to the ranks of their experts, and the experts' outputs back to the tokens.
+
+A choice is a (token, expert) pair, T k of them on a rank. Choices are sorted by expert, so that those of an expert's
+rank are in one piece; one all-to-all brings them there, and the same backwards brings the outputs home. Where ranks split
+an expert's width each gets a copy, and what they make of it is summed at home.
+
+Everything is moved by permutations whose backward passes are gathers, too: no atomics add, so results repeat bit for
+bit. megatron-core's dispatchers scatter and add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.model.moe.routing import expert_counts
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that share a layer's experts out."""
+
+    group: dist.ProcessGroup
+    """Ordered by expert-parallel rank, then by expert-tensor-parallel rank."""
+    expert_rank: int
+    expert_size: int
+    copies: int
+    """Expert-tensor-parallel ranks, each of which has a part of the width of its experts."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """N rows of this rank's choices, in the order in which they are sent."""
+
+    choices: torch.Tensor
+    """int64 [N]: the choice of each row, token * k + j."""
+    of_choice: torch.Tensor
+    """int64 [T k, copies]: its rows; N where it is dropped."""
+    dropped: bool
+    """Whether there are such choices."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How one layer's choices of one micro-batch go there and back."""
+
+    ranks: ExpertRanks
+    top_k: int
+    rows: _Rows
+    tokens_per_expert: torch.Tensor
+    """int64 [E / expert ranks]: rows that this rank's experts get."""
+    sent: list[int] | None
+    """Rows to each rank of the group; None: there is one rank, and the next three are None, too."""
+    received: list[int] | None
+    by_expert: torch.Tensor | None
+    """int64: the received rows, sorted by expert."""
+    by_rank: torch.Tensor | None
+    """Its inverse."""
+
+    def to_experts(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T, d], weights [T, k] -> the rows [M, d] of this rank's experts, sorted by expert, and their weights
+        [M]. Collective."""
+        rows = self.rows
+        hidden = _GatherRows.apply(
+            tokens, rows.choices // self.top_k, rows.of_choice.view(len(tokens), -1), rows.dropped
+        )
+        scales = _GatherRows.apply(weights.reshape(-1, 1), rows.choices, rows.of_choice, rows.dropped)
+        return self._there(hidden), self._there(scales).squeeze(1)
+
+    def to_tokens(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The experts' outputs [M, d] -> their sum for each token, [T, d]. Collective."""
+        rows, home = self.rows, self._back(outputs)
+        result: torch.Tensor = _SumRows.apply(
+            home,
+            rows.choices // self.top_k,
+            rows.of_choice.view(-1, self.top_k * self.ranks.copies),
+            rows.dropped,
+        )
+        return result
+
+    def _there(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.sent is None:
+            return rows
+        arrived = _AllToAll.apply(rows, self.sent, self.received, self.ranks.group)
+        result: torch.Tensor = _Permute.apply(arrived, self.by_expert, self.by_rank)
+        return result
+
+    def _back(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.sent is None:
+            return rows
+        sorted_by_rank = _Permute.apply(rows, self.by_rank, self.by_expert)
+        result: torch.Tensor = _AllToAll.apply(sorted_by_rank, self.received, self.sent, self.ranks.group)
+        return result
+
+
+@torch.no_grad()
+def plan_exchange(
+    experts: torch.Tensor, kept: torch.Tensor | None, num_experts: int, ranks: ExpertRanks
+) -> Exchange:
+    """
+    Collective. On one rank without a capacity nothing is read back to the host.
+
+    Args:
+        experts: int64 [T, k], chosen.
+        kept: bool [T, k]; None: all.
+    """
+    flat = experts.flatten()
+    dropped = kept is not None
+    if kept is not None:
+        flat = torch.where(kept.flatten(), flat, num_experts)  # sorted behind all others
+    order = flat.argsort(stable=True)
+    counts = expert_counts(flat, num_experts + dropped)[:num_experts]
+    if ranks.group.size() == 1:
+        choices = order[: int(counts.sum())] if dropped else order
+        rows = _Rows(choices, _inverse(choices, len(flat))[:, None], dropped)
+        return Exchange(ranks, experts.shape[1], rows, counts, None, None, None, None)
+    every = counts.new_empty(ranks.group.size(), num_experts)
+    dist.all_gather_into_tensor(every, counts[None], group=ranks.group)
+    of_ranks = every.view(-1, ranks.expert_size, num_experts // ranks.expert_size)
+    mine = of_ranks[:, ranks.expert_rank]  # [ranks of the group, experts of this rank]
+    to_expert_ranks, received = torch.stack(
+        [of_ranks[ranks.group.rank()].sum(-1).repeat_interleave(ranks.copies), mine.sum(-1)]
+    ).tolist()
+    by_expert = _by_expert(mine, sum(received))
+    return Exchange(
+        ranks=ranks,
+        top_k=experts.shape[1],
+        rows=_rows_to_send(order, to_expert_ranks, ranks.copies, dropped),
+        tokens_per_expert=mine.sum(0),
+        sent=to_expert_ranks,
+        received=received,
+        by_expert=by_expert,
+        by_rank=_inverse(by_expert, len(by_expert)),
+    )
+
+
+def _rows_to_send(order: torch.Tensor, sent: list[int], copies: int, dropped: bool) -> _Rows:
+    """
+    Args:
+        order: the choices sorted by expert, dropped ones last.
+        sent: choices for each rank of the group; those of a copy are the same as of the one before it.
+    """
+    kept = order[: sum(sent[::copies])]
+    pieces = [piece for piece in kept.split(sent[::copies]) for _ in range(copies)]
+    choices = torch.cat(pieces)
+    of_copies = torch.cat([torch.full_like(piece, number % copies) for number, piece in enumerate(pieces)])
+    places = choices * copies + of_copies
+    return _Rows(choices, _inverse(places, len(order) * copies).view(-1, copies), dropped)
+
+
+def _by_expert(received: torch.Tensor, total: int) -> torch.Tensor:
+    """int64 [total]: rows that came sorted by rank and then by expert, sorted by expert and then by rank.
+
+    Args:
+        received: int64 [ranks, experts], how many.
+    """
+    numbers = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
+    return numbers.repeat_interleave(received.flatten(), output_size=total).argsort(stable=True)
+
+
+def _inverse(places: torch.Tensor, length: int) -> torch.Tensor:
+    """int64 [length]: where each number below `length` stands in `places`; len(places) for those that do not."""
+    inverse = torch.full((length,), len(places), dtype=torch.int64, device=places.device)
+    return inverse.scatter_(0, places, torch.arange(len(places), device=places.device))
+
+
+def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tensor:
+    """rows [N, d] at places [T, c] -> their sums [T, d].
+
+    Args:
+        dropped: there are places N, of rows that are 0.
+    """
+    if dropped:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    taken = rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[1])
+    return taken[:, 0] if places.shape[1] == 1 else taken.sum(1)
+
+
+class _GatherRows(torch.autograd.Function):
+    """[T, d] -> the rows [N, d] at `places` [N]; a token is in the rows `rows_of` [T, c]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, places: torch.Tensor, rows_of: torch.Tensor, dropped: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_of)
+        ctx.dropped = dropped
+        return tokens.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (rows_of,) = ctx.saved_tensors
+        return _take(grad, rows_of, ctx.dropped), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The other way: [N, d] -> the sums of a token's rows, [T, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, places: torch.Tensor, rows_of: torch.Tensor, dropped: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return _take(rows, rows_of, dropped)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to each rank of the group, in turn; the backward pass sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived

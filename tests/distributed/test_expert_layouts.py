@@ -1,0 +1,67 @@
+"""Mixtures of experts in layouts of four ranks train what one rank trains, and go on from each other."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gsa_train.model import query_sample
+from helpers.expert_layouts import BOUNDARIES, CASES, RESHARDED, WORLD, measured_margin, train
+from helpers.layout_comparison import CLEAR_MARGIN, TIES, assert_same
+from helpers.many_layouts import SAMPLE
+from helpers.runs import run_script
+from helpers.single_rank import single_rank
+
+pytestmark = pytest.mark.slow
+_one_rank: dict[str, list[dict[str, Any]]] = {}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("expert_layouts")
+    run_script(["tests/helpers/expert_layouts.py", str(folder)], folder / "log", ranks=WORLD)
+    return json.loads((folder / "results.json").read_text())
+
+
+def one_rank(name: str) -> list[dict[str, Any]]:
+    """No two experts are so near in a token's scores that rounding would choose."""
+    case = CASES[name]
+    key = f"{case.sections} {case.layers}"
+    if key not in _one_rank:
+        with pytest.MonkeyPatch.context() as patch, measured_margin() as margins:
+            for constant, value in SAMPLE.items():
+                patch.setattr(query_sample, constant, value)
+            _one_rank[key] = train(case, single_rank(), one_rank=True)
+        assert min(margins) > CLEAR_MARGIN / 10, min(margins)
+    return _one_rank[key]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
+    """Every number of every step of both phases and of the validation, and the routers' loads or biases at the end."""
+    *found, balances = results["trained"][name]
+    *expected, expected_balances = one_rank(name)
+    assert_same(found, expected, relative=1e-5, but=TIES)
+    assert balances == expected_balances
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
+    (writer, expected), *others = results["resumed"][name]
+    assert len(others) == len(RESHARDED[name].readers)
+    for layout, found in others:
+        assert_same(found, expected, relative=1e-5)
+        if layout == writer:
+            assert found == expected
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
+    """To the last bit, whether it begins in the same process or from the checkpoint before it."""
+    uninterrupted, resumed = results["crossed"][name]
+    assert uninterrupted == resumed
+    records, finer = resumed
+    assert finer
+    assert all(record["update_norm"] > 0 for record in records)

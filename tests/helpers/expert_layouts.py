@@ -1,0 +1,189 @@
+"""Mixtures of experts in many layouts, in one world of four ranks: `expert_layouts.py FOLDER`.
+
+As many_layouts.py does with dense models. Writes FOLDER/results.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.model import query_sample
+from gsa_train.model.mcore.build import Model
+from gsa_train.model.moe import router
+from gsa_train.optimizer import mcore as optim
+from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from helpers.many_layouts import (
+    ALL_KEYS,
+    INSTANCES,
+    INTERLEAVED,
+    OVERLAP,
+    PAIRS,
+    SAMPLE,
+    Case,
+    Reshard,
+    cross_boundary,
+    go_on,
+    pairs,
+    train_case,
+)
+
+WORLD = 4
+SIZES = {"experts": 8, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_size": 8}
+BALANCED: dict[str, dict[str, Any]] = {
+    **ALL_KEYS,
+    "moe": {**SIZES, "top_k": 2, "balance_coeff": 0.1, "z_loss_coeff": 0.1},
+}
+"""Coefficients so large that a wrong loss shows in the gradient norm."""
+BIASED: dict[str, dict[str, Any]] = {
+    **ALL_KEYS,
+    "moe": {
+        **SIZES,
+        "top_k": 3,
+        "router_score": "sigmoid",
+        "balancing": "aux_free",
+        "bias_update_rate": 0.05,
+        "routed_scale": 2.0,
+        "z_loss_coeff": 0.1,
+        "first_dense_layers": 1,
+    },
+}
+DROPPING = {**BALANCED, "moe": {**BALANCED["moe"], "capacity_factor": 1.0}}
+"""About a third of the choices."""
+ONE_BY_ONE = {**BALANCED, "moe": {**BALANCED["moe"], "experts_impl": "sequential"}}
+TENSOR_2_EXPERT_2 = {"tensor": 2, "expert": 2}
+
+CASES = {
+    "data x expert": Case({"expert": 2}, BALANCED),
+    "expert on all ranks": Case({"expert": 4}, BIASED),
+    "expert, replicated optimizer": Case({"expert": 2, "distributed_optimizer": False}, BALANCED),
+    "expert, two optimizer instances, overlapped": Case({"expert": 2, **INSTANCES, **OVERLAP}, BALANCED),
+    "expert, recomputed layers": Case({"expert": 2}, BIASED, {"recompute": "full"}),
+    "tensor x expert": Case(TENSOR_2_EXPERT_2, BALANCED, PAIRS),
+    "tensor x expert, one by one": Case(TENSOR_2_EXPERT_2, ONE_BY_ONE, PAIRS),
+    "tensor x expert on all ranks": Case({"tensor": 2, "expert": 4}, BIASED, PAIRS),
+    "tensor, split experts": Case({"tensor": 2, "expert_tensor": 2}, BALANCED, PAIRS),
+    "tensor, split experts one by one": Case({"tensor": 2, "expert_tensor": 2}, ONE_BY_ONE, PAIRS),
+    "tensor x expert, split experts": Case({**TENSOR_2_EXPERT_2, "expert_tensor": 2}, DROPPING, PAIRS),
+    "tensor, whole experts": Case({"tensor": 2}, BALANCED, PAIRS),
+    "tensor, whole experts one by one": Case(
+        {"tensor": 2, "distributed_optimizer": False}, ONE_BY_ONE, PAIRS
+    ),
+    "pipeline x expert": Case({"pipeline": 2, "expert": 2}, BIASED),
+    "interleaved x expert": Case({**INTERLEAVED, "expert": 2}, BALANCED),
+    "context x expert": Case({"context": 2, "expert": 2}, DROPPING, PAIRS),
+    "context x tensor x expert": Case({"context": 2, "tensor": 2, "expert": 4}, DROPPING, PAIRS),
+}
+
+RESHARDED = {
+    "expert": Reshard(
+        {"expert": 2},
+        [{"expert": 2}, {}, {"expert": 4}, {**TENSOR_2_EXPERT_2, "expert_tensor": 2}],
+        BALANCED,
+    ),
+    "split experts": Reshard(
+        {"tensor": 2, "expert_tensor": 2},
+        [{"tensor": 2, "expert_tensor": 2}, {"tensor": 2, "expert": 4}, {"pipeline": 2, "expert": 2}],
+        BIASED,
+    ),
+    "one by one": Reshard(TENSOR_2_EXPERT_2, [{"expert": 2, "distributed_optimizer": False}], ONE_BY_ONE),
+}
+BOUNDARIES = {"expert": {"expert": 2}, "tensor x expert": {**TENSOR_2_EXPERT_2, **INSTANCES, **OVERLAP}}
+
+
+class Balances:
+    """What a model's routers hold at its end, by layer."""
+
+    def __init__(self) -> None:
+        self.models: list[Model] = []
+
+    def gather(self) -> dict[str, list[list[float]]]:
+        """Collective."""
+        (model,) = self.models
+        mine = {
+            str(layer.layer_number): [held.tolist() for held in layer.mlp.router.balance()]
+            for chunk in model.chunks
+            for layer in chunk.decoder.layers
+            if layer.mlp.__class__.__name__ == "Mixture"
+        }
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        found: dict[str, list[list[float]]] = {}
+        for each in every:
+            for layer, held in each.items():
+                assert found.setdefault(layer, held) == held, "the same on all ranks that have the layer"
+        return found
+
+
+def train(case: Case, parallel: Parallel, one_rank: bool = False) -> list[dict[str, Any]]:
+    """As `train_case`, and last what the routers hold."""
+    config = case.config({}) if one_rank else case.config(**case.train)
+    balances = Balances()
+    records = train_case(config, parallel, case.steps, prepare=balances.models.append)
+    return [*records, balances.gather()]
+
+
+@contextmanager
+def measured_margin() -> Iterator[list[float]]:
+    """Of each choice of experts: the smallest distance between the last chosen score and the next one."""
+    found: list[float] = []
+    choose = router.choose_experts
+
+    def choose_and_measure(
+        scores: torch.Tensor, bias: torch.Tensor | None, top_k: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ranked = (scores if bias is None else scores + bias).detach().topk(top_k + 1).values
+        found.append((ranked[:, top_k - 1] - ranked[:, top_k]).min().item())
+        return choose(scores, bias, top_k, scale)
+
+    with patch.object(router, "choose_experts", choose_and_measure):
+        yield found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    for name, value in SAMPLE.items():
+        setattr(query_sample, name, value)
+    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
+    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
+    trained, resumed, crossed = {}, {}, {}
+    for name, case in CASES.items():
+        parallel = init_parallel(case.config(**case.train).parallel, seed=1)
+        trained[name] = train(case, parallel)
+        print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
+        leave_layout()
+    for name, case in RESHARDED.items():
+        for number, layout in enumerate((case.writer, *case.readers)):
+            sections = {**case.sections, "model": {"num_layers": case.layers}}
+            config = Case(layout, sections).config(**pairs(layout))
+            parallel = init_parallel(config.parallel, seed=1)
+            records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
+            resumed.setdefault(name, []).append([str(layout), records])
+            print(f"rank {parallel.rank}: {name} {layout}", flush=True)
+            leave_layout()
+    for name, layout in BOUNDARIES.items():
+        config = Case(layout, BALANCED).config(precision="bf16", **pairs(layout))
+        for resumes in (False, True):
+            parallel = init_parallel(config.parallel, seed=1)
+            found = cross_boundary(config, parallel, folder / f"boundary of {name}", resumes)
+            crossed.setdefault(name, []).append(found)
+            leave_layout()
+    if dist.get_rank() == 0:
+        results = {"trained": trained, "resumed": resumed, "crossed": crossed}
+        (folder / "results.json").write_text(json.dumps(results))
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
