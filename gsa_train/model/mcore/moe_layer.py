@@ -68,7 +68,9 @@ class MixtureOfExperts(MegatronModule):
         self.shared_experts = None
         if moe.shared_expert_ffn_hidden_size > 0:
             of_shared = copy(config)
-            of_shared.ffn_hidden_size = moe.shared_expert_ffn_hidden_size  # MLP's second product asks the config
+            of_shared.ffn_hidden_size = (
+                moe.shared_expert_ffn_hidden_size
+            )  # MLP's second product asks the config
             width = of_shared.ffn_hidden_size
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
