@@ -191,9 +191,9 @@ def open_data(
     """Tokenizer, validation sets, and the training text from where the run stands. Collective."""
     # A heartbeat after each: it may take as long as reads have limits of their own.
     tokenizer = load_tokenizer(config)
+    watchdog.heartbeat(start.step, "starting")
     prompts = encode_prompts(config, tokenizer)
     tasks = shared_tasks(config, tokenizer, parallel)
-    watchdog.heartbeat(start.step, "starting")
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
