@@ -24,7 +24,26 @@ from gsa_train.model.moe.router import Router, RouterContext
 from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.parallel import Parallel
-from gsa_train.profiling.trace_spans import trace_span
+
+
+class OneByOne(SequentialMLP):
+    """megatron-core's experts without the empty `_extra_state` of their layers, which is for Transformer Engine: a
+    checkpoint holds what one of `GroupedExperts` holds."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_load_state_dict_post_hook(_forget_extra_state)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        entries = super().sharded_state_dict(*args, **kwargs)
+        return {name: entry for name, entry in entries.items() if not name.endswith("_extra_state")}
+
+
+def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
+    """Of `load_state_dict`: none of an expert is missing."""
+    found.missing_keys[:] = [
+        key for key in found.missing_keys if not (".local_experts." in key and key.endswith("._extra_state"))
+    ]
 
 
 class MixtureOfExperts(MegatronModule):
@@ -61,7 +80,7 @@ class MixtureOfExperts(MegatronModule):
         self.experts = (
             GroupedExperts(local, config, groups)
             if moe.experts_impl == "grouped"
-            else SequentialMLP(local, config, feed_forward, groups)
+            else OneByOne(local, config, feed_forward, groups)
         )
         for parameter in self.experts.parameters():
             mark_as_expert(parameter)
@@ -76,16 +95,13 @@ class MixtureOfExperts(MegatronModule):
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[L, B, d] of this rank -> the same, and no bias."""
-        with trace_span("router"):
-            routing = self.router(hidden)
-            exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
-        with trace_span("experts"):
-            rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
-            outputs, _bias = self.experts(rows, exchange.tokens_per_expert, weights)
-            output = exchange.to_tokens(outputs).view_as(hidden)
+        routing = self.router(hidden)
+        exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
+        rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
+        outputs, _ = self.experts(rows, exchange.tokens_per_expert, weights)
+        output = exchange.to_tokens(outputs).view_as(hidden)
         if self.shared_experts is not None:
-            with trace_span("shared_expert"):
-                output = output + self.shared_experts(hidden)[0]
+            output = output + self.shared_experts(hidden)[0]
         return output, None
 
 
