@@ -51,6 +51,9 @@ class PhaseOptimizer(ABC):
     state_copy: int | None
     """Number of this rank's group among those that hold the same; None without a group."""
 
+    weights_stay: bool = True
+    """What the model holds in `whole_weights` is its own, and stays behind its end as it is until the next update."""
+
     # --- a step ------------------------------------------------------------------------------------------
 
     @abstractmethod
