@@ -77,7 +77,7 @@ test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
 
 # All benches one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
-BENCHES ?= $(filter-out training reading memory,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
+BENCHES ?= $(filter-out training reading memory save,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH; failed=; \
 	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \

@@ -242,7 +242,13 @@ def _checkpoint_bytes(config: Config) -> float:
 
 def _checkpoint(config: Config, world_size: int, unit: float) -> list[str]:
     size = _checkpoint_bytes(config) / unit
-    return [f"{size:.2f}; while it is written, about {size / world_size:.2f} of each rank's host memory"]
+    share = f"about {size / world_size:.2f} of each rank's host memory"
+    if config.checkpoint.async_save:  # gsa_train/checkpoint/host_memory.py
+        return [
+            f"{size:.2f}; for the copies {share},",
+            "on GPUs pinned from the first steps on, and up to 0.25 GiB or one largest tensor more",
+        ]
+    return [f"{size:.2f}; while it is written, {share}"]
 
 
 def _unit(largest: float, units: Mapping[str, float]) -> str:

@@ -46,6 +46,8 @@ class Training:
     """Computes a step again, or compares the replicas' weights, where that is due; both raise CorruptionFound."""
     graph: MicroBatchGraph | None = None
     """Runs the passes of steps that measure nothing (`train.cuda_graphs`)."""
+    hold_update: Callable[[], None] = lambda: None
+    """Called before an update changes anything: what still reads weights and optimizer state comes first."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def train_step(
             detector.take_back()
             verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
         check.compare_replicas(step + 1, saves)
+    training.hold_update()
     with model.work_time.part("optimizer"):
         optimizer.clipped_step(computed.grad_norm, config.train.grad_clip, verdict.applied)
         if uses_indexer:

@@ -283,6 +283,7 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
             save_the_end(run, phase_range, run.phase_optimizer)
         elif spike is None:
             kept = keep_main_weights(run.model, run.phase_optimizer)
+        run.services.saver.hold_update()
         close_optimizer(run.model, run.phase_optimizer)
         # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
         # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.

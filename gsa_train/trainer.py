@@ -61,7 +61,11 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
         modules, name = optimizer.modules, phase_range.phase.name
         check = CorruptionCheck(config, run.model, modules, run.parallel, log, name)
     graph = new_graph(optimizer, run.config)
-    training = Training(run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph)
+    saver = run.services.saver
+    training = Training(
+        run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph, saver.hold_update
+    )
+    saver.reserve(run.model, optimizer)
     run.model.work_time.reset()  # of steps before, which were not logged
     return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
 

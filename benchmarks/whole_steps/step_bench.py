@@ -100,9 +100,20 @@ class OurTrainee:
         """Go on from a checkpoint's weights, of whatever layout."""
         load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
 
-    def step(self, batches: list[MicroBatch], measures: bool = False) -> None:
+    def step(
+        self,
+        batches: list[MicroBatch],
+        measures: bool = False,
+        hold_update: Callable[[], None] = lambda: None,
+    ) -> None:
         training = Training(
-            self.model, self.optimizer, self.config, self.parallel, self.detector, graph=self.graph
+            self.model,
+            self.optimizer,
+            self.config,
+            self.parallel,
+            self.detector,
+            graph=self.graph,
+            hold_update=hold_update,
         )
         self.result = train_step(training, batches, self.lr, step=0, measures=measures)
 

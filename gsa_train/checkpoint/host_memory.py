@@ -1,51 +1,47 @@
-"""Copies in host memory, from which a save writes while the training goes on."""
+"""Pinned host memory, from which a save writes while the training goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 ALIGNMENT = 512
 """Bytes; as torch aligns tensors on devices."""
 MOST_BLOCKS = 64
+RESERVED_BLOCK_BYTES = 1 << 28
+"""Of what is reserved before a save: pinning takes the driver, which others wait for, by the block."""
 
 
 class HostMemory:
-    """Those of GPU tensors are pinned, and kept from save to save, because pinning takes longer than copying."""
+    """Made once, in a thread before the first save, and kept: pinning takes much longer than copying."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._sizes: list[int] = []
         self._places: list[tuple[int, int]] = []
+        self._thread = ThreadPoolExecutor(1, "checkpoint-memory")
+        self._reserving: Future[None] | None = None
 
-    def copy(self, groups: Sequence[list[tuple[Any, torch.Tensor]]]) -> None:
-        """Replace the tensors in these lists, in place.
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Begin to make room for tensors of about these sizes, in bytes; whoever asks for some then waits for it. What
+        is there counts."""
+        self._end_reserving()
+        self._reserving = self._thread.submit(self._reserve, list(sizes))
+
+    def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of these shapes and types, where those of the last call were. Each has a storage of its own, for that
+        is what `torch.save` writes.
 
         Raises:
             RuntimeError: there is no memory for them.
         """
-        on_gpu = [tensor for group in groups for _, tensor in group if tensor.is_cuda]
-        pinned = iter(self.pinned_like(on_gpu))
-        for group in groups:
-            # One by one: of tensors in host memory megatron-core's plan may have made copies of its own.
-            for number, (item, tensor) in enumerate(group):
-                if tensor.is_cuda:
-                    group[number] = (item, next(pinned).copy_(tensor.detach(), non_blocking=True))
-                else:
-                    group[number] = (item, tensor.detach().clone())
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of these shapes and types, where those of the last call were. Each has a storage of its own, for that
-        is what `torch.save` writes."""
+        self._end_reserving()
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         if sizes != self._sizes:
-            self.release()
-            blocks, self._places = pack(sizes)
-            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in blocks]
+            self._places, more = place(sizes, [block.numel() for block in self._blocks])
+            self._blocks += [_pinned(size) for size in more]
             self._sizes = sizes
         found = []
         for tensor, size, (block, start) in zip(tensors, sizes, self._places, strict=True):
@@ -54,7 +50,59 @@ class HostMemory:
         return found
 
     def release(self) -> None:
+        self._end_reserving()
         self._blocks, self._sizes = [], []
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    @property
+    def block_bytes(self) -> int:
+        """Pinned so far."""
+        return sum(block.numel() for block in self._blocks)
+
+    def _end_reserving(self) -> None:
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.result()
+
+    def _reserve(self, sizes: Sequence[int]) -> None:
+        length = _power_of_two(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
+        _, left = _into(sizes, [block.numel() for block in self._blocks])
+        for _ in _first_fit([_rounded(sizes[index]) for index in left], length)[0]:
+            try:
+                self._blocks.append(_pinned(length))
+            except RuntimeError:  # the save that needs it says so
+                return
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Block and offset for each size, in bytes, in blocks of these lengths and the further ones that are returned."""
+    places, left = _into(sizes, blocks)
+    more, places_of_left = pack([sizes[index] for index in left])
+    for index, (block, start) in zip(left, places_of_left, strict=True):
+        places[index] = (len(blocks) + block, start)
+    return places, more
+
+
+def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Places in these blocks, the largest first, and the indices of those that do not fit."""
+    places, filled = [(0, 0)] * len(sizes), [0] * len(blocks)
+    left = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = _rounded(sizes[index])
+        fitting = (at for at, used in enumerate(filled) if used + size <= blocks[at])
+        block = next(fitting, None)
+        if block is None:
+            left.append(index)
+        else:
+            places[index] = (block, filled[block])
+            filled[block] += size
+    return places, left
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -64,7 +112,7 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """
     if not sizes:
         return [], []
-    rounded = [-(-max(size, 1) // ALIGNMENT) * ALIGNMENT for size in sizes]
+    rounded = [_rounded(size) for size in sizes]
     total = sum(rounded)
     longest, all_in_one = _power_of_two(max(rounded)).bit_length(), _power_of_two(total).bit_length()
     lengths = [1 << (bits - 1) for bits in range(longest, all_in_one + 1)]
@@ -83,6 +131,10 @@ def _first_fit(sizes: Sequence[int], length: int) -> tuple[list[int], list[tuple
         places[index] = (block, filled[block])
         filled[block] += sizes[index]
     return [_power_of_two(used) for used in filled], places
+
+
+def _rounded(size: int) -> int:
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def _power_of_two(size: int) -> int:

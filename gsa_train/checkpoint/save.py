@@ -1,9 +1,10 @@
 """Saving while the training goes on.
 
-The training waits for the plan (who writes what, a few small collectives) and for a copy of its share in host
-memory. A thread of each rank then writes and fsyncs its files, the threads exchange what they wrote over a gloo
-group of their own, and the main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
-checkpoints, in this order. One save is under way at a time; the next one waits for it.
+The training waits for the plan (who writes what, a few small collectives). Its share is copied to host memory while
+the next step computes, whose update waits for what is left of that (staging.py). A thread of each rank then writes and
+fsyncs its files, the threads exchange what they wrote over a gloo group of their own, and the main rank's thread
+publishes: metadata, manifest, final name, `latest`, deletion of old checkpoints, in this order. One save is under way
+at a time; the next one waits for it.
 
 Plan, file format and metadata are megatron-core's. Its own background machinery is not used: it forks processes of
 the trainer, waits for ever for a writer that was killed, and keeps a manager process that survives a SIGKILL of its
@@ -35,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from gsa_train.checkpoint.files import Manifest, prune, publish, step_folder, write_manifest
 from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
+from gsa_train.checkpoint.staging import Copies, Staging
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
@@ -43,6 +45,9 @@ from gsa_train.parallel import Parallel
 
 LONGEST_SAVE = timedelta(hours=2)
 """How long the ranks' threads wait for the slowest writer; a rank that dies ends the wait at once."""
+
+FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
+"""Of a rank: threads write faster than one, and a thousand ranks are to leave thousands of files, not more."""
 
 
 class CheckpointError(RuntimeError):
@@ -82,12 +87,14 @@ class _Save:
     metadata: Any = None
     """Of all files, on the main rank."""
     buckets: list[Bucket] = field(default_factory=list)
+    copies: Copies | None = None
+    """Of the tensors in `buckets`, which are they."""
     stall_seconds: float = 0.0
     future: Future[SaveResult] | None = None
 
 
 class CheckpointSaver:
-    """Saves checkpoints of one run. Its methods are collective, but for `close`."""
+    """Saves checkpoints of one run. Its methods are collective, but for `close`, `reserve` and `hold_update`."""
 
     def __init__(
         self,
@@ -110,6 +117,7 @@ class CheckpointSaver:
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host_memory = HostMemory()
+        self._staging = Staging(self._host_memory)
         self._save: _Save | None = None
         self._retry_step: int | None = None
         self.durable_step = durable_step
@@ -117,6 +125,18 @@ class CheckpointSaver:
         self.failures = 0
         """Saves that failed since the last one that did not."""
         self.last_error = ""
+
+    def reserve(self, model: Model, phase_optimizer: PhaseOptimizer) -> None:
+        """Begin to make host memory for this phase's saves, which then need not wait for it."""
+        if self._config.async_save:
+            sizes = share_of_save(model, phase_optimizer, self._parallel)
+            self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
+
+    def hold_update(self) -> None:
+        """To be called between the save and whatever changes or frees weights and optimizer state: that comes behind
+        the copies, on the device and here."""
+        if self._save is not None and self._save.copies is not None:
+            self._save.copies.hold_update()
 
     def is_due(self, step: int) -> bool:
         """Every so many steps, and some steps after a save that failed."""
@@ -144,6 +164,8 @@ class CheckpointSaver:
             with phase_optimizer.whole_weights(changes=False):
                 _plan(save, model, phase_optimizer, self._parallel)
                 error = self._agree(self._copy(save))
+                if save.copies is not None and (error is not None or not phase_optimizer.weights_stay):
+                    save.copies.wait()
         save.stall_seconds = time.perf_counter() - began
         if error is not None:
             if self._parallel.is_main:
@@ -175,7 +197,8 @@ class CheckpointSaver:
         self._save = None
         if not self._config.async_save:
             self._host_memory.release()
-        result = replace(save.future.result(), stall_seconds=save.stall_seconds)
+        held = 0.0 if save.copies is None else save.copies.held_seconds()
+        result = replace(save.future.result(), stall_seconds=save.stall_seconds + held)
         return [self._count(result, now)]
 
     def check(self) -> None:
@@ -201,9 +224,16 @@ class CheckpointSaver:
         assert self._save is None
         self.durable_step, self._retry_step = step, None
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Of host memory, that this rank's copies have."""
+        return self._host_memory.block_bytes
+
     def close(self) -> None:
         """Let the save under way end; its files are complete, whatever stops the training. Not collective."""
         self._thread.shutdown(wait=True)
+        self._staging.close()
+        self._host_memory.close()
 
     def _count(self, result: SaveResult, now: int) -> SaveResult:
         self._retry_step = None
@@ -216,9 +246,9 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save) -> str | None:
-        """Replace the tensors of the plan by copies; says why not where there is no memory for them."""
+        """Replace the tensors of the plan by copies on their way; says why not where there is no memory for them."""
         try:
-            self._host_memory.copy([tensors for _, _, (_, tensors) in save.buckets])
+            save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
         except (RuntimeError, MemoryError) as error:
             save.buckets = []
             self._host_memory.release()
@@ -231,11 +261,13 @@ class CheckpointSaver:
         dist.all_gather_object(errors, error, group=self._group)
         return next((error for error in errors if error is not None), None)
 
-    # --- in the thread: nothing here may use megatron-core's groups or the device ------------------------
+    # --- in the thread: nothing here may use megatron-core's groups, nor the device but to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
         """Collective over the ranks' threads."""
         rank = self._parallel.rank
+        if save.copies is not None:
+            save.copies.wait()
         gathered: list[Any] = [None] * self._parallel.world_size
         others = {}
         if self._parallel.is_main:
@@ -315,6 +347,21 @@ class _Planner(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
+def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
+    """About what this rank writes, known without asking the others: of what several have, its part in number."""
+    weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
+    state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
+    rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()
+    group = phase_optimizer.state_group
+    copies = count if group is None else max(1, count // group.size())
+    return [*weights[rank::count], *state[rank % copies :: copies]]
+
+
+def files_of(share_bytes: int) -> int:
+    """In which a rank writes its share, each by a thread."""
+    return min(MOST_FILES, max(FEWEST_FILES, -(-share_bytes // FILE_BYTES)))
+
+
 def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
     """Fill in who writes what, and what the main rank writes of the rest. Collective; writes nothing."""
     metadata = sharding_metadata(parallel)
@@ -329,7 +376,8 @@ def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: 
         buffer = io.BytesIO()
         torch.save(common, buffer)
         save.common = buffer.getvalue()
-    planner = _Planner(*BACKEND)
+    bytes_of_share = sum(each.nbytes for each in share_of_save(model, phase_optimizer, parallel))
+    planner = _Planner(*BACKEND, thread_count=files_of(bytes_of_share))
     # megatron-core would start a manager process for this queue, through which its writers report.
     filesystem_async._results_queue = queue.Queue()
     FullyParallelSaveStrategyWrapper(planner, parallel.groups.dp_cp).async_save(sharded, save.folder)

@@ -17,8 +17,8 @@ class CheckpointConfig:
     """Checkpoints of the multiples of this many steps are milestones: kept beside `keep_last`, for good. A multiple of
     `every_steps`; 0 = none."""
     async_save: bool = True
-    """True: training waits only for a copy in host memory (pinned on GPUs), and threads write it. False: training
-    waits until the checkpoint is on the disk."""
+    """True: copies in host memory (pinned on GPUs) are filled while the next step computes, and threads write them.
+    False: training waits until the checkpoint is on the disk."""
     save_retries: int = 3
     """How often in a row a failed save is tried again, with the state of a later step; then the run stops with exit
     code 3."""

@@ -54,6 +54,8 @@ class PhaseOptimizer(ABC):
     """The same of experts."""
     state_copy: int | None
     """Number of this rank's group among those that hold the same; None without a group."""
+    weights_stay: bool = True
+    """What the model holds in `whole_weights` is its own, and stays behind its end as it is until the next update."""
 
     def state_group_of(self, parameter: torch.Tensor) -> dist.ProcessGroup | None:
         return self.expert_state_group if is_of_expert(parameter) else self.state_group

@@ -167,6 +167,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
         self._model, self._take_off = model, take_off
         self._shards_weights = engine.zero_optimization_partition_weights()
+        self.weights_stay = not self._shards_weights
         self._offloads = engine.zero_cpu_offload()
         self._flat: list[torch.Tensor] = (
             self._zero.fp32_partitioned_groups_flat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -106,9 +107,10 @@ def take_step(
     step: int = 0,
     detector: SpikeDetector | None = None,
     measures: bool = False,
+    hold_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     detector = detector or SpikeDetector(config.monitor, single_rank().device)
-    training = Training(model, optimizer, config, single_rank(), detector)
+    training = Training(model, optimizer, config, single_rank(), detector, hold_update=hold_update)
     return train_step(training, batches, lr, step, measures=measures)
 
 

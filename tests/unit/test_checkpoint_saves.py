@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from gsa_train.checkpoint import files as checkpoint_files
+from gsa_train.checkpoint import save, staging
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveResult
 from gsa_train.model.mcore.build import Model
@@ -46,7 +49,7 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_mean
         assert saver.begin(run_state(1), model, optimizer) == []
         before = {name: value.clone() for name, value in model.gpt.state_dict().items() if value is not None}
         moments = {name: state["exp_avg"].clone() for name, (_, state) in adam_of(model, optimizer).items()}
-        take_step(model, optimizer, random_batches(config, 1), config, lr=LR)
+        take_step(model, optimizer, random_batches(config, 1), config, lr=LR, hold_update=saver.hold_update)
         assert saver.ended(now=2) == []
         assert saver.has(1)
         assert saver.durable_step is None
@@ -59,6 +62,69 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_mean
     for name, (_, state) in adam_of(model, optimizer).items():
         assert torch.equal(state["exp_avg"], moments[name]), name
         assert state["step"].item() == 1
+
+
+def test_an_update_waits_for_the_copies_and_the_files_are_those_of_a_save_that_everything_waits_for(
+    make_saver, config, tmp_path, monkeypatch
+):
+    """The copies begin when the next step stands before its update, and no earlier."""
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config, 0), config, lr=LR)
+    (waited,) = make_saver(async_save=False).begin(run_state(1), model, optimizer)
+    expected = checkpoint_files.read_manifest(waited.folder).files
+    shutil.rmtree(waited.folder)
+    before = [parameter.detach().clone() for parameter in model.gpt.parameters()]
+
+    reaches_update, copied = threading.Event(), []
+    copy_all = staging._copy_all
+
+    def copy_late(pairs):
+        assert reaches_update.wait(60)
+        copied.append(len(pairs))
+        copy_all(pairs)
+
+    monkeypatch.setattr(staging, "_copy_all", copy_late)
+    saver = make_saver()
+    assert saver.begin(run_state(1), model, optimizer) == []
+
+    def hold_update():
+        assert not copied
+        reaches_update.set()
+        saver.hold_update()
+        assert copied
+        assert all(map(torch.equal, before, model.gpt.parameters()))
+
+    take_step(model, optimizer, random_batches(config, 1), config, lr=LR, hold_update=hold_update)
+    assert not all(map(torch.equal, before, model.gpt.parameters()))
+    assert sum(copied) > 20
+    (result,) = saver.ended(now=2, wait=True)
+    found = checkpoint_files.read_manifest(result.folder).files
+    tensors = {name for name in expected if name.endswith(".distcp")}
+    assert len(tensors) > 1
+    assert {name: found[name] for name in tensors} == {name: expected[name] for name in tensors}
+    assert result.stall_seconds > 0
+    saver.hold_update()  # nothing is under way
+
+
+def test_the_copies_of_a_save_that_another_rank_cannot_make_are_left_behind(make_saver, trained, monkeypatch):
+    """They have ended when the next save may use their memory."""
+    saver, errors = make_saver(), iter([None, "rank 1: no copy in host memory"])
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "_agree", lambda error: next(errors))
+        (result,) = saver.begin(run_state(1), *trained)
+    assert result.error == "rank 1: no copy in host memory"
+    assert names_in(result.folder.parent) == set()
+    (again,) = saver.begin(run_state(2), *trained) + saver.ended(now=2, wait=True)
+    assert is_intact(again.folder)
+
+
+def test_a_large_share_goes_into_more_files(make_saver, trained, monkeypatch):
+    assert [save.files_of(size) for size in (0, 1 << 31, 24 * 10**9, 1 << 40)] == [2, 2, 8, 8]
+    monkeypatch.setattr(save, "FILE_BYTES", 20_000)
+    (result,) = make_saver(async_save=False).begin(run_state(1), *trained)
+    assert len(list(result.folder.glob("__0_*.distcp"))) > 2
+    assert is_intact(result.folder)
 
 
 def test_the_next_save_waits_for_the_one_under_way(make_saver, trained, tmp_path):

@@ -39,7 +39,8 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         "104,857,600,000",
         "warm-up",
         "dense equivalent",
-        "22.56; while it is written, about 2.82 of each rank's host memory",
+        "22.56; for the copies about 2.82 of each rank's host memory,",
+        "on GPUs pinned from the first steps on",
         "data.train_dir",
     ):
         assert fragment in report

@@ -6,9 +6,11 @@ import io
 import itertools
 import random
 
+import pytest
 import torch
 
-from gsa_train.checkpoint.host_memory import ALIGNMENT, HostMemory, pack
+from gsa_train.checkpoint import host_memory
+from gsa_train.checkpoint.host_memory import ALIGNMENT, HostMemory, pack, place
 from helpers.single_rank import single_rank
 
 MIB = 2**20
@@ -57,11 +59,60 @@ def test_copies_are_written_alone_and_kept() -> None:
     assert other.shape == (9,)
 
 
-def test_of_tensors_in_host_memory_the_copies_are_their_own() -> None:
-    tensor = torch.rand(4)
-    group: list[tuple[str, torch.Tensor]] = [("item", tensor[1:])]
-    HostMemory().copy([group])
-    ((item, copy),) = group
-    tensor.zero_()
-    assert item == "item"
-    assert copy.all()
+def test_what_is_there_is_used_and_the_rest_is_made() -> None:
+    draw = random.Random(2)
+    for _ in range(20):
+        sizes = [draw.randrange(3 * MIB) for _ in range(draw.randrange(40))]
+        there = [1 << draw.randrange(18, 24) for _ in range(draw.randrange(6))]
+        places, more = place(sizes, there)
+        blocks = [*there, *more]
+        taken = sorted(
+            (block, start, start + size) for size, (block, start) in zip(sizes, places, strict=True)
+        )
+        for (block, _, end), (other, start, _) in itertools.pairwise(taken):
+            assert block < other or end <= start
+        assert all(end <= blocks[block] for block, _, end in taken)
+    assert place([100, 5000], [MIB]) == ([(0, 5120), (0, 0)], [])
+    assert place([2 * MIB], [MIB]) == ([(1, 0)], [2 * MIB])
+
+
+def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over a phase that saves less or more."""
+    single_rank()
+    monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
+    made: list[int] = []
+    pinned = host_memory._pinned
+    monkeypatch.setattr(host_memory, "_pinned", lambda size: made.append(size) or pinned(size))
+    memory = HostMemory()
+    tensors = [torch.rand(300_000) for _ in range(3)]
+    memory.reserve([tensor.nbytes for tensor in tensors])
+    first = memory.pinned_like(tensors)
+    assert made == [2 * MIB] * 3
+    assert memory.block_bytes == 6 * MIB
+    memory.reserve([tensor.nbytes for tensor in tensors])
+    again = memory.pinned_like(tensors)
+    assert [each.data_ptr() for each in again] == [each.data_ptr() for each in first]
+    memory.pinned_like(tensors[:1])
+    memory.pinned_like(tensors)
+    assert made == [2 * MIB] * 3
+    memory.pinned_like([*tensors, torch.rand(100_000)])  # into what is left of a block
+    assert len(made) == 3
+    memory.pinned_like([*tensors, torch.rand(600_000)])
+    assert len(made) == 4
+    memory.release()
+    assert memory.block_bytes == 0
+    memory.close()
+
+
+def test_where_there_is_no_memory_the_save_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    single_rank()
+
+    def none_left(size: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(host_memory, "_pinned", none_left)
+    memory = HostMemory()
+    memory.reserve([1000])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.pinned_like([torch.rand(250)])
+    memory.close()

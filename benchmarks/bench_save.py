@@ -1,0 +1,209 @@
+"""How long training waits for saves: the first, later ones, and the last, of a whole model.
+
+    torchrun --standalone --nproc_per_node=1 benchmarks/bench_save.py [--config FILE] [--folder DIR] [key=value ...]
+
+Steps of the config's last phase on random tokens, and real checkpoints in a temporary folder of --folder (which is to
+be on the disk that runs use). Two ways, one after the other:
+
+    before   pinned memory made by the first save, all copied before the next step; two files a rank, a thread for
+             the checksum of each
+    now      memory made meanwhile, copies behind the next step's forward and backward pass, up to eight files
+
+`stall_s` is what the steps from the beginning of a save on took beyond as many usual ones (median without saves), so
+that what the device waits for counts, too; `host_s` what the save itself says (`checkpoint_stall_seconds`); `plan_s`
+the part before the copies. The last save is waited for until it is durable. Bar: less than one step, first and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import harness
+import torch
+import torch.distributed as dist
+
+from gsa_train.checkpoint import checksums, save
+from gsa_train.checkpoint.load import RunState
+from gsa_train.checkpoint.save import CheckpointSaver, SaveResult
+from gsa_train.checkpoint.staging import Copies, Group, Staging
+from gsa_train.config import CheckpointConfig, Config, config_to_yaml, load_config
+from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from whole_steps.step_bench import OurTrainee, random_batches
+
+WAYS = ("before", "now")
+
+
+class Saving:
+    """A model that takes steps and is saved."""
+
+    def __init__(self, way: str, trainee: OurTrainee, config: Config, folder: Path, steps: int) -> None:
+        """
+        Args:
+            steps: behind each save, over which its stall is counted.
+        """
+        parallel = trainee.parallel
+        self.way, self._trainee, self._config, self._steps = way, trainee, config, steps
+        self._batches = random_batches(config, parallel)
+        self._saver = CheckpointSaver(folder, CheckpointConfig(keep_last=1), parallel)
+        self._step = 0
+        self._plan_seconds = 0.0
+        if way == "now":
+            self._saver.reserve(trainee.model, trainee.optimizer)
+
+    def step(self) -> None:
+        self._step += 1
+        self._trainee.step(self._batches, hold_update=self._saver.hold_update)
+
+    def span(self, do: Callable[[], None]) -> float:
+        """Seconds until the device has done it."""
+        _synchronize(self._trainee.parallel)
+        began = time.perf_counter()
+        do()
+        _synchronize(self._trainee.parallel)
+        return time.perf_counter() - began
+
+    def begin(self) -> None:
+        began = time.perf_counter()
+        begin_copies = Staging.begin
+
+        def begin(staging: Staging, groups: list[Group]) -> Copies:
+            self._plan_seconds = time.perf_counter() - began
+            copies = begin_copies(staging, groups)
+            if self.way == "before":
+                copies.wait()
+            return copies
+
+        with patch.object(Staging, "begin", begin):
+            state = _state(self._step, self._config, self._trainee.parallel)
+            assert not self._saver.begin(state, self._trainee.model, self._trainee.optimizer)
+
+    def save_and_go_on(self, usual: float) -> dict[str, harness.Cell]:
+        def run() -> None:
+            self.begin()
+            for _ in range(self._steps):
+                self.step()
+
+        took = self.span(run)
+        (result,) = self._saver.ended(now=self._step, wait=True)
+        return self._row(result, took - self._steps * usual, usual)
+
+    def save_at_the_end(self, usual: float) -> dict[str, harness.Cell]:
+        found: list[SaveResult] = []
+
+        def run() -> None:
+            self.begin()
+            found.extend(self._saver.ended(now=self._step, wait=True))
+
+        took = self.span(run)
+        return self._row(found[0], took, usual)
+
+    def close(self) -> None:
+        self._saver.close()
+
+    def _row(self, result: SaveResult, stall: float, usual: float) -> dict[str, harness.Cell]:
+        assert result.error is None, result.error
+        return {
+            "stall_s": stall,
+            "host_s": result.stall_seconds,
+            "plan_s": self._plan_seconds,
+            "step_s": usual,
+            "durable_s": result.save_seconds,
+            "gb": result.bytes / 1e9,
+            "pinned_gib": self._saver.pinned_bytes / 2**30,
+        }
+
+
+def _state(step: int, config: Config, parallel: Parallel) -> RunState:
+    return RunState(
+        step=step,
+        tokens=0,
+        phase_index=len(config.phases) - 1,
+        phase_name=config.phases[-1].name,
+        phase_start=0,
+        data={},
+        wandb_run_id=None,
+        config_yaml=config_to_yaml(config),
+        layout=parallel.layout,
+        rng=[],
+    )
+
+
+def _synchronize(parallel: Parallel) -> None:
+    if parallel.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+@contextlib.contextmanager
+def as_it_was(way: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if way == "before":
+            stack.enter_context(patch.object(save, "MOST_FILES", save.FEWEST_FILES))
+            stack.enter_context(patch.object(checksums, "MOST_THREADS", 1))
+        yield
+
+
+def measure(
+    way: str, trainee: OurTrainee, config: Config, folder: Path, steps: int, saves: int
+) -> Iterator[dict[str, harness.Cell]]:
+    """A row for each save."""
+    saving = Saving(way, trainee, config, folder, steps)
+    with as_it_was(way):
+        for _ in range(3):
+            saving.step()
+        usual = median(saving.span(saving.step) for _ in range(max(3, steps)))
+        for number in range(saves):
+            yield {"way": way, "save": "first" if number == 0 else "later", **saving.save_and_go_on(usual)}
+        saving.step()
+        yield {"way": way, "save": "last", **saving.save_at_the_end(usual)}
+    saving.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--config", default=str(harness.ROOT / "configs" / "gsa_1.7b.yaml"))
+    parser.add_argument("--folder", default=".", help="where checkpoints are written, and deleted again")
+    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--steps", type=int, default=8, help="behind each save")
+    parser.add_argument("--saves", type=int, default=3, help="before the last one")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
+    world_size = int(harness.os.environ.get("WORLD_SIZE", "1"))
+    config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
+    parallel = init_parallel(config.parallel, seed=1)
+    report = harness.Report("bench_save", arguments)
+    trainee = OurTrainee(config, config.phases[-1], parallel)
+    folder = Path(tempfile.mkdtemp(prefix="bench_save_", dir=arguments.folder)) if parallel.is_main else None
+    shared = [folder]
+    dist.broadcast_object_list(shared, src=0)
+    try:
+        for way in WAYS:
+            if parallel.device.type == "cuda":
+                torch._C._host_emptyCache()  # torch keeps pinned memory that it was given back
+            for row in measure(way, trainee, config, shared[0] / way, arguments.steps, arguments.saves):
+                report.row(**row)
+                if way == "now" and row["save"] != "last":
+                    report.bar(
+                        f"{row['save']} save: stall / step", row["stall_s"] / row["step_s"], at_most=1.0
+                    )
+    finally:
+        dist.barrier()
+        if folder is not None:
+            shutil.rmtree(folder)
+    trainee.close()
+    code = report.finish() if parallel.is_main else 0
+    shutdown_parallel()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

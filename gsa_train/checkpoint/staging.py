@@ -1,0 +1,116 @@
+"""The copies of a save, filled while the next step computes.
+
+A step reads what a checkpoint holds (weights, optimizer state, averages) and changes it in its update alone. So the
+copies may take until then: on a GPU a stream of their own fills pinned memory, and the update waits for it on the
+device; of tensors in host memory a thread makes the copies, and the update waits for that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from gsa_train.checkpoint.host_memory import HostMemory
+
+Group = list[tuple[Any, torch.Tensor]]
+"""Of one file: torch's description of each tensor, and the tensor."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Copy and source."""
+
+
+class Copies:
+    """Of one save, on their way from the moment at which this is made."""
+
+    def __init__(self, of_gpu: Sequence[Pair], of_host: Sequence[Pair], thread: ThreadPoolExecutor) -> None:
+        self._sources: list[torch.Tensor] = [source for _, source in (*of_gpu, *of_host)]
+        """Kept until the update, whatever becomes of the optimizer."""
+        self._filled = _copy_on_gpu(of_gpu) if of_gpu else None
+        self._in_thread: Future[None] | None = thread.submit(_copy_all, of_host) if of_host else None
+        self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Around the device's wait."""
+        self._waited_seconds = 0.0
+
+    def hold_update(self) -> None:
+        """What is queued on the device from here on, and what this thread does, comes behind the copies. For the device
+        this thread does not wait. From the second call on it does nothing."""
+        if not self._sources:
+            return
+        if self._filled is not None:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            torch.cuda.current_stream().wait_event(self._filled)
+            after.record()
+            self._waits = before, after
+        began = time.perf_counter()
+        if self._in_thread is not None:
+            self._in_thread.result()
+        self._waited_seconds = time.perf_counter() - began
+        # Where a source ends with this, its memory is given away behind the wait, in the same stream.
+        self._sources = []
+
+    def wait(self) -> None:
+        """Until they are filled; from any thread."""
+        if self._filled is not None:
+            self._filled.synchronize()
+        if self._in_thread is not None:
+            self._in_thread.result()
+
+    def held_seconds(self) -> float:
+        """That an update had to wait, once they are filled."""
+        waits, self._waits = self._waits, None
+        if waits is not None:
+            before, after = waits
+            after.synchronize()
+            self._waited_seconds += before.elapsed_time(after) / 1000
+        return self._waited_seconds
+
+
+class Staging:
+    """Makes the copies of a rank's saves, one save at a time."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._thread = ThreadPoolExecutor(1, "checkpoint-copy")
+
+    def begin(self, groups: Sequence[Group]) -> Copies:
+        """Replace the tensors in these lists, in place, by copies that are on their way. No tensor may change before
+        `Copies.hold_update` or `Copies.wait` has returned.
+
+        Raises:
+            RuntimeError, MemoryError: there is no memory for them.
+        """
+        of_gpu: list[Pair] = []
+        of_host: list[Pair] = []
+        on_gpu = [tensor for group in groups for _, tensor in group if tensor.is_cuda]
+        pinned = iter(self._memory.pinned_like(on_gpu))
+        for group in groups:
+            for number, (item, tensor) in enumerate(group):
+                copy = next(pinned) if tensor.is_cuda else torch.empty(tensor.shape, dtype=tensor.dtype)
+                (of_gpu if tensor.is_cuda else of_host).append((copy, tensor.detach()))
+                group[number] = (item, copy)
+        return Copies(of_gpu, of_host, self._thread)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+def _copy_on_gpu(pairs: Sequence[Pair]) -> torch.cuda.Event:
+    """Queued behind what the current stream has; the event is behind the last copy."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for copy, source in pairs:
+            copy.copy_(source, non_blocking=True)
+    filled = torch.cuda.Event(blocking=True)  # a thread that waits for it takes no core
+    filled.record(stream)
+    return filled
+
+
+def _copy_all(pairs: Sequence[Pair]) -> None:
+    with torch.no_grad():
+        for copy, source in pairs:
+            copy.copy_(source)

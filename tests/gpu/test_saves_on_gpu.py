@@ -1,0 +1,89 @@
+"""Saves on a CUDA device, whose copies are filled while the next step computes: the update waits, the host does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsa_train.checkpoint.host_memory import HostMemory
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.checkpoint.staging import Group, Staging
+from gsa_train.config import CheckpointConfig
+from helpers.checkpoints import run_state
+from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SLEEP_CYCLES = 2 * 10**9
+"""About a second of a device."""
+
+
+def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
+    tensors = [torch.rand(1 << 22, device="cuda") for _ in range(8)]
+    expected = [tensor.cpu() for tensor in tensors]
+    staging = Staging(HostMemory())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)  # what the last step left; the copies come behind it
+    group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
+    copies = staging.begin([group])
+    assert copies._filled is not None
+    assert not copies._filled.query()
+    copies.hold_update()
+    for tensor in tensors:
+        tensor.fill_(7.0)
+    assert not copies._filled.query()  # the host has waited for nothing
+    copies.wait()
+    for (_, copy), before in zip(group, expected, strict=True):
+        assert copy.is_pinned()
+        assert torch.equal(copy, before)
+    torch.cuda.synchronize()
+    assert all((tensor == 7.0).all() for tensor in tensors)
+    assert copies.held_seconds() >= 0
+    staging.close()
+
+
+def test_without_the_hold_an_update_would_be_in_the_copies() -> None:
+    """The test above says something: the side stream is another one than the update's."""
+    tensor = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    staging, group = Staging(HostMemory()), [("item", tensor)]
+    staging.begin([group]).wait()  # makes the memory
+    group = [("item", tensor)]
+    copies = staging.begin([group])
+    tensor.fill_(7)
+    copies.wait()
+    assert group[0][1].max() == 7
+    staging.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_checkpoint_holds_the_moment_of_its_beginning(tmp_path: Path, waits: bool) -> None:
+    config = tiny_config([SPARSE])
+    model, other = tiny_model(config), tiny_model(config)
+    from gsa_train.optimizer.mcore import build_optimizer
+
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config, 0), config, lr=1e-2)
+    saver = CheckpointSaver(tmp_path, CheckpointConfig(async_save=not waits), single_rank())
+    saver.reserve(model, optimizer)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    found = saver.begin(run_state(1), model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.gpt.parameters()]
+    moments = [tensor.clone() for part in optimizer.state_parts() for tensor in part.tensors.values()]
+    for seed in range(1, 4):
+        take_step(
+            model, optimizer, random_batches(config, seed), config, lr=1e-2, hold_update=saver.hold_update
+        )
+    (result,) = found + saver.ended(now=4, wait=True)
+    assert result.error is None
+    saver.close()
+    again = build_optimizer(other, SPARSE, config)
+    load_checkpoint(result.folder, other, again, single_rank(), with_optimizer=True)
+    assert all(map(torch.equal, before, other.gpt.parameters()))
+    state = [tensor for part in again.state_parts() for tensor in part.tensors.values()]
+    assert all(map(torch.equal, moments, state))
