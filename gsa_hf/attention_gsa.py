@@ -10,6 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_gsa import GSAConfig
+from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
 from .indexer_gsa import GSAIndexer, indexer_loss, mean_attention, rotate, select_keys
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
@@ -61,11 +62,6 @@ class GSARotaryEmbedding(nn.Module):
         return cos.to(x.dtype), sin.to(x.dtype)
 
 
-def sigmoid_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(logits), calculated in fp32."""
-    return (x.float() * torch.sigmoid(logits.float())).to(x.dtype)
-
-
 def eager_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -106,8 +102,16 @@ class GSAAttention(nn.Module):
         self.o_proj = nn.Linear(queries, hidden, bias=False)
         self.q_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.value_gate_proj = nn.Linear(hidden, keys) if config.value_gate else None
-        self.output_gate_proj = nn.Linear(hidden, queries) if config.output_gate else None
+        of_queries = gate_rows(config, config.num_attention_heads)
+        of_keys = gate_rows(config, config.num_key_value_heads)
+        self.value_gate_proj = make_gate(config, of_keys) if config.value_gate else None
+        self.output_gate_proj = make_gate(config, of_queries) if config.output_gate else None
+        self.key_gate_proj = make_gate(config, of_keys) if config.key_gate else None
+        self.query_gate_proj = make_gate(config, of_queries) if config.query_gate else None
+        self.projection_gate_proj = make_gate(config, hidden) if config.projection_gate else None
+        self.o_norm = None
+        if config.output_transform == "rms_norm":
+            self.o_norm = GSARMSNorm(self.head_dim, config.rms_norm_eps)
         self.indexer = GSAIndexer(config) if leader == layer_idx else None
 
     def forward(
@@ -151,15 +155,18 @@ class GSAAttention(nn.Module):
                 rows = self.indexer.cache_row(tokens)
                 if cache is not None:
                     rows = cache.update_indexer(rows, self.layer_idx)
-        gate = None if self.output_gate_proj is None else self.output_gate_proj(hidden_states).view(shape)
+        logits = None if self.output_gate_proj is None else self.output_gate_proj(hidden_states)
+        of_kernels = kernel_pass is not None and has_paper_form(self.config)
 
         interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         if kernel_pass is not None:
-            call = KernelCall(kernel_pass, tokens, rows, selection, gate, output_indexer_loss)
+            given = None if logits is None or not of_kernels else logits.view(shape)
+            call = KernelCall(kernel_pass, tokens, rows, selection, given, output_indexer_loss)
             out, _ = interface(self, q, k, v, None, scaling=self.scaling, call=call)
-            return self.o_proj(out.reshape(*shape[:2], -1)), None, call.selection, call.loss
+            result = self._leave(out, None if of_kernels else logits, hidden_states)
+            return result, None, call.selection, call.loss
 
         assert attention_mask is not None
         loss = leaders = None
@@ -176,16 +183,16 @@ class GSAAttention(nn.Module):
             if self.config.index_block_size > 1:
                 leaders = slots - position_ids % self.config.index_block_size
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
-                scores = self.indexer.scores(self.indexer.from_cache(tokens, rows, leaders))
+                in_first_block = position_ids < self.config.index_block_size
+                selecting = self.indexer.from_cache(tokens, rows, leaders, in_first_block)
+                scores = self.indexer.scores(selecting)
             selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders)
             if output_indexer_loss:
                 loss = self._loss(scores, q, k, selection, attention_mask[:, 0], leaders)
         if self.is_sparse:
             attended = selection[:, None]
         out, weights = interface(self, q, k, v, attended, scaling=self.scaling, **kwargs)
-        if gate is not None:
-            out = sigmoid_gate(out, gate)
-        return self.o_proj(out.reshape(*shape[:2], -1)), weights, selection, loss
+        return self._leave(out, logits, hidden_states), weights, selection, loss
 
     def project(
         self,
@@ -194,15 +201,39 @@ class GSAAttention(nn.Module):
         shape: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
-        q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
-        v = self.v_proj(hidden_states)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (projection(hidden_states).view(shape) for projection in projections)
         if self.value_gate_proj is not None:
-            v = sigmoid_gate(v, self.value_gate_proj(hidden_states))
+            v = gate_heads(v, self.value_gate_proj(hidden_states), self.config)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.key_gate_proj is not None:
+            k = gate_heads(k, self.key_gate_proj(hidden_states), self.config)
+        if self.query_gate_proj is not None:
+            q = gate_heads(q, self.query_gate_proj(hidden_states), self.config)
         cos, sin = (x[:, :, None] for x in position_embeddings)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2), v.view(shape).transpose(1, 2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _leave(
+        self, out: torch.Tensor, logits: torch.Tensor | None, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """From attention [B, L, H, D] to the layer's output [B, L, d].
+
+        Args:
+            logits: of G1, where it is still to be applied
+            hidden_states: what attention came from
+        """
+        if logits is not None:
+            out = gate_heads(out, logits, self.config)
+        if self.o_norm is not None:
+            out = self.o_norm(out)
+        elif self.config.output_transform == "silu":
+            out = nn.functional.silu(out)
+        result = self.o_proj(out.reshape(*out.shape[:2], -1))
+        if self.projection_gate_proj is not None:
+            result = gate(result, self.projection_gate_proj(hidden_states), self.config)
+        return result
 
     def _loss(
         self,

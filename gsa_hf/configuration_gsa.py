@@ -27,6 +27,22 @@ class GSAConfig(PreTrainedConfig):
             G2: values times sigmoid(h W + b), before attention.
         output_gate (`bool`, *optional*, defaults to `True`):
             G1: attention's output times sigmoid(h W + b), elementwise and head-specific.
+        key_gate, query_gate, projection_gate (`bool`, *optional*, defaults to `False`):
+            G3 on the keys and G4 on the queries, before their rotary embedding; G5 on what the output projection gives.
+        gate_granularity (`str`, *optional*, defaults to `"elementwise"`):
+            Of all gates, as the next four: `"elementwise"`, or `"headwise"`, one for all channels of a head.
+        gate_sharing (`str`, *optional*, defaults to `"head_specific"`):
+            `"head_specific"`, or `"head_shared"`, the same for all heads.
+        gate_form (`str`, *optional*, defaults to `"multiplicative"`):
+            `"multiplicative"`, or `"additive"`.
+        gate_activation (`str`, *optional*, defaults to `"sigmoid"`):
+            `"sigmoid"`, `"silu"`, `"ns_sigmoid"` (0.5 + 0.5 sigmoid) or `"identity"` of the logits h W + b.
+        gate_input (`str`, *optional*, defaults to `"query_dependent"`):
+            `"query_dependent"`, or `"input_independent"`, whose logits are b alone.
+        output_transform (`str`, *optional*, defaults to `"none"`):
+            In the place of G1: `"rms_norm"` of each head's attention output, or `"silu"` of it.
+        sandwich_norm (`bool`, *optional*, defaults to `False`):
+            RMSNorm behind attention and behind the feed-forward layer, too.
         layer_types (`list[str]`, *optional*):
             For each layer `"full_attention"` (dense, no indexer) or `"indexed_attention"` (sparse); sparse if unset.
         index_n_heads (`int`, *optional*, defaults to 4):
@@ -57,6 +73,9 @@ class GSAConfig(PreTrainedConfig):
             Latest keys that are always selected, beside the budget.
         index_block_size (`int`, *optional*, defaults to 1):
             Queries in aligned blocks of this many share the selection of the first of them.
+        index_block_query (`str`, *optional*, defaults to `"first"`):
+            What scores the keys for a block: its `"first"` query, or `"previous_mean"`, the mean of the queries and
+            head weights over the block before it.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Layers in groups of this many share the selection of the first of them.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
@@ -93,6 +112,16 @@ class GSAConfig(PreTrainedConfig):
     qk_norm: bool = False
     value_gate: bool = True
     output_gate: bool = True
+    key_gate: bool = False
+    query_gate: bool = False
+    projection_gate: bool = False
+    gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
+    gate_sharing: Literal["head_specific", "head_shared"] = "head_specific"
+    gate_form: Literal["multiplicative", "additive"] = "multiplicative"
+    gate_activation: Literal["sigmoid", "silu", "ns_sigmoid", "identity"] = "sigmoid"
+    gate_input: Literal["query_dependent", "input_independent"] = "query_dependent"
+    output_transform: Literal["none", "rms_norm", "silu"] = "none"
+    sandwich_norm: bool = False
     layer_types: list[str] | None = None
     index_n_heads: int = 4
     index_head_dim: int = 64
@@ -107,6 +136,7 @@ class GSAConfig(PreTrainedConfig):
     index_temperature: float | int | str = 1.0
     index_local_window: int = 0
     index_block_size: int = 1
+    index_block_query: Literal["first", "previous_mean"] = "first"
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
 
@@ -132,6 +162,18 @@ class GSAConfig(PreTrainedConfig):
             )
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act is {self.hidden_act!r}; pass 'silu', which SwiGLU is made of")
+        if self.projection_gate and (self.gate_granularity, self.gate_sharing) != (
+            "elementwise",
+            "head_specific",
+        ):
+            raise ValueError(
+                f"projection_gate is True with gate_granularity {self.gate_granularity!r} and gate_sharing "
+                f"{self.gate_sharing!r}; pass False: behind the output projection there are no heads"
+            )
+        if self.output_transform != "none" and self.output_gate:
+            raise ValueError(
+                f"output_transform is {self.output_transform!r} with output_gate; pass 'none', or output_gate=False"
+            )
         validate_indexer(self)
         for layer_idx, name in enumerate(self.layer_types or ()):
             if name not in (INDEXED_LAYER, DENSE_LAYER):
@@ -171,6 +213,10 @@ def validate_indexer(config: Any) -> None:
         raise ValueError(
             f"index_local_window is {config.index_local_window}; pass at least index_block_size "
             f"{config.index_block_size}, so that each query attends to the keys of its own block"
+        )
+    if config.index_block_query != "first" and config.index_block_size == 1:
+        raise ValueError(
+            f"index_block_query is {config.index_block_query!r} with index_block_size 1; pass 'first', or a block"
         )
     temperature = config.index_temperature
     if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):

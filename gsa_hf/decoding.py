@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
+from .gates_gsa import other_gates
 from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
 from .kernels_gsa import applied_indexer, kernel_rule
@@ -50,6 +51,14 @@ class ModelDecoder:
         ]
 
 
+def not_fused(config: Any) -> str | None:
+    """What of a configuration fused steps do not have, `field is value`; None: nothing."""
+    for name, value in {"sandwich_norm": False, "index_block_query": "first"}.items():
+        if getattr(config, name) != value:
+            return f"{name} is {getattr(config, name)!r}"
+    return other_gates(config)
+
+
 class FusedDecoder:
     """By joined projections and, in sparse layers, the kernels of gsa_kernels.
 
@@ -67,7 +76,8 @@ class FusedDecoder:
                 which into the attribute `products`, and into the log.
 
         Raises:
-            ValueError: the model has sparse layers and another `attn_implementation`, or products is none of these.
+            ValueError: the model has sparse layers and another `attn_implementation`, something that is decoded by its
+                own forward pass alone, or products is none of these.
         """
         if products not in PRODUCTS:
             raise ValueError(f"products is {products!r}; pass one of {PRODUCTS}")
@@ -77,6 +87,8 @@ class FusedDecoder:
             raise ValueError(
                 f"attn_implementation is {implementation!r} with sparse layers; pass 'gsa', or decode by the model"
             )
+        if (obstacle := not_fused(model.config)) is not None:
+            raise ValueError(f"{obstacle}; decode by the model")
         self.model, self.config = model, model.config
         self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
         self._compile, self._wanted_products = compile, products

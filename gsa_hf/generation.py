@@ -19,7 +19,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from .decoding import FusedDecoder, ModelDecoder
+from .decoding import FusedDecoder, ModelDecoder, not_fused
 from .modeling_gsa import GSAForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class Generator:
     """Generates from batches of prompts with one model, whose weights are those of now.
 
     On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
-    and with `attn_implementation` "sdpa" or "eager" for sparse layers, they are the model's own forward pass.
+    with `attn_implementation` "sdpa" or "eager" for sparse layers, and for gates and norms that the paper has not, they
+    are the model's own forward pass.
     """
 
     def __init__(self, model: GSAForCausalLM, compile: bool = False, vocab_size: int | None = None) -> None:
@@ -98,12 +99,14 @@ class Generator:
         self.model, self.device = model.eval(), model.device
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
         implementation = model.config._attn_implementation
-        fused = self.device.type == "cuda" and (implementation == "gsa" or not sparse)
+        obstacle = not_fused(model.config)
+        fused = self.device.type == "cuda" and (implementation == "gsa" or not sparse) and obstacle is None
         self.decoder: FusedDecoder | ModelDecoder
         self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)
         self._graphs: DecodingGraphs | None = None
         self._vocab_size = vocab_size or model.config.vocab_size
         how = "fused steps in CUDA graphs" if fused else "the model's forward pass"
+        how += f" ({obstacle})" if obstacle else ""
         logger.info("decoding by %s, attn_implementation %s, on %s", how, implementation, self.device)
 
     @property

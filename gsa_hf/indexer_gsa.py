@@ -40,6 +40,7 @@ class GSAIndexer(nn.Module):
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.activation = "sigmoid" if config.index_activation in ("sigmoid", "plain") else "relu"
         self.block_size, self.temperature = config.index_block_size, config.index_temperature
+        self.by_previous_block = config.index_block_query == "previous_mean"
         self.weight_logit = WEIGHT_LOGITS.get(config.index_activation)
         biased = self.activation == "sigmoid"
         self.wq = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
@@ -121,18 +122,34 @@ class GSAIndexer(nn.Module):
         return torch.cat([*parts, keys.new_zeros(*keys.shape[:2], padding)], -1)
 
     def from_cache(
-        self, tokens: IndexedTokens, rows: torch.Tensor, leaders: torch.Tensor | None
+        self,
+        tokens: IndexedTokens,
+        rows: torch.Tensor,
+        leaders: torch.Tensor | None,
+        in_first_block: torch.Tensor | None = None,
     ) -> IndexedTokens:
         """Rows of the cache [B, Lk, width] -> its keys, and what each query selects with.
 
         Args:
             tokens: of this forward pass
             leaders: int64 [B, L], slot of the first query of each query's block; None where blocks are of one
+            in_first_block: bool [B, L], of a sequence; what `index_block_query: previous_mean` asks for
         """
         if leaders is None:
             return tokens._replace(keys=rows)
         first, size = self.head_dim, self.heads * self.head_dim
-        of_leaders = rows.gather(1, leaders[..., None].expand(-1, -1, rows.shape[-1]))
+
+        def of_slots(slots: torch.Tensor) -> torch.Tensor:
+            return rows.gather(1, slots[..., None].expand(-1, -1, rows.shape[-1]))
+
+        of_leaders = of_slots(leaders)
+        if self.by_previous_block:
+            assert in_first_block is not None
+            total = torch.zeros_like(of_leaders, dtype=torch.float32)
+            for behind in range(self.block_size, 0, -1):
+                total = total + of_slots((leaders - behind).clamp(min=0)).float()
+            mean = (total / self.block_size).to(rows.dtype)
+            of_leaders = torch.where(in_first_block[..., None], of_leaders, mean)
         queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))
         weights = of_leaders[..., first + size : first + size + self.heads]
         return IndexedTokens(queries, rows[..., :first], weights)

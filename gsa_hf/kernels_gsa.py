@@ -70,13 +70,16 @@ def _attend(
         place.memory.forget_block(call.rows)
     if module.indexer is not None and sparse:
         assert call.rows is not None
-        keys = call.rows[:, :end, : config.index_head_dim]
-        applied = applied_indexer(
-            module.indexer,
-            place.arranged(call.tokens.queries)[:, ::block],
-            keys if place.past else place.arranged(keys),
-            place.arranged(call.tokens.weights)[:, ::block],
+        rows = call.rows[:, :end] if place.past else place.arranged(call.rows[:, :end])
+        tokens = call.tokens._replace(
+            queries=place.arranged(call.tokens.queries)[:, ::block],
+            keys=rows[..., : config.index_head_dim],
+            weights=place.arranged(call.tokens.weights)[:, ::block],
         )
+        if module.indexer.by_previous_block and block > 1:
+            leaders = torch.arange(place.past, end, block, device=rows.device).expand(len(rows), -1)
+            tokens = module.indexer.from_cache(tokens, rows, leaders, leaders == 0)
+        applied = applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
         call.selection = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
         )
@@ -155,7 +158,7 @@ def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor,
     else:
         call.selection = place.memory.selection(len(first), keys, rows.device)
     slots = first if place.starts is None else first + place.starts
-    tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None])
+    tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None], (first == 0)[:, None])
     return lengths, applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
 
 

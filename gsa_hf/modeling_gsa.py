@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .configuration_gsa import GSAConfig
+from .gates_gsa import GSAGateBias
 from .indexer_gsa import GSAIndexer
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 
@@ -64,14 +65,18 @@ class GSADecoderLayer(GradientCheckpointingLayer):
         self.mlp = GSAMLP(config)
         self.input_layernorm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
+        sizes = (config.hidden_size, config.rms_norm_eps)
+        self.attention_output_norm = GSARMSNorm(*sizes) if config.sandwich_norm else nn.Identity()
+        self.mlp_output_norm = GSARMSNorm(*sizes) if config.sandwich_norm else nn.Identity()
 
     def forward(
         self, hidden_states: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """[B, L, d] -> the same, the selection and the indexer loss. Arguments as for `GSAAttention`."""
         out, _, selection, loss = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + out
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), selection, loss
+        hidden_states = hidden_states + self.attention_output_norm(out)
+        out = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(hidden_states)))
+        return hidden_states + out, selection, loss
 
 
 class GSAPreTrainedModel(PreTrainedModel):
@@ -90,6 +95,8 @@ class GSAPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, GSAGateBias):
+            init.zeros_(module.bias)
         if isinstance(module, GSAIndexer):
             init.zeros_(module.variance_ema)
             if module.score_bias is not None:

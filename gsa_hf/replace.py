@@ -146,6 +146,10 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
         raise ValueError(
             f"index_topk_freq is {config.index_topk_freq}; pass 1: the layers of another model hand on no selection"
         )
+    if config.sandwich_norm:
+        raise ValueError(
+            "sandwich_norm is True; pass False: the norms of another model's layers stay as they are"
+        )
     if getattr(host, "attention_dropout", 0):
         raise ValueError(f"attention_dropout is {host.attention_dropout}; load the model with 0")
     assert config.layer_types is not None

@@ -36,7 +36,7 @@ from gsa_train.study.runner import StudyRunner, lock_study, say
 from gsa_train.study.states import JobState, note_failure, read_failures, read_state
 from gsa_train.study.study_file import Study, load_study
 from gsa_train.study.tables import read_results
-from gsa_train.study.times import expected_seconds, read_times
+from gsa_train.study.times import expected_time, read_times
 
 
 def main() -> int:
@@ -128,10 +128,10 @@ def say_what_is_too_long(study: Study, runner: StudyRunner, within_seconds: floa
     """Of the trainings that did not start, as there was no time for them."""
     jobs, times = jobs_of(study), read_times(study.folder)
     for job in runner.left:
-        seconds = expected_seconds(job, jobs, times)
-        if job.kind == "train" and seconds is not None:
-            more = "; give more" if seconds > within_seconds else ""
-            print(f"  no time left: {job.run.name}, which takes about {seconds:.0f} s{more}")
+        expected = expected_time(job, jobs, times)
+        if job.kind == "train" and expected is not None:
+            more = "; give more" if expected.seconds > within_seconds and not expected.is_guess else ""
+            print(f"  no time left: {job.run.name}, which takes about {expected.seconds:.0f} s{more}")
 
 
 def states_of(study: Study) -> list[JobState]:

@@ -22,6 +22,7 @@ MODEL_FIELDS = {
     "vocab_size": "vocab_size",
     "qkv_bias": "qkv_bias",
     "qk_norm": "qk_norm",
+    "sandwich_norm": "sandwich_norm",
     "norm_epsilon": "rms_norm_eps",
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
@@ -30,6 +31,11 @@ MODEL_FIELDS = {
 GSA_FIELDS = {
     "value_gate": "value_gate",
     "output_gate": "output_gate",
+    "key_gate": "key_gate",
+    "query_gate": "query_gate",
+    "projection_gate": "projection_gate",
+    **{name: name for name in FORM},
+    "output_transform": "output_transform",
     "indexer_heads": "index_n_heads",
     "indexer_dim": "index_head_dim",
     "indexer_activation": "index_activation",
@@ -43,24 +49,13 @@ GSA_FIELDS = {
     "dense_below": "index_dense_below",
     "local_window": "index_local_window",
     "selection_block": "index_block_size",
+    "selection_query": "index_block_query",
     "selection_reuse": "index_topk_freq",
 }
 """The same of `gsa`; `attention` is in `layer_types`. The others say how to train, and with which kernels."""
 
 
-NOT_IN_HF = {
-    "model": ("sandwich_norm",),
-    "moe": ("experts",),
-    "gsa": (
-        "key_gate",
-        "query_gate",
-        "projection_gate",
-        *FORM,
-        "output_transform",
-        "indexer_pool",
-        "selection_query",
-    ),
-}
+NOT_IN_HF = {"moe": ("experts",), "gsa": ("indexer_pool",)}
 """Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 
 
@@ -92,7 +87,7 @@ def not_in_hf(config: Config) -> list[str]:
             value, default = getattr(part, name), getattr(type(part)(), name)
             if value != default:
                 wrong = "the model of transformers (gsa_hf) does not have it"
-                remedy = f"launch/evaluate.py scores it all the same; train with {name}={as_written(default)}"
+                remedy = f"launch/evaluate.py scores it all the same; train with {section}.{name}={as_written(default)}"
                 lines.append(problem_line(f"{section}.{name}", value, wrong, remedy))
     return lines
 

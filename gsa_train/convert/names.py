@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gsa_train.config import GSAConfig, ModelConfig
+from gsa_train.config.gate_shapes import gate_rows
 from gsa_train.config.indexer_scores import SCORES
 
 Tensors = tuple[torch.Tensor, ...]
@@ -65,21 +66,7 @@ def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
                 columns[kind],
             )
         )
-    gates = {
-        "value_gate_proj": gsa.value_gate * model.head_dim,
-        "output_gate_proj": gsa.output_gate * query_rows,
-    }
-    present = {name: rows for name, rows in gates.items() if rows}
-    for kind in ("weight", "bias") if present else ():
-        found.append(
-            _by_kv_head(
-                f"{attention}.linear_gate.{kind}",
-                [f"{self_attn}.{name}.{kind}" for name in present],
-                list(present.values()),
-                model.num_kv_heads,
-                columns[kind],
-            )
-        )
+    found += _gates(attention, self_attn, model, gsa)
     query = model.num_heads * model.head_dim
     found.append(_same(f"{attention}.linear_proj.weight", f"{self_attn}.o_proj.weight", d, query))
     if model.qk_norm:
@@ -89,6 +76,11 @@ def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
         found += _indexer(f"{attention}.indexer", f"{self_attn}.indexer", d, gsa)
         ema = f"{self_attn}.indexer.variance_ema"
         found.append(Pair(f"{attention}.variance.ema", (ema,), (), _alone, _first, always_fp32=True))
+    if model.sandwich_norm:
+        found.append(
+            _same(f"{ours}.post_attention_layernorm.weight", f"{theirs}.attention_output_norm.weight", d)
+        )
+        found.append(_same(f"{ours}.post_mlp_layernorm.weight", f"{theirs}.mlp_output_norm.weight", d))
     mlp = f"{theirs}.mlp"
     return [
         *found,
@@ -102,6 +94,28 @@ def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
         ),
         _same(f"{ours}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", d, ffn),
     ]
+
+
+def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
+    """In training the gates on heads are one matrix: for each key-value head the rows of all of them."""
+    d, found = model.hidden_size, []
+    rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
+    on_heads = {f"{name}_gate_proj": rows[name] for name in ("value", "output", "key", "query") if rows[name]}
+    groups = model.num_kv_heads if gsa.gate_sharing == "head_specific" else 1
+    depends = gsa.gate_input == "query_dependent"
+    whole = "linear_gate" if depends and gsa.gate_sharing == "head_specific" else "head_gate"
+    columns: dict[str, tuple[int, ...]] = {"weight": (d,), "bias": ()} if depends else {"bias": ()}
+    for kind, of_row in columns.items():
+        if on_heads:
+            names = [f"{theirs}.{name}.{kind}" for name in on_heads]
+            of_group = [count // groups for count in on_heads.values()]
+            found.append(_by_kv_head(f"{ours}.{whole}.{kind}", names, of_group, groups, of_row))
+        if gsa.projection_gate:
+            name = f"projection_gate_proj.{kind}"
+            found.append(_same(f"{ours}.projection_gate.{kind}", f"{theirs}.{name}", d, *of_row))
+    if gsa.output_transform == "rms_norm":
+        found.append(_same(f"{ours}.output_layernorm.weight", f"{theirs}.o_norm.weight", model.head_dim))
+    return found
 
 
 def _indexer(ours: str, theirs: str, d: int, gsa: GSAConfig) -> list[Pair]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from gsa_train.goodput.ledger import FILE as GOODPUT
 from gsa_train.run.file_names import MONITOR_STOP
 from gsa_train.run.starts import STARTS
-from gsa_train.study.states import FAILURES, is_complete
+from gsa_train.study.jobs import jobs_of
+from gsa_train.study.states import FAILURES, read_state
 from gsa_train.study.study_file import Study, StudyRun
 from gsa_train.study.times import TIMES
 
@@ -24,10 +25,14 @@ OF_RUN = (
 def pack_study(study: Study, failures: Collection[str], out: Path) -> int:
     """Write a .tar.gz whose top folder is the study's; returns how many runs it has.
 
-    Runs that are finished or have failed, with their evaluations. One that would go on needs its checkpoint, which is
-    not small: it is left out, and begins anew.
+    Runs of which all is finished or has failed. What is still to do of the others needs their checkpoints, which are
+    not small: they are left out, and begin anew.
     """
-    runs = [run for run in study.runs if is_complete(run) or f"{run.name} train" in failures]
+    unfinished = {
+        job.run.name for job in jobs_of(study) if not read_state(job).finished and job.key not in failures
+    }
+    failed = {run.name for run in study.runs if f"{run.name} train" in failures}
+    runs = [run for run in study.runs if run.name in failed or run.name not in unfinished]
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     with tarfile.open(temporary, "w:gz") as file:

@@ -22,7 +22,7 @@ from gsa_train.study.jobs import Job
 from gsa_train.study.plan import Ended, StudyError, judge, next_job
 from gsa_train.study.processes import Running, child_environment
 from gsa_train.study.states import newest_checkpoint, note_failure, read_state
-from gsa_train.study.times import expected_seconds, note_time, read_times
+from gsa_train.study.times import expected_time, note_time, read_times
 
 POLL_SECONDS = 0.1
 
@@ -54,6 +54,7 @@ class StudyRunner:
         self._free = list(self.gpus or [])
         self._signals = 0
         self._told = False
+        self._has_begun_training = False
         self._waited_for: list[Job] = []
 
     def run(self) -> None:
@@ -90,14 +91,18 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """What nobody has measured does: else nothing would ever start."""
-        if self.deadline is None or not self.all_jobs:
+        """A guess keeps no training from being the first of a start: else it might never be measured. Evaluations fit:
+        they were counted with the training before them, whose checkpoint they need."""
+        if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
-        seconds = expected_seconds(job, self.all_jobs, read_times(self.folder))
-        return seconds is None or time.time() + seconds <= self.deadline
+        expected = expected_time(job, self.all_jobs, read_times(self.folder))
+        if expected is None or (expected.is_guess and not self._has_begun_training):
+            return True
+        return time.time() + expected.seconds <= self.deadline
 
     def _start(self, job: Job) -> None:
         self._due.remove(job)
+        self._has_begun_training |= job.kind == "train"
         gpus = tuple(self._free[: job.devices])
         del self._free[: job.devices]
         name = job.key.replace(" ", "_")

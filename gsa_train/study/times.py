@@ -40,7 +40,14 @@ def read_times(study_folder: Path) -> WallTimes:
     return times
 
 
-def expected_seconds(job: Job, jobs: Sequence[Job], times: WallTimes) -> float | None:
+@dataclass(frozen=True)
+class Expected:
+    seconds: float
+    is_guess: bool
+    """Nothing of its arm was measured."""
+
+
+def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:
     """Of the job; of a training with the evaluations behind it, which need its checkpoint.
 
     Args:
@@ -53,23 +60,20 @@ def expected_seconds(job: Job, jobs: Sequence[Job], times: WallTimes) -> float |
     if own is None or job.kind != "train":
         return own
     behind = (_of_one(each, jobs, times) for each in jobs if each.run.name == job.run.name and each != job)
-    return own + sum(seconds or 0.0 for seconds in behind)
+    return Expected(own.seconds + sum(each.seconds for each in behind if each is not None), own.is_guess)
 
 
-def _of_one(job: Job, jobs: Sequence[Job], times: WallTimes) -> float | None:
+def _of_one(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:
     measured = [
         (each, times.ended[each.key]) for each in jobs if each.kind == job.kind and each.key in times.ended
     ]
     of_arm = [seconds for each, seconds in measured if each.run.arm == job.run.arm and each.name == job.name]
     of_others = [seconds for _, seconds in measured]
-    found = None
-    if of_arm:
-        found = SAME_ARM * max(of_arm)
-    elif of_others:
-        found = OTHER_ARM * max(of_others)
-    if job.key in times.cut:
-        found = max(found or 0.0, CUT * times.cut[job.key])
-    if found is None or job.kind != "train":
-        return found
-    done = step_of(newest_checkpoint(job.run.folder)) or 0
-    return found * (1 - done / job.run.steps)
+    cut = CUT * times.cut.get(job.key, 0.0)
+    seconds = max(cut, SAME_ARM * max(of_arm) if of_arm else OTHER_ARM * max(of_others, default=0.0))
+    if seconds == 0:
+        return None
+    if job.kind == "train":
+        done = step_of(newest_checkpoint(job.run.folder)) or 0
+        seconds *= 1 - done / job.run.steps
+    return Expected(seconds, is_guess=not of_arm and job.key not in times.cut)

@@ -37,6 +37,37 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
     "qsa, blocks": {"gsa": {"indexer_activation": "qsa", "selection_block": 4, "local_window": 4}},
+    "previous mean": {
+        "gsa": {
+            "selection_block": 4,
+            "local_window": 4,
+            "selection_query": "previous_mean",
+            "indexer_rope": True,
+        }
+    },
+    "all gates, of SiLU": {
+        "model": {"sandwich_norm": True, "qk_norm": True},
+        "gsa": {"key_gate": True, "query_gate": True, "projection_gate": True, "gate_activation": "silu"},
+    },
+    "headwise, added": {
+        "gsa": {
+            "key_gate": True,
+            "gate_granularity": "headwise",
+            "gate_form": "additive",
+            "gate_activation": "identity",
+        }
+    },
+    "shared": {"gsa": {"query_gate": True, "gate_sharing": "head_shared", "gate_activation": "ns_sigmoid"}},
+    "shared, of no input": {
+        "gsa": {
+            "gate_sharing": "head_shared",
+            "gate_input": "input_independent",
+            "gate_granularity": "headwise",
+        }
+    },
+    "of no input": {"gsa": {"projection_gate": True, "gate_input": "input_independent"}},
+    "norm of the output": {"gsa": {"output_gate": False, "output_transform": "rms_norm"}},
+    "SiLU of the output": {"gsa": {"value_gate": False, "output_gate": False, "output_transform": "silu"}},
     "options": {
         "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
         "gsa": {

@@ -48,6 +48,26 @@ YARN: dict[str, Any] = {
 BEYOND: dict[str, dict[str, Any]] = {
     "blocks": {"index_block_size": 4, "index_local_window": 5},
     "reuse": {"index_topk_freq": 2, "index_rope": True, "rope_parameters": YARN},
+    "gates": {
+        "key_gate": True,
+        "query_gate": True,
+        "projection_gate": True,
+        "gate_activation": "silu",
+        "sandwich_norm": True,
+    },
+    "headwise": {
+        "gate_granularity": "headwise",
+        "gate_form": "additive",
+        "gate_input": "input_independent",
+        "output_gate": False,
+        "output_transform": "rms_norm",
+    },
+    "previous-mean": {
+        "index_block_size": 4,
+        "index_local_window": 4,
+        "index_block_query": "previous_mean",
+        "index_rope": True,
+    },
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "index_adaptive": "direct"},
     "blocks-rope-reuse": {
         "index_block_size": 4,

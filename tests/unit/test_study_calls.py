@@ -18,12 +18,20 @@ from gsa_train.run import exit_codes
 from gsa_train.study import jobs as study_jobs
 from gsa_train.study import processes
 from gsa_train.study import runner as study_runner
-from gsa_train.study.jobs import Job, jobs_of
-from gsa_train.study.pack import pack_study
+from gsa_train.study.jobs import jobs_of
 from gsa_train.study.plan import StudyError, chosen
-from gsa_train.study.states import JobState, note_failure, read_state
+from gsa_train.study.states import note_failure, read_state
 from gsa_train.study.study_file import Study, StudyRun, load_study
-from gsa_train.study.times import CUT, OTHER_ARM, SAME_ARM, WallTimes, expected_seconds, note_time, read_times
+from gsa_train.study.times import (
+    CUT,
+    OTHER_ARM,
+    SAME_ARM,
+    Expected,
+    WallTimes,
+    expected_time,
+    note_time,
+    read_times,
+)
 
 LIMIT = 1000
 """Seconds; no job of these tests takes one."""
@@ -72,20 +80,23 @@ def test_what_is_expected_of_a_job(study: Study) -> None:
     jobs = jobs_of(study)
     by_key = {job.key: job for job in jobs}
 
-    def expected(key: str, **times: dict[str, float]) -> float | None:
-        return expected_seconds(by_key[key], jobs, WallTimes(**times))
+    def expected(key: str, **times: dict[str, float]) -> Expected | None:
+        return expected_time(by_key[key], jobs, WallTimes(**times))
+
+    def about(seconds: float, is_guess: bool = False) -> Expected:
+        return Expected(pytest.approx(seconds), is_guess)
 
     assert expected("one-seed1 train") is None
     ended = {"one-seed1 train": 100.0, "one-seed1 evaluate end": 10.0}
-    assert expected("one-seed2 evaluate end", ended=ended) == pytest.approx(SAME_ARM * 10)
-    assert expected("one-seed2 train", ended=ended) == pytest.approx(SAME_ARM * 110), "with what follows it"
-    assert expected("two-seed1 train", ended=ended) == pytest.approx(OTHER_ARM * 110)
+    assert expected("one-seed2 evaluate end", ended=ended) == about(SAME_ARM * 10)
+    assert expected("one-seed2 train", ended=ended) == about(SAME_ARM * 110), "with what follows it"
+    assert expected("two-seed1 train", ended=ended) == about(OTHER_ARM * 110, is_guess=True)
     cut = {"two-seed1 train": 400.0}
-    assert expected("two-seed1 train", ended=ended, cut=cut) == pytest.approx(CUT * 400 + OTHER_ARM * 10)
+    assert expected("two-seed1 train", ended=ended, cut=cut) == about(CUT * 400 + OTHER_ARM * 10)
     run = by_key["one-seed2 train"].run
     (run.folder / "checkpoints").mkdir(parents=True)
     (run.folder / "checkpoints" / "latest").write_text("step_00000006")
-    assert expected("one-seed2 train", ended=ended) == pytest.approx(SAME_ARM * (100 * 0.4 + 10))
+    assert expected("one-seed2 train", ended=ended) == about(SAME_ARM * (100 * 0.4 + 10))
 
 
 # ---- calls
@@ -142,6 +153,14 @@ def test_a_call_starts_only_what_ends_in_time(
     assert "goes on with the 4 that are left" in said
     assert call("--within-seconds", str(4 * LIMIT)) == 0
     assert call.started[2:] == ["one-seed1", "one-seed2"]
+
+
+def test_a_guess_keeps_no_training_from_being_the_first(call: Call, study: Study) -> None:
+    run = study.runs[0]
+    finish(run)
+    note_time(study.folder, f"{run.name} train", 0.95 * LIMIT, ended=True)
+    assert call("--within-seconds", str(LIMIT)) == exit_codes.STOPPED
+    assert call.started == ["two-seed1", "two-seed2"], "the second is measured by the first"
 
 
 def test_without_times_a_call_begins_and_stops_at_its_end(
@@ -201,34 +220,46 @@ def test_a_study_goes_on_elsewhere_without_checkpoints(
     note_time(study.folder, f"{done.name} train", 1.0, ended=True)
     packed = tmp_path / "out" / "study.tar.gz"
     assert call("--report", "--pack", str(packed)) == 0
-    assert "study.tar.gz: 3 runs, 0.0 MiB" in capsys.readouterr().out
-    before = (study.folder / "report" / "values.csv").read_bytes()
+    assert "study.tar.gz: 2 runs, 0.0 MiB" in capsys.readouterr().out
+    lines = (study.folder / "report" / "values.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [["one", "1"], ["two", "1"]]
 
     shutil.rmtree(study.folder)
     with tarfile.open(packed) as file:
-        assert not any("checkpoints" in name or under_way.name in name for name in file.getnames())
+        left_out = ("checkpoints", under_way.name, unevaluated.name)
+        assert not any(word in name for name in file.getnames() for word in left_out)
         file.extractall(study.folder.parent, filter="data")
     assert call("--report") == 0
-    assert (study.folder / "report" / "values.csv").read_bytes() == before
+    assert (study.folder / "report" / "values.csv").read_text().splitlines() == lines[:2]
     assert call() == exit_codes.FAILED
-    assert call.started == [under_way.name]
+    assert call.started == [unevaluated.name, under_way.name]
     said = capsys.readouterr().out
-    assert f"cannot be done: {unevaluated.name} evaluate end" in said
     assert f"failed: {broken.name} train: exit code 1" in said
     assert read_times(study.folder).ended[f"{done.name} train"] == 1.0
 
 
-def test_an_evaluation_needs_its_runs_checkpoint(study: Study) -> None:
+def test_an_evaluation_needs_its_runs_checkpoint(
+    call: Call, study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = study.runs[0]
     _, evaluation, *_ = jobs_of(study)
     assert (evaluation.run, evaluation.kind) == (run, "evaluate")
-
-    def state() -> JobState:
-        return read_state(Job(run, "evaluate", "end", evaluation.command, 1))
-
-    assert not state().lacks_checkpoint, "its training is due"
+    assert not read_state(evaluation).lacks_checkpoint, "its training is due"
     finish(run, evaluated=False)
-    assert not state().lacks_checkpoint
+    assert not read_state(evaluation).lacks_checkpoint
     shutil.rmtree(run.folder / "checkpoints")
-    assert state().lacks_checkpoint
-    assert pack_study(study, {}, study.folder / "packed.tar.gz") == 1
+    assert read_state(evaluation).lacks_checkpoint
+    assert call("--arms", run.arm, "--seeds", str(run.seed)) == exit_codes.FAILED
+    assert call.started == []
+    assert f"cannot be done: {run.name} evaluate end" in capsys.readouterr().out
+
+
+def test_an_evaluation_is_done_while_there_is_time_at_all(call: Call, study: Study) -> None:
+    run = study.runs[0]
+    finish(run, evaluated=False)
+    for each in study.runs:
+        note_time(study.folder, f"{each.name} train", 2 * LIMIT, ended=True)
+    note_time(study.folder, f"{run.name} evaluate end", 2 * LIMIT, ended=True)
+    assert call("--within-seconds", str(LIMIT)) == exit_codes.STOPPED, "no training fits"
+    assert call.started == []
+    assert (run.folder / "evaluations" / "end" / "results.json").exists()

@@ -37,6 +37,25 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
     assert made.decode_rate == pytest.approx(57 / made.decode_seconds)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"key_gate": True, "gate_activation": "silu"}, "gate_activation is 'silu'"),
+        ({"sandwich_norm": True}, "sandwich_norm is True"),
+        ({"index_block_query": "previous_mean"}, "index_block_query is 'previous_mean'"),
+    ],
+)
+def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, Any], said: str) -> None:
+    model = make_model("blocks", **changes)
+    model.set_attn_implementation("gsa")
+    with pytest.raises(ValueError, match=f"{said}; decode by the model"):
+        decoding.FusedDecoder(model)
+    model.set_attn_implementation("sdpa")
+    generator = generation.Generator(model)
+    assert isinstance(generator.decoder, decoding.ModelDecoder)
+    assert generator.generate(PROMPTS, 5).tokens == by_transformers(model, 5)
+
+
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,36 @@ def test_what_cannot_be_replaced(
         replace_attention_with_gsa(AutoModelForCausalLM.from_config(config), GSAConfig(**INDEX), **options)
 
 
+def test_gates_of_other_forms_learn_and_generate() -> None:
+    """They begin open: what they add or multiply with leaves the host's outputs as they were."""
+    tokens = distinct_tokens(2, 12)
+    for form in (
+        {"gate_form": "additive", "gate_activation": "identity", "gate_input": "input_independent"},
+        {"key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid"},
+    ):
+        model = host("qwen3")
+        before = model(tokens).logits
+        config = GSAConfig(**form, layer_types=[DENSE_LAYER] * 2, num_hidden_layers=2)
+        replace_attention_with_gsa(model, config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_proj.bias") and "additive" not in form.values():
+                torch.nn.init.constant_(parameter, 30.0)
+        torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-4)
+        model(tokens, labels=tokens).loss.backward()
+        gates = [parameter for name, parameter in model.named_parameters() if "gate_proj.bias" in name]
+        assert len(gates) == 2 * (2 if "additive" in form.values() else 4)
+        if "additive" in form.values():
+            assert all(each.grad.abs().max() > 0 for each in gates)
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+        cached = model.generate(input_ids=tokens, **options)
+        assert torch.equal(cached, model.generate(input_ids=tokens, use_cache=False, **options))
+
+
+def test_norms_of_other_models_stay() -> None:
+    with pytest.raises(ValueError, match="sandwich_norm is True; pass False"):
+        replace_attention_with_gsa(host("llama"), GSAConfig(**INDEX, sandwich_norm=True))
+
+
 def test_layers_of_other_models_hand_on_no_selection() -> None:
     with pytest.raises(ValueError, match="index_topk_freq is 2; pass 1"):
         replace_attention_with_gsa(host("llama"), GSAConfig(**INDEX, index_topk_freq=2))

@@ -112,6 +112,15 @@ def test_layer_types_by_either_name() -> None:
         ({"index_topk_min": 20}, "index_topk_min is 20; pass at most index_topk_max 16"),
         ({"index_block_size": 4}, "index_local_window is 0; pass at least index_block_size 4"),
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
+        (
+            {"index_block_query": "previous_mean"},
+            "index_block_query is 'previous_mean' with index_block_size 1",
+        ),
+        ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
+        (
+            {"projection_gate": True, "gate_sharing": "head_shared"},
+            "projection_gate is True with gate_granularity 'elementwise' and gate_sharing 'head_shared'",
+        ),
         ({"index_temperature": "warm"}, "index_temperature is 'warm'; pass a positive number or 'learned'"),
         ({"index_adaptive": "up"}, "index_adaptive"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; pass 'silu'"),

@@ -1,0 +1,78 @@
+"""Gates in the places and forms of the gated-attention study (arXiv 2505.06708).
+
+The paper's are sigmoids of each head and channel, G2 on the values and G1 on attention's output.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+FORM = {
+    "gate_granularity": "elementwise",
+    "gate_sharing": "head_specific",
+    "gate_form": "multiplicative",
+    "gate_activation": "sigmoid",
+    "gate_input": "query_dependent",
+}
+"""Of the paper's gates: field of the configuration -> value."""
+BESIDE = {"key_gate": False, "query_gate": False, "projection_gate": False, "output_transform": "none"}
+"""What the paper has not: field -> value."""
+
+
+class GSAGateBias(nn.Module):
+    """Logits of gates that are the same for all tokens."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(rows))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, L, d] -> [B, L, rows]"""
+        return self.bias.expand(*hidden_states.shape[:-1], -1)
+
+
+def make_gate(config: Any, rows: int) -> nn.Module:
+    """What makes the logits [B, L, rows] of hidden states [B, L, d]."""
+    if config.gate_input == "input_independent":
+        return GSAGateBias(rows)
+    return nn.Linear(config.hidden_size, rows)
+
+
+def gate_rows(config: Any, heads: int) -> int:
+    """Gates of a token in front of or behind so many heads."""
+    of_head = 1 if config.gate_granularity == "headwise" else config.head_dim
+    return of_head * (1 if config.gate_sharing == "head_shared" else heads)
+
+
+def has_paper_form(config: Any) -> bool:
+    return all(getattr(config, name) == value for name, value in FORM.items())
+
+
+def other_gates(config: Any) -> str | None:
+    """`field is value` of the first one that the paper's gates have otherwise; None: it has the paper's."""
+    for name, value in {**FORM, **BESIDE}.items():
+        if getattr(config, name) != value:
+            return f"{name} is {getattr(config, name)!r}"
+    return None
+
+
+def gate_heads(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """x [..., heads, D], gated by logits [..., rows]: of each head and channel, or of all heads or channels alike."""
+    channels = 1 if config.gate_granularity == "headwise" else config.head_dim
+    return gate(x, logits.unflatten(-1, (-1, channels)), config)
+
+
+def gate(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """x * g(logits) or x + g(logits), calculated in fp32; the logits are broadcast to x."""
+    logits = logits.float()
+    if config.gate_activation == "sigmoid":
+        opening = logits.sigmoid()
+    elif config.gate_activation == "ns_sigmoid":
+        opening = 0.5 + 0.5 * logits.sigmoid()
+    elif config.gate_activation == "silu":
+        opening = nn.functional.silu(logits)
+    else:
+        opening = logits
+    gated = x.float() * opening if config.gate_form == "multiplicative" else x.float() + opening
+    return gated.to(x.dtype)
