@@ -1,6 +1,7 @@
 """Times attention over key lists, forward and backward, on one CUDA device.
 
-    python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 4 8]
+    python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B heads-256 heads-128]
+                                        [--ratios 1 4 8]
 
 Lists are made up: k = 2048 keys per query, and together r * 2048 per tile of 32 queries. Block: one selection for
 32 queries and a window of 64 keys, almost all of it without words. TFLOP/s count what is executed: every query of
@@ -92,7 +93,7 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
     times = harness.measure({"forward": forward, "backward": backward})
     peak, _ = harness.peak_bytes(backward)
     entries = int(lists.counts.sum())
-    product = 2 * entries * lists.queries * shape.heads * cases.HEAD_SIZE
+    product = 2 * entries * lists.queries * shape.heads * shape.head_size
     report.row(
         shape=shape.name,
         selection=selection,
@@ -116,7 +117,7 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--shapes", nargs="+", choices=list(cases.SHAPES), default=list(cases.SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=cases.USUAL)
     parser.add_argument("--ratios", type=int, nargs="+", default=[1, 4, 8])
     args = parser.parse_args()
     harness.require_cuda()
@@ -129,6 +130,7 @@ def main() -> int:
             for ratio in args.ratios:
                 run(report, cases.SHAPES[name], "token", length, ratio)
             run(report, cases.SHAPES[name], "block", length, 1)
+    cases.judge_wide_heads(report, "selection", "length", "r")
     return report.finish()
 
 

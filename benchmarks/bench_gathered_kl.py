@@ -36,8 +36,8 @@ class Attention:
     """Queries, keys and a log-sum-exp that makes each row's probabilities sum to about 1 per head."""
 
     def __init__(self, shape: Shape, length: int, selected: int) -> None:
-        self.q = cases.normal(1, length, shape.heads, cases.HEAD_SIZE)
-        self.k = cases.normal(1, length, shape.kv_heads, cases.HEAD_SIZE)
+        self.q = cases.normal(1, length, shape.heads, shape.head_size)
+        self.k = cases.normal(1, length, shape.kv_heads, shape.head_size)
         keys = torch.arange(1, length + 1, device="cuda").clamp(max=selected)
         self.lse = (keys.log() + 0.5).float().expand(1, shape.heads, length).contiguous()
 
@@ -69,7 +69,7 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
     target = torch.zeros(1, length, length, device="cuda", dtype=torch.float64)
     for head in range(shape.heads):
         keys = attention.k[0, :, head * shape.kv_heads // shape.heads].double()
-        logits = attention.q[0, :, head].double() @ keys.T * cases.HEAD_SIZE**-0.5
+        logits = attention.q[0, :, head].double() @ keys.T * shape.head_size**-0.5
         target[0] += torch.where(mask[0], (logits - attention.lse[0, head, :, None].double()).exp(), 0)
     attended = mask[:, ::block]
     leaves = [leaf.detach().double().requires_grad_() for leaf in x.leaves]
@@ -125,7 +125,7 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--shapes", nargs="+", choices=list(cases.SHAPES), default=list(cases.SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=cases.USUAL)
     parser.add_argument("--ratios", type=int, nargs="+", default=[1, 4, 8])
     args = parser.parse_args()
     harness.require_cuda()

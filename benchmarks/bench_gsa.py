@@ -166,7 +166,7 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=cases.USUAL)
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)

@@ -282,7 +282,7 @@ def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str
         (row["attention"], row["r"]): row for row in rows
     }
     for attention, r, at_length, column, slower, factors in PROMISES:
-        if length == at_length and (attention, r) in found:
+        if length == at_length and shape.name in factors and (attention, r) in found:
             factor = found[slower, None][column] / found[attention, r][column]
             name = attention if r is None else f"{attention} r={r}"
             what = f"{name}, {shape.name} at {length}: {slower} / GSA, {column.removesuffix('_ms')}"
@@ -300,7 +300,7 @@ def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=list(cases.SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=cases.USUAL)
     parser.add_argument("--ratios", type=float, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--selection", type=Path, nargs="+", default=[], metavar="FILE")
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import harness  # noqa: F401 - finds the checkout's packages
+import harness
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gsa_kernels.types import Indexer
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 128, 4, 64
+INDEXER_HEADS, INDEXER_SIZE = 4, 64
 K_BASE, K_MIN, K_MAX = 2048, 256, 4096
 
 
@@ -20,9 +20,25 @@ class Shape:
     name: str
     heads: int
     kv_heads: int
+    head_size: int = 128
 
 
-SHAPES = {shape.name: shape for shape in (Shape("1.7B", 16, 4), Shape("7B", 32, 8))}
+USUAL = ("1.7B", "7B")
+"""Of SHAPES, those of the reference models: what a bench takes that is not told others."""
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("1.7B", 16, 4),
+        Shape("7B", 32, 8),
+        # 16 query heads and 2 key-value heads of 256, as Qwen3-Next has; and the same bytes as heads of 128.
+        Shape("heads-256", 16, 2, 256),
+        Shape("heads-128", 32, 4, 128),
+    )
+}
+
+WIDE_OVER_NARROW = 1.2
+"""Time of attention's forward pass: heads-256 over heads-128, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +61,8 @@ class AttentionInputs:
 
 
 def attention_inputs(shape: Shape, batch: int, length: int) -> AttentionInputs:
-    q, gate, grad = (normal(batch, length, shape.heads, HEAD_SIZE) for _ in range(3))
-    k, v, value_gate = (normal(batch, length, shape.kv_heads, HEAD_SIZE) for _ in range(3))
+    q, gate, grad = (normal(batch, length, shape.heads, shape.head_size) for _ in range(3))
+    k, v, value_gate = (normal(batch, length, shape.kv_heads, shape.head_size) for _ in range(3))
     inputs = AttentionInputs(q, k, v, gate, value_gate, grad)
     for leaf in inputs.leaves:
         leaf.requires_grad_()
@@ -106,6 +122,19 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0, block: int = 
     for leaf in inputs.leaves:
         leaf.requires_grad_()
     return inputs
+
+
+def judge_wide_heads(report: harness.Report, *alike: str) -> None:
+    """The bar of heads of 256 in our kernels, where both shapes were measured. `alike`: columns in which the two rows
+    agree."""
+    rows = {(row["shape"], *(row[name] for name in alike)): row for row in report.rows if "forward_ms" in row}
+    for (shape, *case), row in list(rows.items()):
+        narrow = rows.get(("heads-128", *case))
+        ours = not str(row.get("attention", "")).startswith("torch")
+        if ours and shape == "heads-256" and narrow is not None:
+            what = ", ".join(map(str, case))
+            ratio = float(row["forward_ms"]) / float(narrow["forward_ms"])  # type: ignore[arg-type]
+            report.bar(f"{what}: heads of 256 / of 128, forward", ratio, at_most=WIDE_OVER_NARROW)
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from typing import Literal
 # ---- shapes
 
 
-HEAD_SIZES = (32, 64, 128)
-"""D of attention's q, k and v. A tile of D columns is an operand of a matrix product, so D is a power of two; 256 does
-not fit the registers (attention/triton_forward.py, decode/triton_attend.py, fused/split_rotate_gate)."""
+HEAD_SIZES = (32, 64, 128, 256)
+"""D of attention's q, k and v. A tile of D columns is an operand of a matrix product, so D is a power of two. With 512
+the gradients of 64 keys and values would take all registers of a multiprocessor (attention/triton_backward_keys.py)."""
 
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
 """Of the indexer's scores (indexer/triton_scores.py, indexer_loss/triton_scores.py, decode/triton_score.py)."""

@@ -1,5 +1,5 @@
 """Compiles kernels for GPUs that need not be there: as a script it prints, as JSON, what of each Triton would sum
-wrongly. In a process of its own, for the tests' kernels are those of the interpreter."""
+wrongly, and what does not fit. In a process of its own, for the tests' kernels are those of the interpreter."""
 
 import json
 import sys
@@ -13,14 +13,21 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from gsa_kernels.attention.inputs import GradientInputs
+from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
+from gsa_kernels.attention.triton_backward_keys import backward_keys
+from gsa_kernels.attention.triton_forward import attention_forward
+from gsa_kernels.attention.triton_gathered_backward import gathered_backward
+from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.hopper.miscompile_guard import wrong_sums
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, STACKED, Blocks
+from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16
+SHARED_BYTES = 227 * 1024
+"""Of a program on Hopper, the most (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 
 @triton.jit
@@ -54,7 +61,8 @@ class Driver:
 
 
 def found_in(capability: int, launches: Callable[[], object]) -> list[str]:
-    """Wrong sums in the kernels of these launches, compiled for a compute capability such as 90."""
+    """Wrong sums, and too much shared memory, in the kernels of these launches, compiled for a compute capability such
+    as 90."""
     compiled = []
     run = JITFunction.run
 
@@ -65,7 +73,9 @@ def found_in(capability: int, launches: Callable[[], object]) -> list[str]:
     with mock.patch.object(JITFunction, "run", compile_only):
         launches()
     assert compiled
-    return [f"{kernel.name}: {what}" for kernel in compiled for what in wrong_sums(kernel.asm["ttgir"])]
+    found = [f"{kernel.name}: {what}" for kernel in compiled for what in wrong_sums(kernel.asm["ttgir"])]
+    sizes = {kernel.name: kernel.metadata.shared for kernel in compiled}
+    return found + [f"{name}: {size} bytes" for name, size in sizes.items() if size > SHARED_BYTES]
 
 
 def sum_of_heads(keys: int, warps: int) -> None:
@@ -97,6 +107,32 @@ def loss_target(head_size: int, documents: bool) -> None:
     )
 
 
+def masked_attention_of_256(group: int) -> None:
+    q, k, gate, of_rows, words = _attended(group)
+    attention_forward(AttentionInputs(q, k, k, gate), words, None)
+    backward_keys(GradientInputs(q, q, k, k, of_rows, of_rows), words, None)
+
+
+def gathered_attention_of_256(group: int) -> None:
+    q, k, gate, of_rows, _ = _attended(group)
+    tiles = q.shape[1] // 32
+    starts = torch.zeros(1, tiles, dtype=torch.int64)
+    counts = torch.ones(1, tiles, dtype=torch.int32)
+    lists = KeyLists(
+        counts[0], counts[0], starts, starts, counts, counts, 32, q.shape[1], 64, host_counts=counts
+    )
+    inputs = AttentionInputs(q, k, k, gate)
+    gathered_forward(inputs, lists)
+    gathered_backward(q, inputs, q, of_rows, lists, 2**20)
+
+
+def _attended(group: int) -> tuple[torch.Tensor, ...]:
+    length, size = 128, 256
+    q = torch.zeros(1, length, group, size, dtype=torch.bfloat16)
+    words = torch.full((1, length, length // 32), -1, dtype=torch.int32)
+    return q, q[:, :, :1].contiguous(), q[:, :, None].contiguous(), torch.zeros(1, group, length), words
+
+
 def main() -> int:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # the copy engine is asked for
     bf16 = torch.bfloat16
@@ -107,6 +143,9 @@ def main() -> int:
         "Hopper, 4 heads": (90, lambda: indexer_loss(4, bf16, STACKED)),
         "Hopper, target, heads of 64": (90, lambda: loss_target(64, documents=True)),
         "Hopper, target, heads of 128": (90, lambda: loss_target(128, documents=False)),
+        "Hopper, target, heads of 256": (90, lambda: loss_target(256, documents=False)),
+        "Hopper, masked attention, heads of 256": (90, lambda: masked_attention_of_256(8)),
+        "Hopper, attention over lists, heads of 256": (90, lambda: gathered_attention_of_256(12)),
         "Blackwell, 4 heads": (100, lambda: indexer_loss(4, bf16, BY_HEAD)),
     }
     json.dump({name: found_in(*case) for name, case in cases.items()}, sys.stdout)

@@ -19,6 +19,7 @@ from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSampl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 40, 4, 1, 32
+WIDE = (24, 2, 256)  # of Qwen3.5
 RULE = BudgetRule(k_base=6, k_min=2, k_max=12)
 EMA = 0.01
 
@@ -33,6 +34,7 @@ class Case:
     activation: str = "sigmoid"
     dense: bool = False
     rows: RowSample = dataclasses.field(default_factory=RowSample)
+    heads: tuple[int, int, int] = (HEADS, KV_HEADS, SIZE)
 
 
 HALF, SHARE = RowSample(0.5, seed=1), RowSample(0.5, seed=3, share=(0, 2))
@@ -46,6 +48,10 @@ CASES = {
     "dense": Case(dense=True, documents=True),
     "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
     "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
+    "heads of 256, packed mask": Case("masked", 16, documents=True, local_window=3, heads=WIDE),
+    "heads of 256, key lists": Case("gathered", documents=True, local_window=3, heads=(8, 1, 256)),
+    "heads of 256, shared": Case("auto", 16, True, selection_block=16, local_window=20, heads=(8, 1, 256)),
+    "heads of 256, dense, blocks": Case(dense=True, selection_block=16, local_window=16, heads=(12, 1, 256)),
 }
 
 
@@ -74,6 +80,7 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
 
     keys = case.query_start + LENGTH
     rows = -(-LENGTH // case.selection_block)
+    heads, kv_heads, size = case.heads
     gated = case.activation == "sigmoid"
     indexer = Indexer(
         leaf(BATCH, rows, 2, 16),
@@ -90,10 +97,10 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
         starts = torch.stack([torch.where(positions < 27, 0, 27), torch.where(positions < 19, 11, 19)])
         starts = torch.minimum(starts, positions).to(DEVICE, torch.int32)
     return Problem(
-        leaf(BATCH, LENGTH, HEADS, SIZE),
-        leaf(BATCH, keys, KV_HEADS, SIZE),
-        leaf(BATCH, keys, KV_HEADS, SIZE),
-        leaf(BATCH, LENGTH, HEADS, SIZE),
+        leaf(BATCH, LENGTH, heads, size),
+        leaf(BATCH, keys, kv_heads, size),
+        leaf(BATCH, keys, kv_heads, size),
+        leaf(BATCH, LENGTH, heads, size),
         indexer,
         Geometry(starts, case.query_start, case.selection_block, case.local_window),
     )

@@ -142,8 +142,8 @@ def test_plots(tmp_path: Path) -> None:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benches at a size for the interpreter; what they check runs, and every time is a second."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = cases.Shape("1.7B", 2, 1)
-    sizes = {"HEAD_SIZE": 32, "INDEXER_HEADS": 2, "INDEXER_SIZE": 16, "K_BASE": 24, "K_MIN": 8, "K_MAX": 32}
+    shape = cases.Shape("1.7B", 2, 1, 32)
+    sizes = {"USUAL": ["1.7B"], "INDEXER_HEADS": 2, "INDEXER_SIZE": 16, "K_BASE": 24, "K_MIN": 8, "K_MAX": 32}
     for name, value in (
         sizes | {"DEVICE": device, "DTYPE": torch.float32, "SHAPES": {"1.7B": shape}}
     ).items():
@@ -164,7 +164,7 @@ def test_bench_gsa_runs(behind: bool, tmp_path: Path, monkeypatch: pytest.Monkey
     import bench_gsa
 
     if behind:
-        monkeypatch.setattr(cases, "SHAPES", {"1.7B": cases.Shape("1.7B", 4, 1)})
+        monkeypatch.setattr(cases, "SHAPES", {"1.7B": cases.Shape("1.7B", 4, 1, 32)})
         monkeypatch.setattr(cases, "DTYPE", torch.float16)
         if not bench_gsa.can_fuse_indexer_loss(*(cases.normal(1, 1, n, 32) for n in (4, 1))):
             pytest.skip("needs a Hopper")
@@ -435,3 +435,18 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
         assert not torch.equal(old, attention.indexer.key_weight)
     trainee.close()
     assert len(found) == 2
+
+
+def test_heads_of_256_beside_those_of_128(tmp_path: Path) -> None:
+    report = harness.Report("bench", argparse.Namespace(out=tmp_path))
+    for shape, length, attention, ms in (
+        ("heads-256", 4096, "dense", 1.1),
+        ("heads-256", 4096, "torch flash", 9.0),
+        ("heads-256", 8192, "dense", 9.0),  # alone
+        ("heads-128", 4096, "dense", 1.0),
+        ("heads-128", 4096, "torch flash", 1.0),
+    ):
+        report.row(shape=shape, length=length, attention=attention, forward_ms=ms)
+    report.row(shape="heads-256", relative_error=0.0)
+    cases.judge_wide_heads(report, "length", "attention")
+    assert [(bar.value, bar.met) for bar in report.bars] == [(1.1, True)]

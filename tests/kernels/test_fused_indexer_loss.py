@@ -169,7 +169,7 @@ def assert_attention_is_untouched(case: Fused, got: Results) -> None:
     "case",
     length=[1, 33, 100],
     heads=[(4, 1), (8, 2), (8, 1)],
-    head_size=[32, 64],
+    head_size=[32, 64, 256],
     indexer=[(1, 16), (2, 16), (4, 16)],
     activation=["sigmoid", "relu"],
     gated=[True, False],
@@ -183,6 +183,13 @@ def test_output_and_gradients(device: str, case: dict[str, Any]) -> None:
     length, chunk_bytes = options.pop("length"), options.pop("chunk_bytes")
     made = make_case(length, device, **options)
     assert_attention_is_untouched(made, check(made, chunk_bytes=chunk_bytes))
+
+
+@devices
+@pytest.mark.parametrize("query_start", [0, 37])
+def test_twelve_heads_of_256(device: str, query_start: int) -> None:
+    made = make_case(70, device, heads=(12, 1), head_size=256, documents=True, query_start=query_start)
+    assert_attention_is_untouched(made, check(made))
 
 
 @devices
@@ -201,6 +208,8 @@ def test_a_single_key(device: str) -> None:
     [
         (1000, {"documents": True, "batch": 2}),
         (2048, {"query_start": 1024, "gated": False, "log_sum": True}),
+        (1000, {"heads": (24, 2), "head_size": 256, "documents": True}),
+        (2048, {"heads": (16, 2), "head_size": 256, "query_start": 1024}),
         (700, {"query_start": 333, "documents": True, "head_size": 64, "activation": "relu"}),
     ],
     ids=str,

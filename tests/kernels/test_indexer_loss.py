@@ -74,6 +74,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     kernels=["bf16", "own", "small", "side by side"],
     length=[1, 40, 70],
     heads=[(4, 1), (6, 2), (5, 1), (2, 2)],
+    head_size=[32, 256],
     indexer=[(1, 16), (3, 24), (4, 16)],
     activation=["sigmoid", "unbiased", "relu"],
     query_start=[0, 64],
@@ -107,7 +108,7 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
         documents="documents" in options,
         log_sum="log-sum" in options,
         beta=0.6 if case["activation"] == "relu" else 1.7,
-        **{name: case[name] for name in ("heads", "indexer", "activation", "query_start")},
+        **{name: case[name] for name in ("heads", "head_size", "indexer", "activation", "query_start")},
     )
     check(problem, samples[case["rows"]])
 
@@ -148,10 +149,10 @@ def test_saturated_scores(device: str, form: str, blocks: str, monkeypatch: pyte
 
 @on_gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 9), 12, 16])
 def test_groups_of_heads_in_bf16(device: str, group: int, form: str) -> None:
     """The target is a sum over the query heads of each key-value head."""
-    for heads, head_size in (((2 * group, 2), 128), ((group, 1), 64)):
+    for heads, head_size in (((2 * group, 2), 128), ((group, 1), 64), ((group, 1), 256)):
         check(
             make_problem(
                 form,

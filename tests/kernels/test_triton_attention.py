@@ -78,8 +78,8 @@ def attention(packed=None, geometry=None):
     query_start=[0, 37],
     kind=["dense", "full", "random", "single"],
     documents=[False, True],
-    heads=[(2, 1), (2, 2), (4, 2), (4, 1)],
-    head_size=[32, 64, 128],
+    heads=[(8, 1), (2, 2), (4, 2), (12, 1)],
+    head_size=[32, 64, 128, 256],
     dtype=DTYPES,
     splits=[1, 2],
     gated=[True, False],
@@ -106,13 +106,16 @@ def test_output_and_gradients(device, case, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
-@pytest.mark.parametrize("length", [1000, 2048])
+@pytest.mark.parametrize(
+    ("length", "heads", "dim"),
+    [(1000, (8, 2), 128), (2048, (8, 2), 128), (1000, (24, 2), 256), (2048, (16, 2), 256)],
+)
 @pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
-def test_long_sequences(length, words):
+def test_long_sequences(length, heads, dim, words):
     torch.manual_seed(3)
     starts = document_starts(2, length, "cuda")
     mask = make_mask("random" if words else "full", 2, length, starts, "cuda")
-    inputs = make_inputs(2, length, 8, 2, 128, torch.bfloat16, "cuda")
+    inputs = make_inputs(2, length, *heads, dim, torch.bfloat16, "cuda")
     q, k, v, _ = inputs
     packed = pack(mask) if words else None
     check(inputs, mask, attention(packed, Geometry(starts)))
@@ -195,10 +198,11 @@ def test_repetitions_are_equal(device):
 
 @devices
 @pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
-def test_the_future_is_not_seen(device, words):
+@pytest.mark.parametrize("dim", [32, 256])
+def test_the_future_is_not_seen(device, dim, words):
     torch.manual_seed(9)
     length, cut = 90, 41
-    q, k, v, gate = make_inputs(1, length, 2, 1, 32, torch.bfloat16, device)
+    q, k, v, gate = make_inputs(1, length, 2, 1, dim, torch.bfloat16, device)
     mask = make_mask("random" if words else "full", 1, length, None, device)
     packed = pack(mask) if words else None
     before, lse_before = masked_attention(q, k, v, packed, gate_logits=gate)
@@ -235,6 +239,7 @@ def test_transposed_words(device, length):
     documents=[False, True],
     dtype=DTYPES,
     rows=[(0, 150), (37, 50), (149, 1), (0, 86, 2)],
+    head_size=[32, 256],
 )
 def test_head_sum_probs(device, case, monkeypatch):
     """Of the whole, of parts, and of every second stretch of 64 rows."""
@@ -244,7 +249,7 @@ def test_head_sum_probs(device, case, monkeypatch):
     starts = document_starts(2, length, device) if case["documents"] else None
     mask = make_mask("random" if case["words"] else "full", 2, length, starts, device)
     packed = pack(mask) if case["words"] else None
-    q, k, v, _ = make_inputs(2, length, 4, 2, 32, case["dtype"], device)
+    q, k, v, _ = make_inputs(2, length, 4, 2, case["head_size"], case["dtype"], device)
     _, lse = masked_attention(q, k, v, packed, Geometry(starts))
     wanted = sparse_attention(q.double(), k.double(), v.double(), mask, return_probs=True).head_sum_probs
     probs = head_sum_probs_rows(q, k, lse, packed, chunk, Geometry(starts))
@@ -296,6 +301,6 @@ def test_forward_tiles_agree(device, monkeypatch):
     for keys in (32, 64, 128):
         for tma in (False, True):
             tiles = triton_forward.Tiles(64, keys, 4, 2, tma)
-            monkeypatch.setattr(triton_forward, "forward_tiles", lambda dtype, tiles=tiles: tiles)
+            monkeypatch.setattr(triton_forward, "forward_tiles", lambda *_, tiles=tiles: tiles)
             out, _ = masked_attention(q, k, v, pack(mask))
             assert (out.double() - wanted).abs().max() <= 2 * rounded

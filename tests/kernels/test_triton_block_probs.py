@@ -33,7 +33,7 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def make_attention(length, *, device, dtype=torch.float32, batch=1, heads=4, kv_heads=2, documents=False):
+def make_attention(length, *, device, dtype=torch.float32, batch=1, head_size=32, documents=False):
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape):
@@ -44,7 +44,7 @@ def make_attention(length, *, device, dtype=torch.float32, batch=1, heads=4, kv_
         first = torch.rand(batch, length, generator=generator) < 0.04
         first[:, 0] = True
         starts = torch.where(first, torch.arange(length), 0).cummax(1).values.to(device, torch.int32)
-    return draw(batch, length, heads, 32), draw(batch, length, kv_heads, 32), starts
+    return draw(batch, length, 4, head_size), draw(batch, length, 2, head_size), starts
 
 
 def probabilities(q, k, mask):
@@ -55,9 +55,11 @@ def probabilities(q, k, mask):
     return logits.logsumexp(-1).float(), logits.softmax(-1).sum(1)
 
 
-def check_probs(length, block, *, device, dtype=torch.float32, documents=False, ranges=None):
+def check_probs(length, block, *, device, dtype=torch.float32, head_size=32, documents=False, ranges=None):
     batch = 2 if documents else 1
-    q, k, starts = make_attention(length, device=device, dtype=dtype, batch=batch, documents=documents)
+    q, k, starts = make_attention(
+        length, device=device, dtype=dtype, batch=batch, head_size=head_size, documents=documents
+    )
     visible = causal_mask(length, document_ids=starts, device=device).expand(batch, length, length)
     lse, probs = probabilities(q, k, visible)
     blocks = -(-length // block)
@@ -77,9 +79,9 @@ def check_probs(length, block, *, device, dtype=torch.float32, documents=False, 
 
 
 @devices
-@pytest.mark.parametrize(("block", "length"), [(16, 75), (64, 130), (128, 140)])
-def test_probs_are_the_sums_of_the_reference(device, block, length):
-    check_probs(length, block, device=device, documents=length == 75)
+@pytest.mark.parametrize(("block", "length", "head_size"), [(16, 75, 32), (64, 130, 256), (128, 140, 32)])
+def test_probs_are_the_sums_of_the_reference(device, block, length, head_size):
+    check_probs(length, block, device=device, head_size=head_size, documents=length == 75)
 
 
 @devices
@@ -96,6 +98,7 @@ def test_probs_of_many_shapes(device, block, documents):
     for dtype in (torch.bfloat16, torch.float32):
         for length in (1, 128, 1000, 1536):
             check_probs(length, block, device=device, dtype=dtype, documents=documents)
+    check_probs(1000, block, device=device, dtype=torch.bfloat16, head_size=256, documents=documents)
 
 
 @devices

@@ -53,7 +53,8 @@ def device(request: pytest.FixtureRequest) -> str:
     gate=[False, True],
     window=[0, 9],
     dtype=[torch.float32, torch.bfloat16],
-    heads=[(4, 2), (3, 1), (2, 2)],
+    heads=[(16, 2), (3, 1), (2, 2)],
+    dim=[32, 256],
     splits=[None, 1, 4],
 )
 def test_step(device: str, options: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ pytestmark = [
         (torch.bfloat16, (5, 1), 64),
         (torch.bfloat16, (32, 1), 128),
         (torch.bfloat16, (4, 4), 128),
+        (torch.bfloat16, (16, 2), 256),
+        (torch.bfloat16, (24, 2), 256),
         (torch.float32, (8, 2), 64),
     ],
     ids=str,

@@ -172,7 +172,8 @@ SHAPES = [  # batch, length, kv heads, group, head size, G2, G1
     (2, 9, 2, 2, 32, True, True),
     (1, 17, 1, 3, 32, True, False),
     (2, 5, 3, 1, 32, False, True),
-    (1, 3, 1, 4, 64, False, False),
+    (1, 3, 1, 12, 256, False, False),
+    (1, 18, 2, 8, 256, True, True),
 ]
 
 

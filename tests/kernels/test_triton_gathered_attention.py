@@ -45,8 +45,8 @@ def attention(lists, **options):
     query_start=[0, 41],
     queries=[16, 32],
     documents=[False, True],
-    heads=[(2, 1), (2, 2), (3, 1), (8, 2), (8, 1)],
-    head_size=[32, 64, 128],
+    heads=[(12, 1), (2, 2), (3, 1), (8, 2), (8, 1)],
+    head_size=[32, 64, 128, 256],
     dtype=DTYPES,
     gated=[True, False],
 )
@@ -120,6 +120,9 @@ def test_the_lists_go_with_the_backward_pass(device):
     [
         (128, 8, 2, 32, torch.bfloat16),
         (128, 8, 1, 16, torch.bfloat16),
+        (256, 16, 2, 32, torch.bfloat16),
+        (256, 24, 2, 16, torch.bfloat16),
+        (256, 4, 1, 32, torch.float32),
         (64, 2, 2, 32, torch.bfloat16),
         (64, 4, 1, 32, torch.float32),
     ],
@@ -276,10 +279,11 @@ def test_repetitions_are_equal(device):
 
 
 @devices
-def test_the_future_is_not_seen(device):
+@pytest.mark.parametrize("dim", [32, 256])
+def test_the_future_is_not_seen(device, dim):
     torch.manual_seed(14)
     length, cut = 90, 64
-    q, k, v, gate = make_inputs(1, length, 2, 1, 32, torch.bfloat16, device)
+    q, k, v, gate = make_inputs(1, length, 2, 1, dim, torch.bfloat16, device)
     lists = key_lists_from_mask(random_mask(1, length, 0.5, device))
     before, lse_before = gathered_attention(q, k, v, lists, gate)
     for tensor in (q, k, v, gate):

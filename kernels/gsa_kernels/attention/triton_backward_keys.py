@@ -10,6 +10,7 @@ from gsa_kernels.attention.triton_tiles import (
     Tiles,
     count_multiprocessors,
     expand_words,
+    float_warps,
     input_precision,
     is_even,
     load_rows,
@@ -23,7 +24,11 @@ from gsa_kernels.triton_constants import LOG2_E
 def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """For the gradients of k and v."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1, tma=False)
+        return Tiles(32, 32, float_warps(head_size), 1, tma=False)
+    if head_size > 128:
+        # The two gradients are half of a multiprocessor's registers: 128 of each of 256 threads. 64 KiB of k and v, and
+        # two stages of 32 KiB of q and of the output's gradient.
+        return Tiles(64, 64, 8, 2)
     # A third stage would leave room for one program per multiprocessor only at head size 128.
     return Tiles(64, 64, 4, 3 if head_size <= 64 else 2)
 

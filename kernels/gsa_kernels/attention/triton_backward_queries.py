@@ -9,6 +9,7 @@ from gsa_kernels.attention.triton_tiles import (
     Tiles,
     causal_hit,
     expand_words,
+    float_warps,
     input_precision,
     is_even,
     load_rows,
@@ -22,7 +23,11 @@ from gsa_kernels.triton_constants import LOG2_E
 def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """For the gradient of q."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1, tma=False)
+        return Tiles(32, 32, float_warps(head_size), 1, tma=False)
+    if head_size > 128:
+        # 128 KiB of q and of the output's gradient, and two stages of 16 KiB of k and of v: 64 keys would leave no
+        # second stage, and 64 queries one warpgroup with 248 registers.
+        return Tiles(128, 32, 8, 2)
     return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3)
 
 

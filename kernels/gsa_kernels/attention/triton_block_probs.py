@@ -60,7 +60,7 @@ def block_sum_probs_rows(
         raise ValueError(
             f"rows end at {rows.row(rows.count - 1)}; pass rows of the sequence's {blocks} blocks"
         )
-    tiles = probs_tiles(q.dtype)
+    tiles = probs_tiles(head_size, q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
     out = torch.empty(batch, rows.count, num_keys, dtype=torch.float32, device=q.device)

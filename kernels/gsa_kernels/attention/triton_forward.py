@@ -11,6 +11,7 @@ from gsa_kernels.attention.triton_tiles import (
     Tiles,
     causal_hit,
     expand_words,
+    float_warps,
     input_precision,
     is_even,
     load_rows,
@@ -21,9 +22,14 @@ from gsa_kernels.attention.triton_tiles import (
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 
-def forward_tiles(dtype: torch.dtype) -> Tiles:
+def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1, tma=False)
+        return Tiles(32, 32, float_warps(head_size), 1, tma=False)
+    if head_size > 128:
+        # One program per multiprocessor: 64 KiB of q and two stages of 32 KiB of k and of v, of 227 KiB. 256 threads
+        # have 128 registers of the output each, and 32 of logits: with 128 threads there would be one warpgroup to a
+        # multiprocessor, and with 32 keys a product would wait for its operands (16 + 8 of 24 clocks, for 16).
+        return Tiles(128, 64, 8, 2)
     # Two programs per multiprocessor: one multiplies while the other takes its exponentials.
     return Tiles(64, 64, 4, 3)
 
@@ -47,7 +53,7 @@ def attention_forward(
     q, k, v, gate_logits = inputs.q, inputs.k, inputs.v, inputs.gate_logits
     batch, length, heads, head_size = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    tiles = forward_tiles(q.dtype)
+    tiles = forward_tiles(head_size, q.dtype)
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
@@ -83,6 +89,7 @@ def attention_forward(
         HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,
         HAS_GATE=gate_logits is not None,
+        GATE_FIRST=head_size <= 128,
         ANYWHERE=anywhere,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)),
         TMA=tma,
@@ -134,6 +141,7 @@ def _forward_kernel(
     HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     ANYWHERE: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -165,13 +173,11 @@ def _forward_kernel(
     q_pointers = q + ((local * stride_ql + member * stride_qh)[:, None] + dims)
     q_tile = tl.load(q_pointers) if EVEN else tl.load(q_pointers, mask=valid[:, None], other=0.0)
     if HAS_GATE:
-        # Long before they are needed, so that nothing waits for them.
         gate += batch64 * stride_gb + start64 * stride_gl + kv_head.to(tl.int64) * stride_gg
         gate += head % GROUP * stride_gh
-        gate_pointers = gate + ((local * stride_gl + member * stride_gh)[:, None] + dims)
-        gate_logits = (
-            tl.load(gate_pointers) if EVEN else tl.load(gate_pointers, mask=valid[:, None], other=0.0)
-        )
+        if GATE_FIRST:
+            # Long before they are needed, so that nothing waits for them.
+            gate_logits = _load_gate(gate, local, member, stride_gl, stride_gh, valid, D, EVEN)
     num_keys = query_start + length
     positions = query_start + rows
     maximum = tl.full([ROWS], FLOOR, tl.float32)
@@ -214,6 +220,8 @@ def _forward_kernel(
     # A row without any key, which a selection never has, gives 0 and not NaN.
     total = tl.where(total == 0.0, 1.0, total)
     if HAS_GATE:
+        if not GATE_FIRST:
+            gate_logits = _load_gate(gate, local, member, stride_gl, stride_gh, valid, D, EVEN)
         # sigmoid(x) / total, by one division.
         acc = acc / (total[:, None] * (1.0 + tl.exp2(gate_logits.to(tl.float32) * -LOG2_E)))
     else:
@@ -223,6 +231,15 @@ def _forward_kernel(
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=valid[:, None])
     lse += (batch64 * heads + head) * length
     tl.store(lse + (member * length + rows), (maximum + tl.log2(total)) * LN_2, mask=valid)
+
+
+@triton.jit
+def _load_gate(gate, local, member, stride_gl, stride_gh, valid, D: tl.constexpr, EVEN: tl.constexpr):
+    pointers = gate + ((local * stride_gl + member * stride_gh)[:, None] + tl.arange(0, D)[None, :])
+    if EVEN:
+        return tl.load(pointers)
+    else:  # noqa: RET505 (the compiler reads what follows a return)
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
 
 
 @triton.jit

@@ -12,16 +12,21 @@ import triton.language as tl
 from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_gathered_forward import heads_per_program
-from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, input_precision
+from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
 from gsa_kernels.triton_constants import LOG2_E
 
 
-def backward_tiles(dtype: torch.dtype) -> Tiles:
+def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """`queries` of a Tiles counts rows here, queries times heads, and is a bound."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
+        return Tiles(32, 32, float_warps(head_size), 1)
+    if head_size > 128:
+        # 64 KiB of q and of the output's gradient, two stages of 32 KiB of k and of v, 16 KiB of probabilities and
+        # their gradients: 208 of 227 KiB. 128 rows would leave no second stage. Fewer than 64 keys are no rows of
+        # Hopper's matrix instructions.
+        return Tiles(64, 64, 8, 2)
     return Tiles(128, 64, 8, 3)
 
 
@@ -41,7 +46,7 @@ def gathered_backward(
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
     group = q.shape[2] // kv_heads
-    tiles = backward_tiles(q.dtype)
+    tiles = backward_tiles(head_size, q.dtype)
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)
@@ -86,8 +91,8 @@ def _launch(
         grad_q, partials: out: [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
-    tiles = backward_tiles(q.dtype)
     length, heads, head_size = q.shape[1:]
+    tiles = backward_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
     num_tiles = tile_rows.last - tile_rows.first
     _backward_kernel[(num_tiles * len(partials),)](
@@ -206,15 +211,20 @@ def _backward_kernel(
             word = tl.where(entries < full_count, -1, word)
             probs = tl.where((word[None, :] & mine[:, None]) != 0, probs, 0.0)
         by_logits = (probs * (by_probs - row_delta[:, None])).to(k_tile.dtype)
+        exists = (entries < count)[:, None]
+        pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
         by_v = tl.dot(tl.trans(probs.to(u_tile.dtype)), u_tile, input_precision=PRECISION)
+        if D > 128:  # the registers do not hold the results of all three products
+            tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
+        if D > 128:
+            tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
         # Not accumulated by the product itself: that would still run while the next step's first one begins,
         # and the compiler then waits for each matrix instruction by itself.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
-        exists = (entries < count)[:, None]
-        pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
-        tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
-        tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
+        if D <= 128:
+            tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
+            tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
         key = next_key
     pointers = grad_q + batch64 * stride_db + (token64 * stride_dl + head64 * stride_dh + dims)
     tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=valid[:, None])

@@ -12,10 +12,14 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 _MAX_ROWS = 128
 
 
-def forward_tiles(dtype: torch.dtype) -> Tiles:
+def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """`queries` of a Tiles counts rows here, queries times heads, and is a bound."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
+    if head_size > 128:
+        # One program per multiprocessor: 128 registers of each thread hold the output. 64 KiB of q and three stages of
+        # 16 KiB of k and of v. With 64 keys the compiler waits for each matrix instruction by itself.
+        return Tiles(_MAX_ROWS, 32, 8, 3)
     # 128 registers leave room for two programs per multiprocessor: one multiplies while the other takes its
     # exponentials. On an H200 faster than one program with three stages, 128 keys or 4 warps.
     return Tiles(_MAX_ROWS, 64, 8, 2, registers=128)
@@ -37,7 +41,7 @@ def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Te
     batch, length, heads, head_size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    tiles = forward_tiles(q.dtype)
+    tiles = forward_tiles(head_size, q.dtype)
     members = heads_per_program(group, lists.queries, tiles.queries)
     splits = triton.cdiv(group, members)
     out = torch.empty_like(q)

@@ -27,9 +27,12 @@ class ProbsTiles(NamedTuple):
     stages: int
 
 
-def gathered_probs_tiles(dtype: torch.dtype) -> ProbsTiles:
+def gathered_probs_tiles(head_size: int, dtype: torch.dtype) -> ProbsTiles:
     if dtype == torch.float32:
         return ProbsTiles(32, 1, 8, 1)
+    if head_size > 128:
+        # Two stages of 32 KiB of q and 32 KiB of k: two programs per multiprocessor.
+        return ProbsTiles(64, 2, 4, 2)
     # Faster than 128 entries and 8 warps (docs/kernels.md, Tuning).
     return ProbsTiles(64, 4, 4, 2)
 
@@ -65,7 +68,7 @@ def head_sum_probs_lists(
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
     tiles_per_unit = count_tiles_per_block(lists, batch, length, selection_block)
     check_tile_numbers(tiles, lists)
-    shape = gathered_probs_tiles(q.dtype)
+    shape = gathered_probs_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
     members = min(shape.members, triton.next_power_of_2(group))
     lse = lse.contiguous()
@@ -99,6 +102,9 @@ def head_sum_probs_lists(
         D=head_size,
         QUERIES=lists.queries,
         ENTRIES=shape.entries,
+        # Else one tile of queries after the other: those of an unrolled loop are in shared memory all at once, here up
+        # to 128 of 227 KiB.
+        UNROLLED=triton.cdiv(group, members) * head_size <= 256,
         SUM_QUERIES=selection_block > 1,
         PRECISION=input_precision(q.dtype),
         num_warps=shape.warps,
@@ -138,6 +144,24 @@ def load_entries(keys, words, key_start, word_start, entries, full, count):
     return key, tl.where(inside & (entries < full), -1, word)
 
 
+@triton.jit
+def _sum_of_heads(
+    k_tile, q_rows, lse, batch, kv_head, member, query, length, stride_qh, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[entries, QUERIES]: the probabilities of MEMBERS query heads, summed."""
+    head = kv_head * GROUP + member
+    valid = (member < GROUP) & (query < length)
+    q_tile = tl.load(q_rows + head[:, None] * stride_qh, mask=valid[:, None], other=0.0)
+    # Infinite for heads that are not there: their probabilities are 0.
+    lse_of = lse + (batch * (KV_HEADS * GROUP) + head) * length + query
+    lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * LOG2_E
+    logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    probs = tl.exp2(logits * scale_log2 - lse2[None, :])
+    return tl.sum(tl.reshape(probs, [k_tile.shape[0], MEMBERS, QUERIES]), 1)
+
+
 @triton.jit(do_not_specialize=["max_count"])
 def _gathered_probs_kernel(
     q, k, lse, keys, words, key_starts, word_starts, full, counts, tiles, out,
@@ -145,7 +169,8 @@ def _gathered_probs_kernel(
     stride_kb, stride_kl, stride_kh,
     length, list_tiles, tiles_per_unit, max_count, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
-    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, SUM_QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, SUM_QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(max_count / ENTRIES), N, B): ENTRIES entries against the queries of a tile, or of a block."""
     batch = tl.program_id(2).to(tl.int64)
@@ -171,16 +196,18 @@ def _gathered_probs_kernel(
             total = tl.zeros([ENTRIES, QUERIES], tl.float32)
             for kv_head in range(KV_HEADS):
                 k_tile = tl.load(k_rows + kv_head * stride_kh)
-                for first_member in tl.static_range(0, GROUP, MEMBERS):
-                    head = kv_head * GROUP + first_member + member
-                    valid = (first_member + member < GROUP) & (query < length)
-                    q_tile = tl.load(q_rows + head[:, None] * stride_qh, mask=valid[:, None], other=0.0)
-                    # Infinite for heads that are not there: their probabilities are 0.
-                    lse_of = lse + (batch * (KV_HEADS * GROUP) + head) * length + query
-                    lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * LOG2_E
-                    logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                    probs = tl.exp2(logits * scale_log2 - lse2[None, :])
-                    total += tl.sum(tl.reshape(probs, [ENTRIES, MEMBERS, QUERIES]), 1)
+                if UNROLLED:
+                    for first_member in tl.static_range(0, GROUP, MEMBERS):
+                        total += _sum_of_heads(
+                            k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
+                            scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
+                        )  # fmt: skip
+                else:
+                    for first_member in range(0, GROUP, MEMBERS):
+                        total += _sum_of_heads(
+                            k_tile, q_rows, lse, batch, kv_head, first_member + member, query, length, stride_qh,
+                            scale_log2, KV_HEADS, GROUP, MEMBERS, QUERIES, PRECISION,
+                        )  # fmt: skip
             _, word = load_entries(
                 keys,
                 words,

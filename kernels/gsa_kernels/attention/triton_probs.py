@@ -24,16 +24,20 @@ from gsa_kernels.triton_rows import row_of
 from gsa_kernels.types import Geometry
 
 
-def probs_tiles(dtype: torch.dtype) -> Tiles:
+def probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1, tma=False)
-    return Tiles(64, 128, 4, 3)
+    # A product over 256 channels is twice as many instructions, whose operands' places are held in registers.
+    return Tiles(64, 128 if head_size <= 128 else 64, 4, 3)
 
 
-def shared_probs_tiles(dtype: torch.dtype) -> Tiles:
+def shared_probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """Three programs share a multiprocessor: one multiplies while another waits for its exponentials."""
-    tiles = probs_tiles(dtype)
-    return tiles if dtype == torch.float32 else tiles._replace(registers=168)
+    tiles = probs_tiles(head_size, dtype)
+    if dtype == torch.float32:
+        return tiles
+    # Of 227 KiB each has 64: of heads of 256 in two stages.
+    return tiles._replace(registers=168, stages=3 if head_size <= 128 else 2)
 
 
 @torch.no_grad()
@@ -74,7 +78,7 @@ def head_sum_probs_rows(
     check_at_least("rows.count", rows.count, 1)
     if rows.row(rows.count - 1) >= length:
         raise ValueError(f"rows end at {rows.row(rows.count - 1)}; pass rows of a sequence of {length}")
-    tiles = shared_probs_tiles(q.dtype)
+    tiles = shared_probs_tiles(head_size, q.dtype)
     tma = use_tma(tiles, q, k)
     lse = lse.contiguous()
     out = torch.empty(batch, rows.count, num_keys, dtype=dtype, device=q.device)

@@ -39,6 +39,11 @@ def count_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def float_warps(head_size: int) -> int:
+    """Of a tile of 32 queries and 32 keys in fp32: four warps have no registers for products over 256 channels."""
+    return 8 if head_size > 128 else 4
+
+
 def input_precision(dtype: torch.dtype) -> str:
     """fp32 products are exact fp32 ("ieee"); the argument does not matter to bf16 and fp16."""
     return "ieee" if dtype == torch.float32 else "tf32"

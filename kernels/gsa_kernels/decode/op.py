@@ -129,7 +129,7 @@ def decode_attend(
     A key that is in both counts once. Query head h reads key-value head h // (H / Hkv).
 
     Args:
-        q: [B, H, D], D 32, 64 or 128; bf16 or fp32
+        q: [B, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         cache: the new token's key and value included
         local_window: keys, the query's own included
         gate_logits: [B, H, D], G1 before its sigmoid

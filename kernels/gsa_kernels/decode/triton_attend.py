@@ -31,6 +31,9 @@ FLOAT_TILE = Tile(32, 4, 1)
 SETTLED_TILE = Tile(128, 8, 1)
 """Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
 Eight warps hold it in registers."""
+WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
+"""Of heads of 256: eight warps hold 64 keys and values in registers, of which a thread has 64. Longer parts go by tiles
+in two stages."""
 KEPT_TILE = Tile(64, 4, 1)
 """The same where a step that keeps its selection has parts of its own. Measured on an H200."""
 Release = Literal["start", "wait", "end"]
@@ -64,7 +67,7 @@ def attend_to_indices(
     max_length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     k_cap = selection.indices.shape[1]
-    splits, tile = _cut(cache, workspace, q.dtype, k_cap + local_window, settled)
+    splits, tile = _cut(cache, workspace, q, k_cap + local_window, settled)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -113,20 +116,22 @@ def _release(cache: LayerCache, behind_selection: bool) -> str:
 
 
 def _cut(
-    cache: LayerCache, workspace: DecodeWorkspace, dtype: torch.dtype, keys: int, settled: bool
+    cache: LayerCache, workspace: DecodeWorkspace, q: torch.Tensor, keys: int, settled: bool
 ) -> tuple[int, Tile]:
     """Parts of each key-value head, of together up to `keys` keys, and their tile."""
     part = triton.cdiv(keys, workspace.splits * STRIP) * STRIP
     more = workspace.kept_splits > workspace.splits and part > KEPT_TILE.keys
-    if more and settled and cache.in_chain and dtype == torch.bfloat16:
+    if more and settled and cache.in_chain and q.dtype == torch.bfloat16 and q.shape[2] <= 128:
         return workspace.kept_splits, KEPT_TILE
-    return workspace.splits, _tile(dtype, part, settled)
+    return workspace.splits, _tile(q, part, settled)
 
 
-def _tile(dtype: torch.dtype, part: int, settled: bool) -> Tile:
+def _tile(q: torch.Tensor, part: int, settled: bool) -> Tile:
     """For parts of up to `part` keys."""
-    if dtype == torch.float32:
+    if q.dtype == torch.float32:
         return FLOAT_TILE
+    if q.shape[2] > 128:
+        return WIDE_TILE if settled or part <= WIDE_TILE.keys else WIDE_LONG_TILE
     if settled:
         return ONE_TILE[0] if part <= ONE_TILE[0].keys else SETTLED_TILE
     return next((tile for tile in ONE_TILE if part <= tile.keys), LONG_TILE)

@@ -27,6 +27,9 @@ TILES = _Tiles(32, 64, 8, 3, registers=232)
 """Queries, of each head. `store_sums` counts on 64 keys. The limit is more than is used: without any, ptxas saves
 registers, and the second product has to wait for the exponentials of the first."""
 
+WIDE_TILES = _Tiles(32, 32, 8, 2)
+"""Of heads of 256: 128 KiB of q and of the output's gradient, and two stages of 16 KiB of k and of v, of 227 KiB."""
+
 
 def backward_queries_with_target(
     inputs: GradientInputs,
@@ -44,7 +47,7 @@ def backward_queries_with_target(
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
-    tiles = TILES
+    tiles = TILES if head_size <= 128 else WIDE_TILES
     tma = use_tma(tiles, k, v)
     parts = heads // FUSED_LOSS_HEADS
     target = empty_blocks(batch, parts, len(rows), num_keys, q.device)
@@ -80,7 +83,7 @@ def backward_queries_with_target(
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
         HAS_DOCUMENTS=document_starts is not None,
-        EVEN=is_even(len(rows), num_keys, tiles.queries) and num_keys % tiles.keys == 0,
+        EVEN=is_even(len(rows), num_keys, tiles.queries) and num_keys % (2 * BLOCK.value) == 0,
         TMA=tma,
         IN_LANES=not interpreted(),
         num_warps=tiles.warps,
@@ -135,8 +138,10 @@ def _queries_with_target_kernel(
     first = 0
     if HAS_DOCUMENTS:
         # Starts never decrease along the sequence: the tile's first row has the first causal key.
-        first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
+        first = tl.load(document_starts + batch64 * length + start) // (2 * BLOCK) * (2 * BLOCK)
     last = tl.minimum(query_start + start + QUERIES, num_keys)
+    if KEYS == BLOCK:  # the loss reads two blocks of keys wherever a query has a key in one
+        last = tl.cdiv(last, 2 * BLOCK) * (2 * BLOCK)
 
     rows = tl.arange(0, QUERIES)
     packed_mask += batch64 * stride_wb + start64 * stride_wl + rows * stride_wl
@@ -203,63 +208,77 @@ def _load(pointers, valid, EVEN: tl.constexpr):
 @triton.jit
 def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """[QUERIES / 4, 2, 4, KEYS / 2]: where a thread stores the first of its sums, for each of them. Of a query's keys
-    the first half is stored by lanes 0 .. 15 and the second by the others: two blocks."""
-    tl.static_assert(QUERIES == BLOCK and KEYS == 2 * BLOCK, "a tile is two blocks")
+    the first half is stored by lanes 0 .. 15 and the second by the others: two blocks, or the halves of one."""
+    tl.static_assert(QUERIES == BLOCK and (KEYS == BLOCK or KEYS == 2 * BLOCK), "a tile is one or two blocks")
     row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
     lane = tl.arange(0, KEYS // 2)[None, None, None, :] % 8 // 2
-    return target + (half * (BLOCK * BLOCK) + place_in_block(row, lane))
+    apart: tl.constexpr = BLOCK * BLOCK if KEYS == 2 * BLOCK else 4
+    return target + (half * apart + place_in_block(row, lane))
 
 
-def _assembly() -> str:
-    """Of `store_sums`: $0 and $1 are results that nothing reads, $2 to $9 places, $10 to $17 low, $18 to $25 high.
+def _assembly(values: int) -> str:
+    """Of `store_sums`, for so many values a lane of each half, 4 or 8. Operands: results that nothing reads, 4 bytes
+    for each four values; the places; low; high.
 
-    Two stores of 8 bytes: one of 16 waits for all sums, and is slower.
+    Stores of 8 bytes: one of 16 waits for all sums, and is slower.
     """
-    pairs = range(4)
+    results = values // 4
+    places, low = results, results + values
+    high = low + values
     exchanges = [
         f"""
-        cvt.rn.f16x2.f32 low, ${11 + 2 * pair}, ${10 + 2 * pair};
-        cvt.rn.f16x2.f32 high, ${19 + 2 * pair}, ${18 + 2 * pair};
+        cvt.rn.f16x2.f32 low, ${low + 1 + 2 * pair}, ${low + 2 * pair};
+        cvt.rn.f16x2.f32 high, ${high + 1 + 2 * pair}, ${high + 2 * pair};
         selp.b32 own, high, low, upper;
         selp.b32 other, low, high, upper;
         shfl.sync.bfly.b32 other, other, 16, 31, -1;
         add.rn.f16x2 sum{pair}, own, other;"""
-        for pair in pairs
+        for pair in range(values // 2)
     ]
+    stores = [
+        f"""
+        st.global.v2.b32 [${places} + {8 * part}], {{sum{2 * part}, sum{2 * part + 1}}};"""
+        for part in range(values // 4)
+    ]
+    empty = [f"mov.b32 ${result}, 0;" for result in range(results)]
+    sums = ", ".join(f"sum{pair}" for pair in range(values // 2))
     return f"""{{
         .reg .pred upper;
-        .reg .b32 lane, low, high, own, other, sum0, sum1, sum2, sum3;
+        .reg .b32 lane, low, high, own, other, {sums};
         mov.u32 lane, %laneid;
         and.b32 lane, lane, 16;
-        setp.ne.u32 upper, lane, 0;{"".join(exchanges)}
-        st.global.v2.b32 [$2], {{sum0, sum1}};
-        st.global.v2.b32 [$2 + 8], {{sum2, sum3}};
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
+        setp.ne.u32 upper, lane, 0;{"".join(exchanges)}{"".join(stores)}
+        {" ".join(empty)}
         }}"""
 
 
-_STORE_SUMS = tl.constexpr(_assembly())
+def _constraints(values: int) -> str:
+    return ",".join(["=r"] * (values // 4) + ["l"] * values + ["f"] * (2 * values))
+
+
+_STORE_SUMS, _SUMS_OPERANDS = tl.constexpr(_assembly(8)), tl.constexpr(_constraints(8))
+_STORE_FEW_SUMS, _FEW_SUMS_OPERANDS = tl.constexpr(_assembly(4)), tl.constexpr(_constraints(4))
 
 
 @triton.jit
 def store_sums(places, low, high):
-    """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys: one
-    block's eight values.
+    """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys: eight
+    values of one block, or four.
 
-    Eight columns of a thread at a time, 0, 1, 8, 9, 16, 17, 24 and 25 from its first one on: `miscompile_guard.py`
+    All columns of a thread at a time, 0, 1, 8, 9 (16, 17, 24 and 25) from its first one on: `miscompile_guard.py`
     refuses a kernel in which a thread has others.
 
     Args:
         places: from `_places`
         low, high: fp32 [QUERIES / 4, 2, 4, KEYS / 2], the halves of the keys
     """
+    values: tl.constexpr = low.shape[3] // 4
     tl.inline_asm_elementwise(
-        _STORE_SUMS,
-        "=r,=r,l,l,l,l,l,l,l,l,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+        _STORE_SUMS if values == 8 else _STORE_FEW_SUMS,
+        _SUMS_OPERANDS if values == 8 else _FEW_SUMS_OPERANDS,
         [places.to(tl.int64), low, high],
         dtype=tl.int8,
         is_pure=False,
-        pack=8,
+        pack=values,
     )

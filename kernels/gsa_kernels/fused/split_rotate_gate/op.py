@@ -30,7 +30,7 @@ def fused_split_rotate_gate(
     cos and sin.
 
     Args:
-        qkv: [L, B, Hkv (G + 2) D], contiguous, D 32, 64 or 128; bf16 or fp32
+        qkv: [L, B, Hkv (G + 2) D], contiguous, D one of limits.HEAD_SIZES; bf16 or fp32
         gate_logits: [L, B, Hkv rows], contiguous, dtype of qkv; None without gates
         cos, sin: fp32 [L, D / 2], of the tokens' positions, contiguous
     """
