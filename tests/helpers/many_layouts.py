@@ -119,6 +119,7 @@ PAIRS = {"micro_batch_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 INSTANCES = {"optimizer_instances": 2}
+REPLICATED = {"distributed_optimizer": False}
 ZERO_1 = {"strategy": "deepspeed", "zero_stage": 1}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
@@ -242,7 +243,8 @@ class Reshard:
 
 RESHARDED = {
     "interleaved": Reshard(
-        INTERLEAVED, [{}, {"pipeline": 2, "pipeline_layers": [3, 1]}, {"context": 2, "tensor": 2}]
+        INTERLEAVED,
+        [{}, {"pipeline": 2, "pipeline_layers": [3, 1], **REPLICATED}, {"context": 2, "tensor": 2}],
     ),
     # Each copy of the embedding has a bucket of gradients to itself. More tensor- than data-parallel ranks read it.
     "pipeline, tied": Reshard(
@@ -250,11 +252,11 @@ RESHARDED = {
         [{"tensor": 2, **INTERLEAVED}, {"tensor": 4, **ZERO_3}],
         {**TIED, "model": {**TIED["model"], "num_kv_heads": 4}},
     ),
-    "context": Reshard({"context": 2}, [{"context": 4}, INTERLEAVED, {"tensor": 2, **ZERO_2}]),
+    "context": Reshard({"context": 2}, [{"context": 4}, {"pipeline": 4}, {"tensor": 2, **ZERO_2}]),
     "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
     "free gates": Reshard(
-        {"tensor": 2},
-        [{"tensor": 4, "sequence": False}],
+        {"tensor": 2, **REPLICATED},
+        [{"tensor": 4, "sequence": False}, REPLICATED],
         {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
     ),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
@@ -393,19 +395,20 @@ def take_step(
 def go_on(
     config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, saves: bool
 ) -> list[dict[str, Any]]:
-    """A step, a checkpoint and two more; or these two from the checkpoint. The first loss then is that of the weights,
-    the second shows the optimizer's state, and its statistics the moving averages."""
+    """A step, a checkpoint and two more, of which the checkpoint, written meanwhile, may show nothing; or these two
+    from the checkpoint. The first loss then is that of the weights, the second shows the optimizer's state, and its
+    statistics the moving averages."""
     model = build_model(config, parallel)
     optimizer = build_optimizer(model, phase, config)
+    saver = CheckpointSaver(folder, CheckpointConfig(), parallel)
     if saves:
         take_step(0, model, optimizer, config, parallel, measures=False)
-        saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
-        (result,) = saver.begin(run_state(1, config, parallel.layout), model, optimizer)
-        saver.close()
-        assert result.error is None, result.error
+        assert saver.begin(run_state(1, config, parallel.layout), model, optimizer) == []
     else:
         load_behind_damage(folder, model, optimizer, parallel)
     records = [take_step(step, model, optimizer, config, parallel, measures=step == 2) for step in (1, 2)]
+    assert [result.error for result in saver.ended(now=3, wait=True)] == [None] * saves
+    saver.close()
     close_optimizer(model, optimizer)
     return records
 

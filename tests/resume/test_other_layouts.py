@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -88,29 +87,3 @@ def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
     assert again.steps_printed()[0] > 2
     assert "weights of" in run.output
     assert "weights of" not in again.output
-
-
-CHAIN = [  # tensor, pipeline, distributed optimizer; the rest of four ranks is data parallel
-    (1, 1, True),
-    (2, 2, True),
-    (1, 2, False),
-    (1, 4, True),
-    (2, 1, False),
-    (1, 1, False),
-]
-
-
-def test_a_chain_of_layouts_and_of_both_optimizers_trains_as_one(tmp_path):
-    """Each layout takes a step from the checkpoint of the one before and saves; while that save is under way it takes
-    the next step, which no checkpoint may show. A step's loss is that of the weights, the next layout's shows whether
-    the optimizer's state arrived."""
-    command = ["tests/helpers/layout_chain.py", str(tmp_path), json.dumps(CHAIN)]
-    output = run_script(command, tmp_path / "log", ranks=4)
-    lines = [line for line in output.splitlines() if line.startswith("RECORD ")]
-    records = [json.loads(line.removeprefix("RECORD ")) for line in lines]
-    expected = {record["step"]: record for record in records[: len(CHAIN) + 1]}
-    chained = records[len(CHAIN) + 1 :]
-    assert [tuple(record["layout"]) for record in chained] == [layout for layout in CHAIN for _ in range(2)]
-    for record in chained:
-        for key in ("loss", "grad_norm"):
-            assert record[key] == pytest.approx(expected[record["step"]][key], rel=1e-5), record
