@@ -293,6 +293,7 @@ def step_record(
     flops = flops_per_token(
         config.model,
         config.gsa,
+        config.moe,
         logged.phase,
         config.train.seq_len_tokens,
         attention.get("selected_keys"),

@@ -205,10 +205,11 @@ def _about(run: RunFiles) -> str:
 def _model(run: RunFiles) -> str:
     if run.config is None:
         return "unknown"
-    model, count = run.config.model, count_parameters(run.config.model, run.config.gsa)
+    model, count = run.config.model, count_parameters(run.config.model, run.config.gsa, run.config.moe)
+    active = f" ({count.active:,} active)" if count.idle else ""
     return (
-        f"{count.total:,} parameters, {count.overhead:,} of them gates and indexer; {model.num_layers} layers of width "
-        f"{model.hidden_size}, {model.num_heads} query heads, vocabulary {model.vocab_size:,}"
+        f"{count.total:,} parameters{active}, {count.overhead:,} of them gates and indexer; {model.num_layers} layers "
+        f"of width {model.hidden_size}, {model.num_heads} query heads, vocabulary {model.vocab_size:,}"
     )
 
 
